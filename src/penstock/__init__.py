@@ -1,0 +1,1 @@
+"""Penstock: pipeline-parallel training for any PyTorch module."""

@@ -1,0 +1,227 @@
+"""A model as a chain of layers with named values between them.
+
+This is what capture makes of a model, whichever front door it came through, and all that the profiler, the runtime and
+the oracle know of it. A *value* is one tensor with a name. A layer reads some values and writes others; what is written
+before a cut and read after it crosses the cut, skip connections included. The model's own inputs are values that never
+cross a cut: every rank takes them from its own copy of the batch.
+
+Laws of this file:
+  1. It knows no schedule, no rank and no transport.
+  2. The parameters and buffers of a layer's module are the model's own objects, not copies.
+  3. Only tensors are values. Whatever else the model passes between its blocks is a constant of the capture.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.randomness import seeded
+from penstock.errors import CaptureError
+
+__all__ = ["Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer: what the profiler measures and a cut can fall between."""
+
+    name: str
+    """Where it stands in the model, such as ``transformer.h.0``."""
+    module: nn.Module
+    """``forward(*inputs)`` takes the values `inputs` and returns a tuple of tensors, the values `outputs`."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    random: bool = False
+    """Whether it draws random numbers (dropout in training mode)."""
+    mutates: tuple[str, ...] = ()
+    """Those of `inputs` that it writes in place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInputs:
+    """The form of the arguments that the model was captured with."""
+
+    names: tuple[str, ...]
+    """A value name for every leaf of ``(args, kwargs)``, in pytree order."""
+    structure: pytree.TreeSpec
+    constants: Mapping[str, Any]
+    """The leaves that are not tensors. The capture holds for these values only."""
+    batched: frozenset[str]
+    """The tensors whose dimension 0 counts samples; the others go whole to every microbatch."""
+    microbatch_size: int
+    """Samples in the captured sample."""
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of ``model(*args, **kwargs)`` by value name.
+
+        Raises `CaptureError` if the arguments differ from the captured ones in structure or in a constant.
+        """
+        captured_args, captured_kwargs = self.structure.unflatten(self.names)
+        if sorted(kwargs) != sorted(captured_kwargs) or len(args) != len(captured_args):
+            raise CaptureError(
+                f"the model was captured with {_signature(len(captured_args), captured_kwargs)} and is now called with "
+                f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again"
+            )
+        ordered = {name: kwargs[name] for name in captured_kwargs}
+        leaves, structure = pytree.tree_flatten((args, ordered))
+        if structure != self.structure:
+            raise CaptureError(
+                f"the arguments have another structure than the captured sample: expected {self.structure}, "
+                f"found {structure}. Pass the same nesting of tuples, lists and dicts as in sample="
+            )
+        tensors: dict[str, Tensor] = {}
+        for name, leaf in zip(self.names, leaves, strict=True):
+            if name in self.constants:
+                _check_constant(name, self.constants[name], leaf)
+            elif not isinstance(leaf, Tensor):
+                raise CaptureError(f"{name} was a tensor in sample= and is now {leaf!r}: pass a tensor, or capture again")
+            else:
+                tensors[name] = leaf
+        return tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOutput:
+    """The form of what the model returns."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[str | None, ...]
+    """For every leaf, the value that it is; None for a leaf that is a constant."""
+    constants: tuple[Any, ...]
+    """For every leaf, its constant (None where the leaf is a value)."""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values that the output is built from, each once."""
+        return tuple(dict.fromkeys(name for name in self.leaves if name is not None))
+
+    def build(self, values: Mapping[str, Tensor]) -> Any:
+        """What the model returns, of the same types as the model's own output."""
+        leaves = [
+            constant if name is None else values[name] for name, constant in zip(self.leaves, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class StageModule(nn.Module):
+    """Consecutive layers of a chain as one module.
+
+    `forward` takes the values that cross the cut before it, in the order of `received`, and the model's inputs by name;
+    it returns the values that cross the cut after it, in the order of `sent`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], first: int, received: tuple[str, ...], sent: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer.module for layer in layers)
+        self.first = first
+        """Index of the first layer in the chain."""
+        self.received = received
+        self.sent = sent
+        self.names = tuple(layer.name for layer in layers)
+        self.reads = tuple(layer.inputs for layer in layers)
+        self.writes = tuple(layer.outputs for layer in layers)
+        self.random = tuple(layer.random for layer in layers)
+        written = {name for layer in layers for name in layer.outputs}
+        self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
+        self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
+        self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
+        self.last_read = _last_reads(self.reads, keep=frozenset(sent))
+
+    def forward(
+        self, received: Sequence[Tensor], inputs: Mapping[str, Tensor], seed: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """One microbatch through the layers. `seed` (of the microbatch) makes the random layers repeatable."""
+        values = dict(zip(self.received, received, strict=True))
+        for name in self.model_inputs:
+            values[name] = inputs[name]
+        for name in self.mutates:
+            # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
+            values[name] = values[name].clone()
+        for index, layer in enumerate(self.layers):
+            arguments = [values[name] for name in self.reads[index]]
+            if self.random[index] and seed is not None:
+                with seeded(seed, self.first + index, arguments):
+                    results = layer(*arguments)
+            else:
+                results = layer(*arguments)
+            for name in self.last_read[index]:
+                del values[name]
+            values.update(zip(self.writes[index], results, strict=True))
+        return tuple(values[name] if name in values else inputs[name] for name in self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChain:
+    """A model as a chain of layers, in the mode (training or evaluation) that it was captured in."""
+
+    layers: tuple[Layer, ...]
+    inputs: ModelInputs
+    output: ModelOutput
+    parameters: Mapping[str, nn.Parameter]
+    """All parameters under all their original names (a tied one has several)."""
+    buffers: Mapping[str, Tensor]
+    """The buffers of the model's state dict, under their original names."""
+    evaluation: Callable[[], "LayerChain"] = field(repr=False)
+    """The same layers in evaluation mode, over the same parameters and buffers; captured on the first call."""
+
+    def cut(self, index: int) -> tuple[str, ...]:
+        """The values that cross the cut before layer `index`, in the order in which they were written.
+
+        ``cut(0)`` is empty: the model's inputs are not sent. ``cut(len(layers))`` is what the output is built from.
+        """
+        return self._cuts[index]
+
+    @cached_property
+    def _cuts(self) -> tuple[tuple[str, ...], ...]:
+        cuts = []
+        for index in range(len(self.layers) + 1):
+            needed = set(self.output.values)
+            for layer in self.layers[index:]:
+                needed.update(layer.inputs)
+            written = dict.fromkeys(name for layer in self.layers[:index] for name in layer.outputs)
+            cuts.append(tuple(name for name in written if name in needed))
+        # An output may be one of the model's inputs as it stands.
+        passed = tuple(name for name in self.output.values if name not in cuts[-1])
+        return (*cuts[:-1], cuts[-1] + passed)
+
+    def stage(self, start: int, stop: int) -> StageModule:
+        """Layers `start` up to `stop` as one module over the model's own parameters."""
+        return StageModule(self.layers[start:stop], start, self.cut(start), self.cut(stop))
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[int, ...]]:
+        """For every parameter and buffer name, the layers that hold it; empty for one that the model never uses."""
+        held = [
+            {id(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())} for layer in self.layers
+        ]
+        return {
+            name: tuple(index for index, ids in enumerate(held) if id(tensor) in ids)
+            for name, tensor in (*self.parameters.items(), *self.buffers.items())
+        }
+
+
+def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    """For every layer, the values that no later layer reads and that are not kept: they can be freed after it."""
+    seen = set(keep)
+    dead: list[tuple[str, ...]] = []
+    for names in reversed(reads):
+        dead.append(tuple(dict.fromkeys(name for name in names if name not in seen)))
+        seen.update(names)
+    return tuple(reversed(dead))
+
+
+def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
+    return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
+
+
+def _check_constant(name: str, captured: object, found: object) -> None:
+    same = captured is found or (type(captured) is type(found) and bool(captured == found))
+    if not same:
+        raise CaptureError(
+            f"{name} was {captured!r} when the model was captured and is now {found!r}. A value that is not a tensor is "
+            "fixed by the capture: pass the same one, or capture again with the new one in sample="
+        )

@@ -1,0 +1,108 @@
+"""The actions that a schedule is made of.
+
+A schedule is data that the verifier, the simulator, the renderers and the worker all read; this is its alphabet.
+
+Laws of this file:
+  1. An action holds no tensor, no time and no rank: stages, microbatches and versions only.
+  2. An action has one text form, and `parse` reads it back: ``parse(str(action)) == action``.
+  3. Every reader matches on the union `Action` and ends with ``assert_never``.
+
+Text forms (stage first, as in PyTorch's ``2F0``):
+
+    2F0@1    stage 2, forward of microbatch 0 with the weights of version 1
+    2B0@1    its backward, with the same version
+    2U3<1    update of stage 2: makes version 3 from gradients taken at version 1
+    2S0>3    stage 2 sends what it made of microbatch 0 to stage 3 (an activation, since 3 > 2)
+    3R0<2    stage 3 receives it
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError
+
+__all__ = ["Action", "Backward", "Compute", "Forward", "Receive", "Send", "Update", "parse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Stage `stage` computes its outputs for `microbatch` with weights of `version`."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.microbatch}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Stage `stage` computes its gradients for `microbatch`, weights and inputs, at `version`."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Stage `stage` makes weights `version` from `version - 1` and the gradients taken at `gradient_version`."""
+
+    stage: int
+    version: int
+    gradient_version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}U{self.version}<{self.gradient_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Stage `stage` sends its result for `microbatch` to stage `target`: an activation if target > stage, else a gradient."""
+
+    stage: int
+    microbatch: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}S{self.microbatch}>{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Stage `stage` receives the result of stage `source` for `microbatch`."""
+
+    stage: int
+    microbatch: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}R{self.microbatch}<{self.source}"
+
+
+Compute: TypeAlias = Forward | Backward | Update
+Action: TypeAlias = Compute | Send | Receive
+
+_FORMS: tuple[tuple[re.Pattern[str], type[Forward | Backward | Update | Send | Receive]], ...] = (
+    (re.compile(r"(\d+)F(\d+)@(\d+)"), Forward),
+    (re.compile(r"(\d+)B(\d+)@(\d+)"), Backward),
+    (re.compile(r"(\d+)U(\d+)<(\d+)"), Update),
+    (re.compile(r"(\d+)S(\d+)>(\d+)"), Send),
+    (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
+)
+
+
+def parse(text: str) -> Action:
+    """The action whose text form is `text`; `ScheduleError` if there is none."""
+    for pattern, kind in _FORMS:
+        if match := pattern.fullmatch(text):
+            return kind(*(int(number) for number in match.groups()))
+    raise ScheduleError(
+        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
+        "2S0>3 (send) or 3R0<2 (receive)"
+    )
