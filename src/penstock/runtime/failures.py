@@ -1,0 +1,63 @@
+"""The first failure of a run, told to every rank.
+
+A rank that fails writes what happened to the store at which the processes met. The others look there whenever they have
+waited for a while, so an error ends all of them within seconds and each shows its cause, also where the failed process
+catches its exception and lives on. A process that was killed cannot write; then the connection that it leaves broken is
+all the evidence there is.
+"""
+
+import contextlib
+import json
+import time
+
+from torch.distributed import Store
+
+from penstock.errors import TransportError
+
+__all__ = ["FailureBoard"]
+
+_FAILURE = "failure"
+_READERS = "failure-readers"
+
+
+class FailureBoard:
+    """Where the ranks of one pipeline tell each other that they failed."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._seen = False
+
+    def report(self, place: str, traceback: str, linger_seconds: float = 3.0) -> None:
+        """Tells the other ranks that this one failed at `place`. Only the first report of a run counts.
+
+        Stays for up to `linger_seconds` until all have read it, since the store may live in this process.
+        """
+        record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
+        # A store that cannot be reached means that the process that holds it is gone: there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            if json.loads(self._store.compare_set(_FAILURE, "", record))["rank"] != self._rank:
+                return
+            deadline = time.monotonic() + linger_seconds
+            while time.monotonic() < deadline and self._store.add(_READERS, 0) < self._ranks - 1:
+                time.sleep(0.02)
+
+    def check(self) -> None:
+        """Raises `TransportError` with the failed rank's traceback if another rank has reported a failure."""
+        try:
+            if not self._store.check([_FAILURE]):
+                return
+            record = json.loads(self._store.get(_FAILURE))
+            if record["rank"] == self._rank:
+                return
+            if not self._seen:
+                self._seen = True
+                self._store.add(_READERS, 1)
+        except RuntimeError:
+            # The store went down with its process; the broken connection to that process tells the rest.
+            return
+        raise TransportError(
+            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, which is "
+            f"rank {record['rank']}'s, and start again:\n{record['traceback']}"
+        )

@@ -1,0 +1,237 @@
+"""The transport over ``torch.distributed``.
+
+Every directed edge has a communicator and a thread of its own at either end. The threads post and wait, so that the
+compute thread does neither: a send is a queue entry, a receive is there before it is asked for, and a wait can be
+broken off when another rank has failed (a blocked Gloo wait cannot).
+
+Shapes, types and what requires a gradient travel ahead of the first message of a form and are remembered at both ends;
+later messages of that form are the bare tensors.
+
+Tensors of a GPU pass through host memory, since the communicators are Gloo's.
+"""
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.runtime.transport import Edge, Message, Ticket
+
+__all__ = ["ProcessGroup"]
+
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """What a receiver must know of a tensor before it comes; one for each entry of a message."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+_Specs = tuple[_Spec | None, ...]
+
+
+@dataclass(slots=True)
+class _Receipt:
+    """A receive on its way. Filled by the edge's thread."""
+
+    edge: Edge
+    form: Hashable
+    check: Callable[[], None]
+    timeout_seconds: float
+    done: threading.Event = field(default_factory=threading.Event)
+    message: Message = ()
+    error: Exception | None = None
+
+    def ready(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> Message:
+        deadline = time.monotonic() + self.timeout_seconds
+        while not self.done.wait(_POLL_SECONDS):
+            self.check()
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It hangs, is "
+                    "stopped, or has left the training loop earlier than this rank: look at its log, or pass a larger "
+                    "timeout_seconds= if its work may take that long"
+                )
+        if self.error is not None:
+            # The peer may have had the time to say why.
+            _linger(self.check)
+            raise TransportError(
+                f"rank {self.edge.source} closed its connection to rank {self.edge.target} ({self.edge}). It was probably "
+                f"killed (out of memory?) or left the training loop earlier: look at its log. Gloo says: {self.error}"
+            ) from self.error
+        return self.message
+
+
+class ProcessGroup:
+    """Messages between the ranks of the default process group, along `edges`.
+
+    Collective: every rank of the group must build it with the same edges in the same order.
+    """
+
+    def __init__(
+        self,
+        edges: Iterable[Edge],
+        rank: int,
+        device: torch.device,
+        check: Callable[[], None],
+        timeout_seconds: float,
+    ) -> None:
+        self._check = check
+        self._timeout_seconds = timeout_seconds
+        self._outboxes: dict[Edge, _Outbox] = {}
+        self._inboxes: dict[Edge, _Inbox] = {}
+        for edge in edges:
+            group = dist.new_group(
+                [edge.source, edge.target], backend="gloo", timeout=timedelta(seconds=timeout_seconds + 60)
+            )
+            if edge.source == rank:
+                self._outboxes[edge] = _Outbox(edge, group)
+            elif edge.target == rank:
+                self._inboxes[edge] = _Inbox(edge, group, device)
+
+    def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
+        outbox = self._outboxes[edge]
+        if outbox.error is not None:
+            _linger(self._check)
+            raise TransportError(
+                f"rank {edge.target} closed its connection to rank {edge.source} ({edge}). It was probably killed (out of "
+                f"memory?) or left the training loop earlier: look at its log. Gloo says: {outbox.error}"
+            ) from outbox.error
+        outbox.put(form, message)
+
+    def post(self, edge: Edge, form: Hashable) -> Ticket:
+        receipt = _Receipt(edge, form, self._check, self._timeout_seconds)
+        self._inboxes[edge].receipts.put(receipt)
+        return receipt
+
+    def close(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.close()
+        for inbox in self._inboxes.values():
+            inbox.close()
+
+
+def _linger(check: Callable[[], None], seconds: float = 2.0) -> None:
+    """Calls `check` for a while: a broken connection is often noticed before its cause has been written down."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        check()
+        time.sleep(0.05)
+
+
+class _Outbox:
+    """The sending end of an edge."""
+
+    def __init__(self, edge: Edge, group: dist.ProcessGroup) -> None:
+        self.error: Exception | None = None
+        self._edge = edge
+        self._group = group
+        self._agreed: dict[Hashable, _Specs] = {}
+        self._messages: queue.SimpleQueue[tuple[bytes | None, list[Tensor]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
+        self._thread.start()
+
+    def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
+        """Queues `message`, with its header if it is the first of `form`."""
+        header = None
+        specs = tuple(None if t is None else _Spec(t.shape, t.dtype, t.requires_grad) for t in message)
+        agreed = self._agreed.setdefault(form, specs)
+        if agreed is specs:
+            header = pickle.dumps(specs)
+        elif agreed != specs:
+            raise TransportError(
+                f"{self._edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
+                f"first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs depend on "
+                "its data: make them depend on the input shapes only"
+            )
+        self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))
+
+    def close(self) -> None:
+        """Waits until everything queued has been sent."""
+        self._messages.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while (item := self._messages.get()) is not None:
+            header, tensors = item
+            try:
+                if header is not None:
+                    payload = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                    self._send(torch.tensor([payload.numel()]))
+                    self._send(payload)
+                for tensor in tensors:
+                    self._send(tensor)
+            except Exception as error:
+                self.error = error
+                return
+
+    def _send(self, tensor: Tensor) -> None:
+        work = dist.isend(tensor.cpu().contiguous(), dst=self._edge.target, group=self._group)
+        assert work is not None
+        work.wait()
+
+
+class _Inbox:
+    """The receiving end of an edge."""
+
+    def __init__(self, edge: Edge, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.receipts: queue.SimpleQueue[_Receipt | None] = queue.SimpleQueue()
+        self._edge = edge
+        self._group = group
+        self._device = device
+        self._agreed: dict[Hashable, _Specs] = {}
+        self._thread = threading.Thread(target=self._run, name=f"penstock receive {edge}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread if it is idle; one that still waits for a peer dies with the process."""
+        self.receipts.put(None)
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while (receipt := self.receipts.get()) is not None:
+            try:
+                receipt.message = self._receive(receipt.form)
+            except Exception as error:
+                receipt.error = error
+            receipt.done.set()
+
+    def _receive(self, form: Hashable) -> Message:
+        if form not in self._agreed:
+            size = self._fill(torch.empty(1, dtype=torch.int64))
+            header = self._fill(torch.empty(int(size), dtype=torch.uint8))
+            self._agreed[form] = pickle.loads(header.numpy().tobytes())
+        tensors: list[Tensor | None] = []
+        for spec in self._agreed[form]:
+            if spec is None:
+                tensors.append(None)
+                continue
+            tensor = self._fill(torch.empty(spec.shape, dtype=spec.dtype)).to(self._device)
+            tensors.append(tensor.requires_grad_(spec.requires_grad))
+        return tuple(tensors)
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        work = dist.irecv(tensor, src=self._edge.source, group=self._group)
+        assert work is not None
+        work.wait()
+        return tensor
+
+
+def _describe(specs: _Specs) -> str:
+    parts = ["none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in specs]
+    return "[" + ", ".join(parts) + "]"
