@@ -1,1 +1,17 @@
-"""values"""
+"""The values that everything else is made from and reads; none of them knows torch."""
+
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.plans import SCHEDULES, Plan, Prediction, Stage
+from penstock.values.profiles import LayerProfile, Profile
+
+__all__ = [
+    "SCHEDULES",
+    "Cluster",
+    "LayerProfile",
+    "LinkLevels",
+    "LinkMatrix",
+    "Plan",
+    "Prediction",
+    "Profile",
+    "Stage",
+]

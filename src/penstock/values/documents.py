@@ -1,0 +1,219 @@
+"""Reading files that people edit: every place in a file knows its own name.
+
+Profiles, clusters and plans are small files that somebody will change by hand and get wrong. A `Place` carries the
+file, the path inside it (``layers[3].cut_bytes``) and what stands there, so that an error can say all of it and the
+mend.
+
+Laws of this file:
+  1. It knows the shapes of JSON and YAML, and nothing of profiles, clusters or plans.
+  2. What is unknown, missing or written twice is an error; nothing is ignored.
+"""
+
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import yaml
+
+from penstock.errors import PenstockError
+
+__all__ = ["Place", "number_text", "read_json", "read_yaml", "suggestion", "text_of", "write_text"]
+
+Value = TypeVar("Value")
+
+# YAML 1.1, which PyYAML reads, takes 12e9 for a string; a person means a number.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What stands at one place of a file, and how to complain about it."""
+
+    file: str
+    where: str
+    value: object
+    error: type[PenstockError]
+
+    def fail(self, expected: str, mend: str) -> NoReturn:
+        """Raises the file's error: where, `expected`, what was found, `mend`."""
+        raise self.error(f"{self._head()}expected {expected}, found {text_of(self.value)}: {mend}")
+
+    def mapping(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, "Place"]:
+        """The places of a mapping with these keys and no others."""
+        if not isinstance(self.value, dict):
+            self.fail(f"a mapping with the keys {', '.join(required)}", "write `key: value` pairs here")
+        known = (*required, *optional)
+        for key in self.value:
+            if key not in known:
+                raise self.error(
+                    f"{self._head()}unknown key {key!r}: expected {', '.join(known)}. "
+                    f"{suggestion(str(key), known)}Rename or remove it"
+                )
+        for key in required:
+            if key not in self.value:
+                raise self.error(
+                    f"{self._head()}the key {key!r} is missing: expected {', '.join(required)}, "
+                    f"found {', '.join(map(str, self.value)) or 'nothing'}. Add it"
+                )
+        return {str(key): self._inside(f".{key}", value) for key, value in self.value.items()}
+
+    def items(self) -> tuple["Place", ...]:
+        """The places of a list."""
+        if not isinstance(self.value, list):
+            self.fail("a list", "write the entries as a list")
+        return tuple(self._inside(f"[{index}]", value) for index, value in enumerate(self.value))
+
+    def integer(self) -> int:
+        """A whole number."""
+        value = self._number()
+        if value is None or (isinstance(value, float) and not value.is_integer()):
+            self.fail("a whole number", "write one, without quotes")
+        return int(value)
+
+    def number(self) -> float:
+        """A number; not a number (NaN) is left to the value that is built from it."""
+        value = self._number()
+        if value is None:
+            self.fail("a number", "write one, without quotes")
+        return value
+
+    def text(self) -> str:
+        """A string."""
+        if not isinstance(self.value, str):
+            self.fail("text", "put it in quotes")
+        return self.value
+
+    def boolean(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            self.fail("true or false", "write one of the two, without quotes")
+        return self.value
+
+    def build(self, make: Callable[[], Value]) -> Value:
+        """What `make` returns; an error that it raises gets this place in front."""
+        try:
+            return make()
+        except self.error as error:
+            if self.file and str(error).startswith(f"{self.file}: "):
+                raise
+            message = str(error)
+            head = f"{self.file}: {self.where}" if self.where else f"{self.file}: "
+            raise self.error(f"{head}{'.' if self.where else ''}{message}") from None
+
+    def check_format(self, tag: str) -> None:
+        """Fails unless ``format`` of this mapping is `tag`."""
+        found = self.value.get("format") if isinstance(self.value, dict) else None
+        if found != tag:
+            raise self.error(
+                f"{self.file}: format: expected {tag!r}, found {text_of(found)}: this is another kind of file, or of "
+                f"another version of Penstock. If it is the right one, add the key `format` with the value {tag}"
+            )
+
+    def _number(self) -> float | None:
+        if isinstance(self.value, str) and _EXPONENT.fullmatch(self.value):
+            return float(self.value)
+        if isinstance(self.value, int | float) and not isinstance(self.value, bool):
+            return self.value
+        return None
+
+    def _inside(self, step: str, value: object) -> "Place":
+        return Place(self.file, f"{self.where}{step}".removeprefix("."), value, self.error)
+
+    def _head(self) -> str:
+        return f"{self.file}: {self.where}: " if self.where else f"{self.file}: "
+
+
+def read_json(path: str | Path, error: type[PenstockError]) -> Place:
+    """The whole of a JSON file; `error` if it is missing or broken."""
+    text = _read(path, error)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_pairs)
+    except json.JSONDecodeError as broken:
+        raise error(
+            f"{path}: line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Mend it there"
+        ) from None
+    except _WrittenTwice as twice:
+        raise error(f"{path}: {twice}. Remove one") from None
+    return Place(str(path), "", value, error)
+
+
+def read_yaml(path: str | Path, error: type[PenstockError]) -> Place:
+    """The whole of a YAML file; `error` if it is missing or broken."""
+    text = _read(path, error)
+    try:
+        value = yaml.load(text, Loader=_UniqueLoader)
+    except yaml.MarkedYAMLError as broken:
+        mark = broken.problem_mark
+        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise error(f"{path}: {line}not YAML: {broken.problem}. Mend it there") from None
+    except yaml.YAMLError as broken:
+        raise error(f"{path}: not YAML: {broken}. Mend it there") from None
+    except _WrittenTwice as twice:
+        raise error(f"{path}: {twice}. Remove one") from None
+    return Place(str(path), "", value, error)
+
+
+def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
+    """Writes `text`; `error` if the file cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise error(f"{path}: cannot be written: {failure.strerror}. Give another path") from None
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """``Did you mean 'x'? `` with the nearest of `known`, or nothing."""
+    nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"Did you mean {nearest[0]!r}? " if nearest else ""
+
+
+def number_text(value: float) -> str:
+    """`value` as YAML 1.1 reads it back exactly."""
+    text: str = yaml.safe_dump(value).split("\n", 1)[0]
+    return text
+
+
+def text_of(value: object) -> str:
+    """`value` for an error message, on one line and not too long."""
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _read(path: str | Path, error: type[PenstockError]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        directory = Path(path).parent
+        there = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+        raise error(f"{path}: no such file. {suggestion(Path(path).name, there)}Check the path") from None
+    except (OSError, UnicodeDecodeError) as failure:
+        raise error(f"{path}: cannot be read: {failure}. Give a readable text file") from None
+
+
+class _WrittenTwice(Exception):
+    """A key stands twice in one mapping; JSON and YAML would silently keep the last."""
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise _WrittenTwice(f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is written twice")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    for key in (keys := [key for key, _ in pairs]):
+        if keys.count(key) > 1:
+            raise _WrittenTwice(f"the key {key!r} is written twice")
+    return dict(pairs)

@@ -1,0 +1,139 @@
+"""What was measured of a model: a chain of layers with times and sizes.
+
+Planners, the simulator and people read it; the profiler and `Profile.from_pipedream` write it. One profile holds for
+one device and one microbatch size. Times are seconds, sizes are bytes.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from penstock.errors import ProfileError
+from penstock.values.documents import Place, read_json, text_of, write_text
+
+__all__ = ["LayerProfile", "Profile"]
+
+_FORMAT = "penstock-profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer, one microbatch, one device."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    cut_bytes: float
+    """All tensors alive across the cut after this layer, skip connections included; for the last layer, its output."""
+    saved_bytes: float
+    """What autograd keeps of one microbatch between this layer's forward and its backward."""
+    parameter_bytes: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ProfileError(f"name: expected text, found {text_of(self.name)}: give the layer's name in the model")
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            unit = field.name.rsplit("_", 1)[1]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ProfileError(
+                    f"{field.name}: expected a number of {unit}, 0 or more and finite, found {text_of(value)} "
+                    f"in layer {self.name!r}: measure it again, or write 0 if there is none"
+                )
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together: ``T_l`` of PipeDream (SOSP'19, section 3.1)."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A model as a chain of measured layers, for microbatches of `microbatch_size` samples."""
+
+    layers: tuple[LayerProfile, ...]
+    microbatch_size: int
+    name: str = ""
+    """Of the model."""
+    device: str = ""
+    """What it was measured on."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ProfileError("layers: expected one layer or more, found none: a model has at least one layer")
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerProfile):
+                raise ProfileError(f"layers[{index}]: expected a LayerProfile, found {text_of(layer)}: build one")
+        size = self.microbatch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ProfileError(
+                f"microbatch_size: expected a whole number of samples, 1 or more, found {text_of(size)}: "
+                "give the number of samples that the times were measured with"
+            )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one microbatch on one device."""
+        return sum(layer.seconds for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> float:
+        """All weights."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    def prefix(self, layers: int) -> "Profile":
+        """The first `layers` layers as a profile of their own."""
+        return Profile(self.layers[:layers], self.microbatch_size, self.name, self.device)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
+        names = [field.name for field in fields(LayerProfile)]
+        rows = [json.dumps({name: getattr(layer, name) for name in names}) for layer in self.layers]
+        head = {
+            "format": _FORMAT,
+            "name": self.name,
+            "device": self.device,
+            "microbatch_size": self.microbatch_size,
+        }
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+        body = ",\n".join(f"    {row}" for row in rows)
+        write_text(path, "{\n" + "".join(lines) + '  "layers": [\n' + body + "\n  ]\n}\n", ProfileError)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """Reads what `save` wrote, perhaps edited. `ProfileError` names the file, the field and the mend."""
+        place = read_json(path, ProfileError)
+        place.check_format(_FORMAT)
+        places = place.mapping(("format", "microbatch_size", "layers"), ("name", "device"))
+        layers = tuple(_read_layer(layer) for layer in places["layers"].items())
+        size = places["microbatch_size"].integer()
+        texts = {key: places[key].text() for key in ("name", "device") if key in places}
+        return place.build(lambda: cls(layers, size, texts.get("name", ""), texts.get("device", "")))
+
+    @classmethod
+    def from_pipedream(cls, path: str | Path, microbatch_size: int | None = None) -> "Profile":
+        """Reads a ``graph.txt`` of PipeDream's profiler and makes a chain of its graph.
+
+        The measured minibatch becomes the microbatch; its size comes from `microbatch_size`, or else from the bytes of
+        the input images (3 x 224 x 224 numbers of 4 bytes). A file that tells neither (GNMT's) counts its minibatch as
+        one sample: rates are then minibatches per second. `ProfileError` names the line that cannot be read.
+        """
+        from penstock.values.graphs import linearise, read_graph
+
+        graph = read_graph(path)
+        size = microbatch_size if microbatch_size is not None else graph.microbatch_size
+        return cls(linearise(graph), size, name=graph.name)
+
+
+def _read_layer(place: Place) -> LayerProfile:
+    numbers: Sequence[str] = [field.name for field in fields(LayerProfile)[1:]]
+    places = place.mapping(("name", *numbers))
+    name = places["name"].text()
+    values = [places[number].number() for number in numbers]
+    return place.build(lambda: LayerProfile(name, *values))
