@@ -1,1 +1,43 @@
-"""scheduling"""
+"""Scheduling: what every rank does and in which order, as values, and the proof that it is right."""
+
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Compute,
+    Forward,
+    Receive,
+    Send,
+    Update,
+    format_programs,
+    parse,
+    parse_programs,
+)
+from penstock.scheduling.lowering import lower
+from penstock.scheduling.methods import Drain, Method, Promise, Shape, Step, VersionRule
+from penstock.scheduling.orders import METHODS
+from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
+
+__all__ = [
+    "METHODS",
+    "Action",
+    "Backward",
+    "Compute",
+    "Drain",
+    "Forward",
+    "Method",
+    "Programs",
+    "Promise",
+    "Receive",
+    "Schedule",
+    "Send",
+    "Shape",
+    "Step",
+    "Update",
+    "VersionRule",
+    "format_programs",
+    "inference",
+    "lower",
+    "parse",
+    "parse_programs",
+    "schedule",
+]

@@ -17,12 +17,24 @@ Text forms (stage first, as in PyTorch's ``2F0``):
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Action", "Backward", "Compute", "Forward", "Receive", "Send", "Update", "parse"]
+__all__ = [
+    "Action",
+    "Backward",
+    "Compute",
+    "Forward",
+    "Receive",
+    "Send",
+    "Update",
+    "format_programs",
+    "parse",
+    "parse_programs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +118,14 @@ def parse(text: str) -> Action:
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
         "2S0>3 (send) or 3R0<2 (receive)"
     )
+
+
+def format_programs(programs: Iterable[Iterable[Action]]) -> str:
+    """The text of programs: one line per rank, ``rank 0: 0F0@0 0S0>1 ...``; `parse_programs` reads it back."""
+    return "\n".join(" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(programs))
+
+
+def parse_programs(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The programs that `text` gives, one line per rank in order; the ``rank 0:`` before a line may be left out."""
+    rows = (re.sub(r"^rank \d+:", "", line.strip()) for line in text.strip().splitlines())
+    return tuple(tuple(parse(word) for word in row.split()) for row in rows)

@@ -1,0 +1,131 @@
+"""What a scheduling method is: an order of compute actions, and the promises that the order keeps.
+
+A method is data. Its `order` says what each rank computes; its `promise` says what that costs and which weights it reads,
+and the verifier holds one against the other. So a new schedule is one file in `orders/`, and nothing else changes.
+
+Laws of this file:
+  1. A method knows ranks, stages, microbatches and versions: no time, no tensor, no message.
+  2. An order is a pure function of its three arguments, and takes time proportional to what it yields.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Compute
+
+__all__ = ["Drain", "Method", "Order", "Part", "Promise", "Shape", "Step", "VersionRule", "accept_any"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a pipeline: `ranks` (p when a rank holds one stage), `microbatches` of a minibatch (m), `stages_per_rank` (v)."""
+
+    ranks: int
+    microbatches: int
+    stages_per_rank: int = 1
+    vertical_sync: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = (("ranks", self.ranks), ("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank))
+        for name, size in sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ScheduleError(
+                    f"schedule: {name} must be a whole number of at least 1, got {size!r}; give {name}=1 or more"
+                )
+
+    @property
+    def stages(self) -> int:
+        """How many stages the pipeline has."""
+        return self.ranks * self.stages_per_rank
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(self.rank_of(stage) for stage in range(self.stages))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`: stages are dealt out in turn, so that neighbour stages sit on neighbour ranks."""
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, ascending."""
+        return tuple(range(rank, self.stages, self.ranks))
+
+    def microbatches_of(self, minibatch: int) -> range:
+        """The global numbers of the microbatches of `minibatch`."""
+        return range(minibatch * self.microbatches, (minibatch + 1) * self.microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The part of a program that admits `minibatch`: its forwards, and the backwards and updates that are due by then."""
+
+    minibatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The part of a program that finishes what is in flight after `minibatches` steps."""
+
+    minibatches: int
+
+
+Part: TypeAlias = Step | Drain
+Order: TypeAlias = Callable[[Shape, int, Part], Iterator[Compute]]
+
+
+class VersionRule(Enum):
+    """Which version of its stage's weights a forward reads; the verifier recomputes each by counting updates."""
+
+    OWN_MINIBATCH = "the version made by the updates of all earlier minibatches"
+    PREVIOUS_MINIBATCH = (
+        "one update behind its own minibatch: the version made by the updates of all but the last earlier minibatch"
+    )
+    NEWEST = "the newest version of its stage at that moment"
+    INPUT_STAGE = "the version that the input stage read for this microbatch"
+    INITIAL = "version 0: nothing is trained"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a method costs and keeps to, per stage; `verify` holds every program to it.
+
+    `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
+    `in_flight`: microbatches of a stage whose forward is done and whose backward is not.
+    `rule`: the version that a forward reads. `flushes`: the pipe is empty after every step.
+    `microbatches_per_update`: how many backwards one update of a stage sums up.
+    """
+
+    versions: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    rule: VersionRule
+    flushes: bool
+    microbatches_per_update: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are backwards and updates at all."""
+        return self.rule is not VersionRule.INITIAL
+
+
+def accept_any(shape: Shape) -> None:
+    """The check of a method that runs with any number of ranks and microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A scheduling method: its `name`, the `order` of a rank's actions, and its `promise` for a pipeline of some shape.
+
+    `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
+    `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form.
+    """
+
+    name: str
+    order: Order
+    promise: Callable[[Shape], Promise]
+    check: Callable[[Shape], None] = accept_any
+    interleaves: bool = False
+    syncs: bool = False

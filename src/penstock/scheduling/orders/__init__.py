@@ -1,0 +1,13 @@
+"""The scheduling methods, one file each; `METHODS` is the list that names are looked up in."""
+
+from penstock.scheduling.methods import Method
+from penstock.scheduling.orders.forward_only import INFERENCE
+from penstock.scheduling.orders.gpipe import GPIPE
+from penstock.scheduling.orders.interleaved import INTERLEAVED
+from penstock.scheduling.orders.one_f_one_b import ONE_F_ONE_B
+from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
+from penstock.scheduling.orders.two_bw import TWO_BW
+
+__all__ = ["GPIPE", "INFERENCE", "INTERLEAVED", "METHODS", "ONE_F_ONE_B", "ONE_F_ONE_B_FLUSH", "TWO_BW"]
+
+METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, ONE_F_ONE_B, TWO_BW)

@@ -1,0 +1,46 @@
+"""Inference: forwards only, with the weights as they are.
+
+The order of an evaluation; it keeps nothing for a backward. With several stages per rank microbatches run in groups of p
+as in the interleaved method, so that a rank need not wait for a microbatch to travel round.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.scheduling.actions import Compute, Forward
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["INFERENCE"]
+
+
+# p = 2, v = 2, m = 3, first step, stage before the letter:
+#
+#   rank 0   0F0 0F1 2F0 2F1 0F2 ... 2F2
+#   rank 1   ... 1F0 1F1 3F0 3F1 1F2 ... 3F2
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    match part:
+        case Step(minibatch):
+            microbatches = shape.microbatches_of(minibatch)
+            for first in microbatches[:: shape.ranks]:
+                for stage in shape.stages_of(rank):
+                    for microbatch in range(first, min(first + shape.ranks, microbatches.stop)):
+                        yield Forward(stage, microbatch, 0)
+        case Drain():
+            pass
+        case _:
+            assert_never(part)
+
+
+def promise(shape: Shape) -> Promise:
+    """One version; nothing in flight, since no backward follows."""
+    return Promise(
+        versions=(1,) * shape.stages,
+        in_flight=(0,) * shape.stages,
+        rule=VersionRule.INITIAL,
+        flushes=True,
+        microbatches_per_update=shape.microbatches,
+    )
+
+
+INFERENCE = Method("inference", order, promise, interleaves=True)

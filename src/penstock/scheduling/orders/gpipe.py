@@ -1,0 +1,48 @@
+"""GPipe: all forwards of a minibatch, then all its backwards, then one update.
+
+The simplest flush: every activation of the minibatch is kept until the last forward is done.
+Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3; its backwards run in ascending order here, so that every method
+sums gradients in one order and the flushing methods agree bit for bit.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.scheduling.actions import Backward, Compute, Forward, Update
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["GPIPE"]
+
+
+# p = 3, m = 3, first step:
+#
+#   rank 0   F0 F1 F2 .. .. .. .. B0 B1 B2 U1
+#   rank 1   .. F0 F1 F2 .. .. B0 B1 B2 U1
+#   rank 2   .. .. F0 F1 F2 B0 B1 B2 U1
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    match part:
+        case Step(minibatch):
+            for microbatch in shape.microbatches_of(minibatch):
+                yield Forward(rank, microbatch, minibatch)
+            for microbatch in shape.microbatches_of(minibatch):
+                yield Backward(rank, microbatch, minibatch)
+            yield Update(rank, minibatch + 1, minibatch)
+        case Drain():
+            pass
+        case _:
+            assert_never(part)
+
+
+def promise(shape: Shape) -> Promise:
+    """One version; all m microbatches in flight on every stage."""
+    return Promise(
+        versions=(1,) * shape.stages,
+        in_flight=(shape.microbatches,) * shape.stages,
+        rule=VersionRule.OWN_MINIBATCH,
+        flushes=True,
+        microbatches_per_update=shape.microbatches,
+    )
+
+
+GPIPE = Method("gpipe", order, promise)

@@ -1,0 +1,87 @@
+"""Interleaved 1F1B: a rank holds v stages, spread evenly over the model, and the flush's bubble shrinks to 1/v of it.
+
+Microbatches run in groups of p: a rank takes a group through its first stage, then through its second, and so on, while
+backwards take the stages from the last. It sends v times as much, and keeps more activations than 1F1B.
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.2.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Backward, Compute, Forward, Update
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["INTERLEAVED"]
+
+
+# p = 2, v = 2, m = 2, first step, stage before the letter. Rank r warms up with 2(p - 1 - r) + (v - 1)p forwards.
+#
+#   rank 0   0F0 0F1 2F0 2F1 ... 2B0 2B1 0B0 0B1 0U1 2U1
+#   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
+#
+# Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    match part:
+        case Step(minibatch):
+            turns = shape.microbatches * shape.stages_per_rank
+            warm_up = min(2 * (shape.ranks - 1 - rank) + (shape.stages_per_rank - 1) * shape.ranks, turns)
+            for turn in range(turns + warm_up):
+                if turn < turns:
+                    round_, microbatch = _place(shape, minibatch, turn)
+                    yield Forward(round_ * shape.ranks + rank, microbatch, minibatch)
+                if turn >= warm_up:
+                    round_, microbatch = _place(shape, minibatch, turn - warm_up)
+                    yield Backward((shape.stages_per_rank - 1 - round_) * shape.ranks + rank, microbatch, minibatch)
+            for stage in shape.stages_of(rank):
+                yield Update(stage, minibatch + 1, minibatch)
+        case Drain():
+            pass
+        case _:
+            assert_never(part)
+
+
+def _place(shape: Shape, minibatch: int, turn: int) -> tuple[int, int]:
+    """Which of a rank's stages, counted from 0, works at `turn`, and on which microbatch."""
+    group, within = divmod(turn, shape.ranks * shape.stages_per_rank)
+    round_, member = divmod(within, shape.ranks)
+    return round_, minibatch * shape.microbatches + group * shape.ranks + member
+
+
+def promise(shape: Shape) -> Promise:
+    """One version; the microbatches in flight as `_in_flight` counts them."""
+    return Promise(
+        versions=(1,) * shape.stages,
+        in_flight=tuple(_in_flight(shape, stage) for stage in range(shape.stages)),
+        rule=VersionRule.OWN_MINIBATCH,
+        flushes=True,
+        microbatches_per_update=shape.microbatches,
+    )
+
+
+def _in_flight(shape: Shape, stage: int) -> int:
+    """Counted right after a stage's forward of the last member of a group: two groups, less the backwards done by then.
+
+    `ahead` is how far the rank's backwards have come since this stage's last-but-one group began its own; a late rank is
+    so far that this stage's next group has begun as well.
+    """
+    round_, rank = divmod(stage, shape.ranks)
+    ahead = (2 * round_ + 1 - shape.stages_per_rank) * shape.ranks + 2 * rank + 1
+    done = min(max(ahead, 0), shape.ranks) + max(ahead - shape.stages, 0)
+    return min(shape.microbatches, 2 * shape.ranks - done)
+
+
+def check(shape: Shape) -> None:
+    """Groups of p microbatches must come out even."""
+    if shape.microbatches % shape.ranks:
+        lower = shape.microbatches // shape.ranks * shape.ranks
+        upper = lower + shape.ranks
+        choice = f"{lower} or {upper}" if lower else f"{upper}"
+        raise ScheduleError(
+            f"schedule 'interleaved': microbatches must be a multiple of the number of ranks, {shape.ranks}, got "
+            f"microbatches={shape.microbatches}; give microbatches={choice}, or choose '1f1b-flush'"
+        )
+
+
+INTERLEAVED = Method("interleaved", order, promise, check, interleaves=True)

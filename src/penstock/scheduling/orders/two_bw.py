@@ -1,0 +1,70 @@
+"""PipeDream-2BW: 1F1B without a flush, one update per minibatch, two weight versions on every stage.
+
+A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward: one update behind,
+the same delay everywhere, so all of training is one delayed gradient descent.
+Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Backward, Compute, Forward, Update
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["TWO_BW"]
+
+
+# p = 3, m = 3: steps 0 and 1, and what is left for the drain. Every action reads version 0 here; step 2 is the first that
+# reads version 1, which U1 made during step 1 (on the last rank at the end of step 0):
+#
+#   rank 0   F0 F1 F2 B0  |  F3 B1 F4 B2 U1 F5 B3  |  B4 B5 U2
+#   rank 1   F0 F1 B0 F2 B1  |  F3 B2 U1 F4 B3 F5 B4  |  B5 U2
+#   rank 2   F0 B0 F1 B1 F2 B2 U1  |  F3 B3 F4 B4 F5 B5 U2  |
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    warm_up = shape.ranks - 1 - rank
+    match part:
+        case Step(minibatch):
+            for microbatch in shape.microbatches_of(minibatch):
+                yield Forward(rank, microbatch, max(minibatch - 1, 0))
+                if microbatch >= warm_up:
+                    yield from _backward(shape, rank, microbatch - warm_up)
+        case Drain(minibatches):
+            admitted = minibatches * shape.microbatches
+            for microbatch in range(max(0, admitted - warm_up), admitted):
+                yield from _backward(shape, rank, microbatch)
+        case _:
+            assert_never(part)
+
+
+def _backward(shape: Shape, stage: int, microbatch: int) -> Iterator[Compute]:
+    minibatch = microbatch // shape.microbatches
+    version = max(minibatch - 1, 0)
+    yield Backward(stage, microbatch, version)
+    if microbatch + 1 == shape.microbatches_of(minibatch).stop:
+        yield Update(stage, minibatch + 1, version)
+
+
+def promise(shape: Shape) -> Promise:
+    """Two versions; p - s microbatches in flight on stage s."""
+    return Promise(
+        versions=(2,) * shape.stages,
+        in_flight=tuple(shape.ranks - stage for stage in range(shape.stages)),
+        rule=VersionRule.PREVIOUS_MINIBATCH,
+        flushes=False,
+        microbatches_per_update=shape.microbatches,
+    )
+
+
+def check(shape: Shape) -> None:
+    """Two versions suffice only if a minibatch fills the pipe: m >= p."""
+    if shape.microbatches < shape.ranks:
+        raise ScheduleError(
+            f"schedule '2bw': {shape.ranks} stages need at least {shape.ranks} microbatches, got "
+            f"microbatches={shape.microbatches}; with fewer, two weight versions are not enough. Give "
+            f"microbatches={shape.ranks} or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+        )
+
+
+TWO_BW = Method("2bw", order, promise, check)

@@ -1,0 +1,164 @@
+"""The schedule: what every rank does, in order, for each minibatch and for the drain.
+
+One value with many readers: the verifier, the simulator, the pictures and the worker all take their actions from here, so
+what is proved, predicted, drawn and run is the same thing.
+"""
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Action, format_programs
+from penstock.scheduling.lowering import lower
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step
+from penstock.scheduling.orders import INFERENCE, METHODS
+
+if TYPE_CHECKING:
+    from penstock.values.plans import Plan
+
+__all__ = ["Programs", "Schedule", "inference", "schedule"]
+
+Programs: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A scheduling method for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
+
+    `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries.
+    `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
+    `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
+    """
+
+    method: str
+    ranks: int
+    microbatches: int
+    stages_per_rank: int = 1
+    vertical_sync: bool = False
+    methods: tuple[Method, ...] = field(default=METHODS, repr=False)
+    shape: Shape = field(init=False, repr=False, compare=False)
+    promise: Promise = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        method = _find_method(self.method, self.methods)
+        shape = Shape(self.ranks, self.microbatches, self.stages_per_rank, self.vertical_sync)
+        if self.stages_per_rank != 1 and not method.interleaves:
+            raise ScheduleError(
+                f"schedule {method.name!r}: a rank holds exactly one stage, got stages_per_rank={self.stages_per_rank}; "
+                "give stages_per_rank=1, or choose 'interleaved'"
+            )
+        if self.vertical_sync and not method.syncs:
+            raise ScheduleError(
+                f"schedule {method.name!r}: vertical_sync=True belongs to '1f1b' only; drop it, or choose '1f1b'"
+            )
+        method.check(shape)
+        # Only the method that was found is kept, so that schedules compare by what they do.
+        object.__setattr__(self, "methods", (method,))
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "promise", method.promise(shape))
+
+    @property
+    def stages(self) -> int:
+        """How many stages the pipeline has."""
+        return self.shape.stages
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipe is empty after every step, so that there is nothing to drain."""
+        return self.promise.flushes
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """How many microbatches one update of a stage sums up."""
+        return self.promise.microbatches_per_update
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`."""
+        return self.shape.rank_of(stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, ascending."""
+        return self.shape.stages_of(rank)
+
+    def versions(self, stage: int) -> int:
+        """How many weight versions of `stage` are alive at once; version x lives in slot ``x % versions(stage)``."""
+        return self.promise.versions[stage]
+
+    def in_flight(self, stage: int) -> int:
+        """How many microbatches of `stage` wait for their backward at once, at most."""
+        return self.promise.in_flight[stage]
+
+    def step(self, minibatch: int) -> Programs:
+        """Each rank's actions for `minibatch` (from 0): its forwards, and the backwards and updates due by then."""
+        _check_count("minibatch", minibatch)
+        return self._lower(Step(minibatch))
+
+    def drain(self, minibatches: int) -> Programs:
+        """Each rank's actions that finish what is in flight after `minibatches` steps; empty for flushing methods."""
+        _check_count("minibatches", minibatches)
+        return self._lower(Drain(minibatches))
+
+    def program(self, minibatches: int) -> Programs:
+        """Each rank's actions for `minibatches` whole steps and the drain."""
+        parts = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
+        return tuple(tuple(action for part in parts for action in part[rank]) for rank in range(self.ranks))
+
+    def _lower(self, part: Part) -> Programs:
+        (method,) = self.methods
+        return lower((method.order(self.shape, rank, part) for rank in range(self.ranks)), self.shape.placement)
+
+    def __str__(self) -> str:
+        minibatches = 1 if self.flushes else 1 + -(-self.ranks // self.microbatches)
+        sync = ", vertical sync" if self.vertical_sync else ""
+        head = (
+            f"{self.method}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
+            f"{_count(self.microbatches, 'microbatch')} a minibatch{sync}; {_count(minibatches, 'minibatch')}:"
+        )
+        return f"{head}\n{format_programs(self.program(minibatches))}"
+
+
+def schedule(plan: "Plan", methods: tuple[Method, ...] = METHODS) -> Schedule:
+    """The schedule of `plan`; `ScheduleError` if a stage is replicated, sits elsewhere than the method puts it, or the
+    plan's numbers do not fit its method. `methods`: where the plan's method name is looked up."""
+    for stage, placed in enumerate(plan.stages):
+        if len(placed.ranks) != 1:
+            raise ScheduleError(
+                f"plan: stage {stage} (layers {placed.start} to {placed.stop - 1}) is replicated on ranks "
+                f"{list(placed.ranks)}; replicated stages come in a later version. Give each stage one rank, for "
+                "instance by planning with the straight-pipeline restriction"
+            )
+    ranks = len(plan.stages) // plan.stages_per_rank
+    made = Schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank, plan.vertical_sync, methods)
+    for stage, placed in enumerate(plan.stages):
+        if placed.ranks[0] != made.rank_of(stage):
+            raise ScheduleError(
+                f"plan: stage {stage} is on rank {placed.ranks[0]}, but schedule {made.method!r} with {ranks} ranks "
+                f"runs it on rank {made.rank_of(stage)}; put stage s on rank s % {ranks}"
+            )
+    return made
+
+
+def inference(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+    """The schedule of an evaluation: forwards only, all at version 0."""
+    return Schedule(INFERENCE.name, ranks, microbatches, stages_per_rank, methods=(INFERENCE,))
+
+
+def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
+    for method in methods:
+        if method.name == name:
+            return method
+    names = [method.name for method in methods]
+    near = get_close_matches(str(name), names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ScheduleError(f"schedule: there is no method {name!r}; {hint}choose one of {', '.join(map(repr, names))}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if value < 0:
+        raise ScheduleError(f"schedule: {name} is counted from 0, got {value}; give 0 or more")
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
