@@ -21,7 +21,7 @@ import yaml
 
 from penstock.errors import PenstockError
 
-__all__ = ["Place", "number_text", "read_json", "read_yaml", "suggestion", "text_of", "write_text"]
+__all__ = ["Place", "number_text", "read_json", "read_text", "read_yaml", "suggestion", "text_of", "write_text"]
 
 Value = TypeVar("Value")
 
@@ -129,7 +129,7 @@ class Place:
 
 def read_json(path: str | Path, error: type[PenstockError]) -> Place:
     """The whole of a JSON file; `error` if it is missing or broken."""
-    text = _read(path, error)
+    text = read_text(path, error)
     try:
         value = json.loads(text, object_pairs_hook=_unique_pairs)
     except json.JSONDecodeError as broken:
@@ -143,7 +143,7 @@ def read_json(path: str | Path, error: type[PenstockError]) -> Place:
 
 def read_yaml(path: str | Path, error: type[PenstockError]) -> Place:
     """The whole of a YAML file; `error` if it is missing or broken."""
-    text = _read(path, error)
+    text = read_text(path, error)
     try:
         value = yaml.load(text, Loader=_UniqueLoader)
     except yaml.MarkedYAMLError as broken:
@@ -185,7 +185,8 @@ def text_of(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _read(path: str | Path, error: type[PenstockError]) -> str:
+def read_text(path: str | Path, error: type[PenstockError]) -> str:
+    """The whole of a text file; `error` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -193,11 +193,11 @@ class Plan:
         lines += [f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         if self.predicted is not None:
             expected = self.predicted
-            lines.append(
-                f"predicted: {expected.minibatch_seconds:.4g} s per minibatch, "
-                f"{expected.samples_per_second:.4g} samples/s, "
-                f"slowest stage or link {expected.bottleneck_seconds:.4g} s, bubble {100 * expected.bubble:.1f} % of wall time, peak {max(expected.peak_bytes) / 1e9:.3g} GB"
-            )
+            lines += [
+                f"predicted: {expected.minibatch_seconds:.4g} s per minibatch, {expected.samples_per_second:.4g} samples/s",
+                f"  slowest stage or link {expected.bottleneck_seconds:.4g} s per microbatch",
+                f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {max(expected.peak_bytes) / 1e9:.3g} GB",
+            ]
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:

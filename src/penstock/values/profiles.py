@@ -12,6 +12,8 @@ from pathlib import Path
 
 from penstock.errors import ProfileError
 from penstock.values.documents import Place, read_json, text_of, write_text
+from penstock.values.graph_files import read_graph
+from penstock.values.graphs import linearise
 
 __all__ = ["LayerProfile", "Profile"]
 
@@ -122,13 +124,21 @@ class Profile:
 
         The measured minibatch becomes the microbatch; its size comes from `microbatch_size`, or else from the bytes of
         the input images (3 x 224 x 224 numbers of 4 bytes). A file that tells neither (GNMT's) counts its minibatch as
-        one sample: rates are then minibatches per second. `ProfileError` names the line that cannot be read.
+        one sample: rates are then minibatches per second. `saved_bytes` is not in the file; the bytes of all that the
+        operator makes stand for it. `ProfileError` names the line that cannot be read.
         """
-        from penstock.values.graphs import linearise, read_graph
-
-        graph = read_graph(path)
-        size = microbatch_size if microbatch_size is not None else graph.microbatch_size
-        return cls(linearise(graph), size, name=graph.name)
+        file = read_graph(path)
+        try:
+            order = linearise(file.graph)
+        except ValueError as cycle:
+            raise ProfileError(f"{path}: expected a graph without cycles, found that {cycle}: mend the edges") from None
+        layers = []
+        for index, cut_bytes in order:
+            node = file.graph.operators[index]
+            times = (node.forward_seconds, node.backward_seconds)
+            layers.append(LayerProfile(node.name, *times, cut_bytes, node.output_bytes, node.parameter_bytes))
+        size = microbatch_size if microbatch_size is not None else file.minibatch_size or 1
+        return cls(tuple(layers), size, name=file.name)
 
 
 def _read_layer(place: Place) -> LayerProfile:
