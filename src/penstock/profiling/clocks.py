@@ -1,0 +1,106 @@
+"""Clocks: how long a piece of work takes, on a CPU or on a CUDA device.
+
+A CUDA kernel is only queued when its call returns, so the wall clock would measure the queueing. Each kind of device
+has its own clock, and the profiler sees one verb. `ScriptedClock` reads times from a list: with it the profiler's
+arithmetic can be checked to the digit.
+
+Laws of this file:
+  1. A clock runs the work once, and to its end.
+  2. It knows nothing of layers.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from penstock.errors import ProfileError
+
+__all__ = ["Clock", "CudaClock", "ScriptedClock", "WallClock", "calls_per_sample", "clock_of", "median_seconds"]
+
+SHORTEST_SAMPLE_SECONDS = 200e-6
+"""Calls are timed in groups that take at least this long: a clock's own cost, some 0.1 us on a CPU and some 5 us on a
+CUDA device, then stays in the noise. A call under 50 us is timed in groups of four or more."""
+MOST_CALLS = 100
+"""Calls in one group at most: their results are all alive until the group's backward."""
+
+
+class Clock(Protocol):
+    """Says how long work takes."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Runs `work` once, to its end on the device, and returns the seconds it took."""
+
+
+class WallClock:
+    """The time of day, for work that is done when it returns (a CPU's)."""
+
+    __slots__ = ()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Runs `work` and returns the seconds until it returned."""
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+
+class CudaClock:
+    """The device's own time between two events around the work, from an idle device until its last kernel is done."""
+
+    __slots__ = ("device",)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Queues `work` on the device's current stream and returns the seconds between its first and last kernel."""
+        with torch.cuda.device(self.device):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            return float(start.elapsed_time(stop)) / 1e3
+
+
+class ScriptedClock:
+    """A clock that runs the work and returns the next of the given seconds instead of the time it took."""
+
+    __slots__ = ("script",)
+
+    def __init__(self, script: Iterable[float]) -> None:
+        self.script = iter(script)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Runs `work` and returns the next seconds of the script."""
+        work()
+        return next(self.script)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock that is right for `device`. Raises `ProfileError` for a kind of device that no clock here can time."""
+    match device.type:
+        case "cpu":
+            return WallClock()
+        case "cuda":
+            return CudaClock(device)
+        case kind:
+            raise ProfileError(
+                f"device={device}: expected a cpu or cuda device, found {kind!r}; profile on one of those"
+            )
+
+
+def calls_per_sample(call_seconds: float) -> int:
+    """How many calls to time together when one takes about `call_seconds`."""
+    if call_seconds * MOST_CALLS <= SHORTEST_SAMPLE_SECONDS:
+        return MOST_CALLS
+    return max(1, -int(-SHORTEST_SAMPLE_SECONDS // call_seconds))
+
+
+def median_seconds(samples: Iterable[float]) -> float:
+    """The median of some timings: one that the machine disturbed does not move it."""
+    return float(median(samples))

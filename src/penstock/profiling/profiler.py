@@ -1,0 +1,292 @@
+"""Measures a model layer by layer on one microbatch: the profile that every plan starts from.
+
+Each layer is run alone, on the values that reach it when the model runs on the sample, the way the pipeline runs a
+stage: received values are leaves of autograd, the backward starts from gradients of the outputs and leaves gradients in
+the parameters and in the received values. The method is that of PipeDream's profiler (SOSP'19, section 3.1: one
+device, a fixed microbatch size, many iterations), with the median in place of the mean, and with forward and backward
+apart, since schedules place them apart.
+
+What the numbers of a layer mean:
+  forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
+      parameters; it is 0 where no output needs a gradient. The loss and the optimizer are no layers and not in it.
+  cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
+      from before it that rides along to a later layer. After the last layer: the model's output.
+  saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may part them: the
+      sum over a stage's layers is never below what the stage keeps.
+  parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
+      because each rank that holds one of the layers holds a copy.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.preservation import preserved
+from penstock.capturing.randomness import seeded
+from penstock.capturing.samples import read_sample
+from penstock.errors import ProfileError
+from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
+from penstock.profiling.progress import progress_line
+from penstock.profiling.saved_tensors import measure_saved_bytes
+from penstock.values.profiles import LayerProfile, Profile
+
+__all__ = ["profile"]
+
+Model: TypeAlias = nn.Module | Sequence[nn.Module] | LayerChain
+Sample: TypeAlias = tuple[Any, ...] | list[Any] | Mapping[str, Any] | Tensor
+
+
+def profile(
+    model: Model,
+    sample: Sample,
+    *,
+    iterations: int = 10,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+    name: str = "",
+    clock: Clock | None = None,
+) -> Profile:
+    """Seconds and bytes of every layer of `model`, for one microbatch, which is `sample`.
+
+    `model` is a module, a list of modules, or a chain that was captured already; `sample` its positional arguments (a
+    tuple or list), its keyword arguments (a mapping), or its only argument (a tensor). The model is run in training
+    mode and left as it was found: weights, buffers, gradients, training flags, and PyTorch's random generators.
+
+    Each layer is run `warmup` times untimed and `iterations` times timed; the calls of a layer that takes less than
+    about 50 us are timed in groups. `device` (default: where the model is) may name another cpu or cuda device: a copy
+    of the model is measured there. `progress` shows a line on stderr; None shows it on a terminal outside CI. `name` is
+    the profile's (default: the model's class). `clock` replaces the device's own clock.
+
+    Raises `CaptureError` for a model that cannot be captured, and `ProfileError`, with the layer's name, where a layer
+    fails on the sample or an argument is out of range.
+    """
+    for label, number in (("iterations", iterations), ("warmup", warmup)):
+        if number < 1:
+            raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
+    found, target = _device_of(model), torch.device(device) if device is not None else None
+    if target is not None and target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    if target is not None and found is not None and target != found:
+        model = _moved(model, found, target)
+    place = target or found or _first_device(sample)
+    clock = clock_of(place) if clock is None else clock
+    sample = _placed(sample, place)
+    modules = _modules_of(model)
+    with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+        chain = _captured(model, sample)
+        call, _ = read_sample(sample, chain.inputs.microbatch_size)
+        values = chain.inputs.bind(call.args, call.kwargs)
+        bench = _Bench(chain, values, clock, iterations, warmup)
+        names = progress_line([layer.name for layer in chain.layers], "profiling", progress)
+        layers = tuple(bench.measure(index) for index, _ in enumerate(names))
+    title = name or ("" if isinstance(model, Sequence | LayerChain) else type(model).__name__)
+    return Profile(layers, chain.inputs.microbatch_size, name=title, device=_device_name(place))
+
+
+class _Bench:
+    """Takes the values of one microbatch through a chain, layer by layer, and measures each on the way."""
+
+    def __init__(
+        self, chain: LayerChain, values: Mapping[str, Tensor], clock: Clock, iterations: int, warmup: int
+    ) -> None:
+        self.chain = chain
+        self.inputs = frozenset(values)
+        """The names of the model's inputs, which every rank has."""
+        self.values = dict(values)
+        """What the next layers may read. A tensor that autograd flows through requires a gradient here."""
+        self.clock = clock
+        self.iterations = iterations
+        self.warmup = warmup
+
+    def measure(self, index: int) -> LayerProfile:
+        """Measures layer `index`, to which the values must have come, and moves them on to the next layer."""
+        layer = self.chain.layers[index]
+        with _blaming(index, layer, "forward"):
+            saved = measure_saved_bytes(
+                lambda: self._forward(index, self._arguments(index)),
+                lambda: self._forward(index, self._arguments(index, copied=True)),
+            )
+        forward_seconds, backward_seconds = self._time(index)
+        with _blaming(index, layer, "forward"):
+            self._advance(index)
+        parameters = list(layer.module.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        return LayerProfile(
+            name=layer.name,
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
+            cut_bytes=sum(_size(self.values[value]) for value in self.chain.cut(index + 1)),
+            saved_bytes=saved,
+            parameter_bytes=sum(_size(parameter) for parameter in parameters),
+        )
+
+    def _time(self, index: int) -> tuple[float, float]:
+        pilots = [self._sample(index, 1) for _ in range(self.warmup)]
+        calls = calls_per_sample(min(forward for forward, _ in pilots))
+        samples = [self._sample(index, calls) for _ in range(self.iterations)]
+        return median_seconds(forward for forward, _ in samples), median_seconds(backward for _, backward in samples)
+
+    def _sample(self, index: int, calls: int) -> tuple[float, float]:
+        """Seconds of one forward and of one backward, each the mean over `calls` timed together."""
+        layer = self.chain.layers[index]
+        prepared = [self._arguments(index) for _ in range(calls)]
+        results: list[tuple[Tensor, ...]] = []
+
+        def forwards() -> None:
+            for arguments in prepared:
+                results.append(self._forward(index, arguments))
+
+        with _blaming(index, layer, "forward"):
+            forward_seconds = self.clock.seconds(forwards) / calls
+        roots = [[output for output in outputs if output.requires_grad] for outputs in results]
+        if not roots[0]:
+            return forward_seconds, 0.0
+        gradients = [torch.ones_like(root) for root in roots[0]]
+
+        def backwards() -> None:
+            for root in roots:
+                torch.autograd.backward(root, gradients)
+
+        with _blaming(index, layer, "backward"):
+            return forward_seconds, self.clock.seconds(backwards) / calls
+
+    def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
+        """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""
+        layer = self.chain.layers[index]
+        leaves: dict[str, Tensor] = {}
+        for name in dict.fromkeys(layer.inputs):
+            value = self.values[name]
+            leaf = value.detach().clone() if copied else value.detach()
+            leaves[name] = leaf.requires_grad_(value.requires_grad)
+        for name in layer.mutates:
+            # A leaf that needs a gradient may not be written in place; a stage clones what it received, too.
+            leaves[name] = leaves[name].clone()
+        return [leaves[name] for name in layer.inputs]
+
+    def _forward(self, index: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        layer = self.chain.layers[index]
+        if not layer.random:
+            return tuple(layer.module(*arguments))
+        with seeded(0, index, arguments):
+            return tuple(layer.module(*arguments))
+
+    def _advance(self, index: int) -> None:
+        """Replaces what layer `index` read by what it wrote, and drops what no later layer needs."""
+        layer = self.chain.layers[index]
+        arguments = self._arguments(index)
+        outputs = self._forward(index, arguments)
+        mutated = {name: arguments[layer.inputs.index(name)] for name in layer.mutates}
+        written = {**mutated, **dict(zip(layer.outputs, outputs, strict=True))}
+        values = {**self.values, **{name: _leaf(tensor) for name, tensor in written.items()}}
+        kept = {*self.inputs, *self.chain.cut(index + 1)}
+        self.values = {name: value for name, value in values.items() if name in kept}
+
+
+@contextmanager
+def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Takes the gradients away from the parameters of `modules` for its body, and gives them back after it."""
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _blaming(index: int, layer: Layer, phase: str) -> Iterator[None]:
+    """Turns whatever its body raises into a `ProfileError` that names the layer."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ProfileError(
+            f"layer {index} ({layer.name}) ran out of device memory in its {phase}: a layer must fit the device twice "
+            f"with its activations; profile with fewer samples in sample=. {error}"
+        ) from error
+    except Exception as error:
+        raise ProfileError(
+            f"layer {index} ({layer.name}) raised {type(error).__name__} in its {phase}: {error}. Expected it to run "
+            "on the values that the sample leads to: check that the model trains on the sample by itself"
+        ) from error
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _captured(model: Model, sample: Sample) -> LayerChain:
+    if isinstance(model, LayerChain):
+        return model
+    if isinstance(model, nn.Module) and not model.training:
+        model.train()
+    from penstock.capturing import capture
+
+    return capture(model, sample)
+
+
+def _modules_of(model: Model) -> list[nn.Module]:
+    match model:
+        case nn.Module():
+            return [model]
+        case LayerChain():
+            return [layer.module for layer in model.layers]
+        case _:
+            return list(model)
+
+
+def _device_of(model: Model) -> torch.device | None:
+    """The device of the model's parameters and buffers; None if it has neither."""
+    tensors = [tensor for part in _modules_of(model) for tensor in (*part.parameters(), *part.buffers())]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if "meta" in devices:
+        raise ProfileError(
+            "the model is on the meta device, which computes nothing: expected one that holds its weights; "
+            "materialise it first, for example by model.to_empty(device='cpu')"
+        )
+    if len(devices) > 1:
+        raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
+    return tensors[0].device if tensors else None
+
+
+def _first_device(sample: Sample) -> torch.device:
+    leaves = pytree.tree_leaves(sample)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def _moved(model: Model, found: torch.device, target: torch.device) -> Model:
+    """A copy of `model` on `target`."""
+    if isinstance(model, LayerChain):
+        raise ProfileError(
+            f"device={target}: the chain was captured on {found}; move the model there and capture it again"
+        )
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model).to(target)
+    return [part.to(target) for part in copy.deepcopy(list(model))]
+
+
+def _placed(sample: Sample, device: torch.device) -> Sample:
+    """The sample on `device`, each tensor in a storage of its own that is no larger than it."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device).clone()
+
+    return pytree.tree_map_only(Tensor, place, sample)  # type: ignore[no-any-return]
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

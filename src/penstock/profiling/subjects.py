@@ -1,0 +1,22 @@
+"""What a file hands to the command ``penstock profile``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.capturing.chain import LayerChain
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A model to profile, the sample to profile it on, and what to call it."""
+
+    model: nn.Module | Sequence[nn.Module] | LayerChain
+    sample: tuple[Any, ...] | Mapping[str, Any]
+    """Example inputs of one microbatch: the positional arguments, or the keyword arguments."""
+    name: str = ""
+    """Empty: the function's name in the file."""

@@ -1,0 +1,437 @@
+"""The profiler: exact bytes of known layers, exact medians of a scripted clock, and a model left as it was found."""
+
+import io
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import repeat
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
+from penstock.errors import ProfileError
+from penstock.profiling import ScriptedClock, WallClock, profile
+from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
+from penstock.profiling.progress import progress_line, watched
+from penstock.profiling.saved_tensors import recording
+from penstock.values.profiles import LayerProfile, Profile
+
+FLOAT = 4
+LONG = 8
+
+
+class Wired(nn.Module):
+    """A module as a layer of a chain: its result becomes a tuple."""
+
+    def __init__(self, module: nn.Module | Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.wrapped = module
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        result = self.wrapped(*inputs)
+        return result if isinstance(result, tuple) else (result,)
+
+
+def make_layer(name: str, module, inputs: str, outputs: str, **fields) -> Layer:
+    return Layer(name, Wired(module), tuple(inputs.split()), tuple(outputs.split()), **fields)
+
+
+def make_chain(layers: Sequence[Layer], sample: tuple[Tensor, ...], output: str) -> LayerChain:
+    """A chain by hand; its inputs are ``x0``, ``x1``, ..."""
+    names = tuple(f"x{index}" for index in range(len(sample)))
+    structure = pytree.tree_structure((sample, {}))
+    inputs = ModelInputs(names, structure, {}, frozenset(names), len(sample[0]))
+    leaves = tuple(output.split())
+    built = ModelOutput(pytree.tree_structure(leaves), leaves, (None,) * len(leaves))
+    modules = nn.ModuleList(layer.module for layer in layers)
+    parameters = dict(modules.named_parameters(remove_duplicate=False))
+    return LayerChain(
+        tuple(layers),
+        inputs,
+        built,
+        parameters,
+        dict(modules.named_buffers()),
+        lambda: make_chain(layers, sample, output),
+    )
+
+
+def one(module, *sample: Tensor, **fields) -> LayerProfile:
+    """The profile of `module` as the only layer of a chain, whose inputs need no gradient."""
+    names = " ".join(f"x{index}" for index in range(len(sample)))
+    layers = [make_layer("only", module, names, "y", **fields)]
+    (layer,) = quick(make_chain(layers, sample, "y"), sample).layers
+    return layer
+
+
+def after_linear(module, width: int = 8) -> LayerProfile:
+    """The profile of `module` behind a Linear, so that its input (4, width) needs a gradient."""
+    sample = (torch.randn(4, 6),)
+    layers = [make_layer("first", nn.Linear(6, width), "x0", "h"), make_layer("second", module, "h", "y")]
+    return quick(make_chain(layers, sample, "y"), sample).layers[1]
+
+
+def quick(model, sample, **arguments) -> Profile:
+    clock = ScriptedClock(repeat(1.0))
+    return profile(model, sample, iterations=1, warmup=1, progress=False, clock=clock, **arguments)
+
+
+# Bytes
+
+
+def test_a_linear_chain_has_the_bytes_that_one_counts_by_hand():
+    sample = (torch.randn(4, 6),)
+    layers = [
+        make_layer("a", nn.Linear(6, 8), "x0", "h0"),
+        make_layer("b", nn.Linear(8, 10, bias=False), "h0", "h1"),
+        make_layer("c", nn.Linear(10, 2), "h1", "y"),
+    ]
+    found = quick(make_chain(layers, sample, "y"), sample, name="three")
+
+    assert found == Profile(
+        (
+            LayerProfile("a", 1.0, 1.0, 4 * 8 * FLOAT, 4 * 6 * FLOAT, (6 * 8 + 8) * FLOAT),
+            LayerProfile("b", 1.0, 1.0, 4 * 10 * FLOAT, 4 * 8 * FLOAT, 8 * 10 * FLOAT),
+            LayerProfile("c", 1.0, 1.0, 4 * 2 * FLOAT, 4 * 10 * FLOAT, (10 * 2 + 2) * FLOAT),
+        ),
+        microbatch_size=4,
+        name="three",
+        device="cpu",
+    )
+
+
+def test_a_skip_connection_rides_along_in_every_cut_that_it_crosses():
+    sample = (torch.randn(4, 6),)
+    layers = [
+        make_layer("a", nn.Linear(6, 16), "x0", "skip"),
+        make_layer("b", nn.Linear(16, 3), "skip", "h"),
+        make_layer("c", nn.Linear(3, 16), "h", "g"),
+        make_layer("d", torch.add, "g skip", "y"),
+    ]
+    found = quick(make_chain(layers, sample, "y"), sample)
+
+    assert [layer.cut_bytes for layer in found.layers] == [
+        4 * 16 * FLOAT,
+        4 * (3 + 16) * FLOAT,
+        4 * (16 + 16) * FLOAT,
+        4 * 16 * FLOAT,
+    ]
+
+
+def test_the_inputs_of_the_model_cross_no_cut_but_may_be_its_output():
+    sample = (torch.randn(4, 6), torch.ones(4, 2, dtype=torch.long))
+    layers = [
+        make_layer("a", nn.Linear(6, 3), "x0", "h"),
+        make_layer("b", lambda h, mask: h * mask.sum(), "h x1", "y"),
+    ]
+    found = quick(make_chain(layers, sample, "y x1"), sample)
+
+    assert [layer.cut_bytes for layer in found.layers] == [4 * 3 * FLOAT, 4 * 3 * FLOAT + 4 * 2 * LONG]
+
+
+@pytest.mark.parametrize(
+    ("module", "kept"),
+    [
+        (nn.Linear(8, 3), 4 * 8 * FLOAT),  # its input
+        (nn.ReLU(), 4 * 8 * FLOAT),  # its output
+        (nn.Tanh(), 4 * 8 * FLOAT),  # its output
+        (nn.GELU(), 4 * 8 * FLOAT),  # its input
+        (nn.Identity(), 0),
+        (nn.Flatten(), 0),
+        (lambda h: h + 1, 0),
+        (lambda h: h * h, 4 * 8 * FLOAT),  # the same tensor twice
+        (lambda h: h * h.sin(), 2 * 4 * 8 * FLOAT),  # h (for itself and for the sine) and its sine
+        (lambda h: h.exp().log(), 4 * 8 * FLOAT),  # the exponential, saved as a result and as an input
+        (lambda h: h[:, :2] * 2.0, 0),
+        (lambda h: h[:, :2].square(), 4 * 8 * FLOAT),  # the view keeps all of its base
+        (nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 2)), (4 * 8 + 4 * 5) * FLOAT),
+        (lambda h: h.detach().exp(), 0),
+        (lambda h: (h.exp(), h + 1)[1], 0),  # the exponential dies before the backward
+    ],
+)
+def test_saved_bytes_are_what_autograd_keeps(module, kept):
+    assert after_linear(module).saved_bytes == kept
+
+
+def test_a_layer_norm_saves_its_input_and_two_numbers_a_row():
+    assert after_linear(nn.LayerNorm(8)).saved_bytes == 4 * (8 + 2) * FLOAT
+
+
+def test_what_a_module_holds_is_not_saved_for_one_microbatch():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(4, 8))
+            self.plain = torch.ones(4, 8)
+            self.scale = nn.Parameter(torch.ones(4, 8))
+
+        def forward(self, h: Tensor) -> Tensor:
+            return ((h + 0) * self.mask + 1) * self.plain + self.scale.t().sum() * 2
+
+    assert after_linear(Masked()).saved_bytes == 0
+
+
+def test_a_layer_of_frozen_parameters_keeps_nothing_and_has_no_backward():
+    found = one(nn.Linear(6, 3).requires_grad_(False), torch.randn(4, 6))
+
+    assert (found.saved_bytes, found.backward_seconds, found.forward_seconds) == (0, 0.0, 1.0)
+    assert found.parameter_bytes == (6 * 3 + 3) * FLOAT
+
+
+def test_integer_inputs_get_no_gradient_and_the_embedding_saves_them():
+    found = one(nn.Embedding(10, 5), torch.randint(10, (4, 7)))
+
+    assert found == LayerProfile("only", 1.0, 1.0, 4 * 7 * 5 * FLOAT, 4 * 7 * LONG, 10 * 5 * FLOAT)
+
+
+def test_a_tied_parameter_is_charged_to_every_layer_that_holds_it_and_once_in_each():
+    tied = nn.Linear(6, 6)
+    sample = (torch.randn(4, 6),)
+    layers = [make_layer("a", nn.Sequential(tied, tied), "x0", "h"), make_layer("b", tied, "h", "y")]
+    found = quick(make_chain(layers, sample, "y"), sample)
+
+    assert [layer.parameter_bytes for layer in found.layers] == [(6 * 6 + 6) * FLOAT] * 2
+
+
+def test_the_sample_may_be_a_view_of_a_whole_data_set():
+    data = torch.randn(1000, 6)
+
+    assert one(nn.Linear(6, 3), data[8:12]).saved_bytes == 4 * 6 * FLOAT
+
+
+def test_a_layer_that_writes_its_input_in_place_is_measured_and_later_layers_see_what_it_wrote():
+    def double(h: Tensor) -> Tensor:
+        return h.mul_(2.0).sum(dim=1)
+
+    seen = []
+    sample = (torch.ones(4, 6),)
+    layers = [
+        make_layer("a", nn.Linear(6, 6), "x0", "h"),
+        make_layer("b", double, "h", "s", mutates=("h",)),
+        make_layer("c", lambda h, s: seen.append(h.detach()) or h + s[:, None], "h s", "y"),
+    ]
+    found = quick(make_chain(layers, sample, "y"), sample)
+
+    torch.testing.assert_close(seen[-1], 2 * layers[0].module(*sample)[0])
+    assert [layer.backward_seconds for layer in found.layers] == [1.0, 1.0, 1.0]
+
+
+def test_saved_tensors_that_autograd_lets_go_of_are_no_longer_recorded():
+    weight = torch.randn(3, 3, requires_grad=True)
+    with recording() as record:
+        result = weight.exp()
+    (kept,) = record.storages().values()
+
+    assert kept == 9 * FLOAT
+    del result
+    assert record.storages() == {}
+
+
+# Seconds
+
+
+def test_forward_and_backward_are_the_medians_of_what_the_clock_says():
+    script = [9.0, 9.0, 8.0, 8.0]  # two warm-ups, each a forward and a backward
+    script += [3.0, 0.5, 100.0, 0.7, 1.0, 0.6]  # three iterations, one of them disturbed
+    sample = (torch.randn(4, 6),)
+    chain = make_chain([make_layer("a", nn.Linear(6, 6), "x0", "y")], sample, "y")
+    clock = ScriptedClock(script)
+    (layer,) = profile(chain, sample, iterations=3, warmup=2, clock=clock, progress=False).layers
+
+    assert (layer.forward_seconds, layer.backward_seconds) == (3.0, 0.6)
+    assert list(clock.script) == []
+
+
+def test_short_calls_are_timed_in_groups():
+    calls = []
+    sample = (torch.randn(4, 6),)
+    chain = make_chain([make_layer("a", lambda x: calls.append(1) or x + 1, "x0", "y")], sample, "y")
+    # The warm-up says 10 us a call: 20 calls are a group of 200 us.
+    clock = ScriptedClock([10e-6, 220e-6, 180e-6, 240e-6])
+    (layer,) = profile(chain, sample, iterations=3, warmup=1, clock=clock, progress=False).layers
+
+    assert layer.forward_seconds == 220e-6 / 20
+    assert len(calls) == 2 + 1 + 3 * 20 + 1  # saved bytes, warm-up, iterations, and on to the next layer
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls"), [(1.0, 1), (201e-6, 1), (150e-6, 2), (50e-6, 4), (10e-6, 20), (1e-9, 100), (0.0, 100)]
+)
+def test_the_size_of_a_group(seconds, calls):
+    assert calls_per_sample(seconds) == calls
+    assert 1 <= calls <= MOST_CALLS
+
+
+def test_the_median_does_not_follow_an_outlier():
+    assert median_seconds([1.0, 2.0, 1000.0]) == 2.0
+    assert median_seconds([4.0, 2.0]) == 3.0
+
+
+def test_the_real_clocks_give_finite_seconds_above_zero():
+    sample = (torch.randn(4, 6),)
+    chain = make_chain([make_layer("a", nn.Linear(6, 6), "x0", "y")], sample, "y")
+    (layer,) = profile(chain, sample, iterations=2, warmup=1, progress=False).layers
+
+    assert 0 < layer.forward_seconds < math.inf
+    assert 0 < layer.backward_seconds < math.inf
+    assert WallClock().seconds(lambda: None) >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_seconds_and_the_bytes_are_as_on_the_cpu():
+    sample = (torch.randn(4, 6),)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+    on_cpu = profile(model, sample, iterations=2, warmup=1, progress=False)
+    on_gpu = profile(model, sample, iterations=2, warmup=1, progress=False, device="cuda")
+
+    assert [layer.cut_bytes for layer in on_gpu.layers] == [layer.cut_bytes for layer in on_cpu.layers]
+    assert all(0 < layer.forward_seconds < 1 for layer in on_gpu.layers)
+    assert all(0 < layer.backward_seconds < 1 for layer in on_gpu.layers)
+    assert on_gpu.device.startswith("cuda:")
+    assert next(model.parameters()).device.type == "cpu"
+
+
+# The model is left alone
+
+
+class Rich(nn.Module):
+    """Everything that a careless profiler would disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.drop(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_and_the_generator_are_as_they_were(fails):
+    torch.manual_seed(7)
+    model = Rich()
+    sample = (torch.randn(4, 6),)
+    model(*sample).sum().backward()
+    model.norm.eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    grads = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    flags = [part.training for part in model.modules()]
+    stream = torch.get_rng_state()
+
+    def end(y: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("no")
+        return y + 1
+
+    layers = [make_layer("rich", model, "x0", "h", random=True), make_layer("end", end, "h", "y")]
+    try:
+        quick(make_chain(layers, sample, "y"), sample)
+    except ProfileError:
+        assert fails
+
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert all(p.grad is grads[name][0] and torch.equal(p.grad, grads[name][1]) for name, p in model.named_parameters())
+    assert [part.training for part in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_it_works_where_gradients_are_switched_off():
+    with torch.no_grad():
+        found = one(nn.Linear(6, 3), torch.randn(4, 6))
+
+    assert found.backward_seconds == 1.0
+    assert found.saved_bytes == 4 * 6 * FLOAT
+
+
+# Errors
+
+
+def test_a_layer_that_raises_is_named():
+    sample = (torch.randn(4, 6),)
+    layers = [make_layer("fine", nn.Linear(6, 6), "x0", "h"), make_layer("encoder.bad", nn.Linear(5, 6), "h", "y")]
+
+    with pytest.raises(
+        ProfileError, match=r"layer 1 \(encoder\.bad\) raised RuntimeError in its forward: mat1 and mat2"
+    ):
+        quick(make_chain(layers, sample, "y"), sample)
+
+
+def test_a_layer_whose_backward_raises_is_named():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("no gradient today")
+
+    with pytest.raises(ProfileError, match=r"layer 1 \(second\) raised ArithmeticError in its backward: no gradient"):
+        after_linear(Broken.apply)
+
+
+@pytest.mark.parametrize("argument", ["iterations", "warmup"])
+def test_counts_below_one_are_refused(argument):
+    with pytest.raises(ProfileError, match=rf"{argument}=0: expected at least 1"):
+        profile(nn.Linear(2, 2), (torch.ones(1, 2),), **{argument: 0})
+
+
+def test_a_model_without_weights_to_compute_with_is_refused():
+    with pytest.raises(ProfileError, match="meta device"):
+        profile(nn.Linear(2, 2, device="meta"), (torch.ones(1, 2),))
+
+
+def test_a_device_that_nothing_here_can_time_is_refused():
+    with pytest.raises(ProfileError, match="expected a cpu or cuda device, found 'meta'"):
+        profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_line_says_what_is_under_way_and_wipes_itself(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert list(progress_line(["a", "bee"], "profiling")) == ["a", "bee"]
+
+    first = "profiling [........................] 1/2 a"
+    second = "profiling [############............] 2/2 bee"
+    assert sys.stderr.getvalue() == f"\r{first}\r{second}\r{' ' * len(second)}\r"
+
+
+def test_the_progress_line_is_silent_where_nobody_watches(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert list(progress_line(["a"], "profiling", show=False)) == ["a"]
+    monkeypatch.setenv("CI", "true")
+    assert list(progress_line(["a"], "profiling")) == ["a"]
+    assert sys.stderr.getvalue() == ""
+
+    monkeypatch.delenv("CI")
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert list(progress_line(["a"], "profiling")) == ["a"]
+    assert sys.stderr.getvalue() == ""
+
+
+def test_the_progress_line_is_written_anywhere_on_request(monkeypatch, capsys):
+    monkeypatch.setenv("CI", "true")
+    assert list(progress_line(["a"], "x", show=True)) == ["a"]
+    assert "1/1 a" in capsys.readouterr().err
+
+
+def test_a_stream_that_is_no_terminal_is_not_watched(tmp_path):
+    with open(tmp_path / "log", "w") as stream:
+        assert not watched(stream)
