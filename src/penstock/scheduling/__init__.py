@@ -16,6 +16,7 @@ from penstock.scheduling.lowering import lower
 from penstock.scheduling.methods import Drain, Method, Promise, Shape, Step, VersionRule
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
+from penstock.scheduling.verifier import Verification, verify, verify_programs
 
 __all__ = [
     "METHODS",
@@ -33,6 +34,7 @@ __all__ = [
     "Shape",
     "Step",
     "Update",
+    "Verification",
     "VersionRule",
     "format_programs",
     "inference",
@@ -40,4 +42,6 @@ __all__ = [
     "parse",
     "parse_programs",
     "schedule",
+    "verify",
+    "verify_programs",
 ]

@@ -75,7 +75,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Stage `stage` sends its result for `microbatch` to stage `target`: an activation if target > stage, else a gradient."""
+    """Stage `stage` sends its result for `microbatch` to `target`: an activation if target > stage, else a gradient."""
 
     stage: int
     microbatch: int

@@ -5,7 +5,7 @@ Orders say nothing of communication, so no order can get it wrong: this one pass
 Laws of this file:
   1. It is the only place that creates `Send` and `Receive`.
   2. A receive stands directly before the action that consumes it, a send directly after the action that makes it.
-  3. Only adjacent stages talk, and not at all when they share a rank; what skips a stage rides along with its neighbours.
+  3. Only adjacent stages talk, and not at all when they share a rank; what skips a stage rides along with the rest.
   4. It looks at one action at a time, so lowering a step or a whole program comes to the same.
 """
 

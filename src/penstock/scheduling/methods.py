@@ -1,7 +1,7 @@
 """What a scheduling method is: an order of compute actions, and the promises that the order keeps.
 
-A method is data. Its `order` says what each rank computes; its `promise` says what that costs and which weights it reads,
-and the verifier holds one against the other. So a new schedule is one file in `orders/`, and nothing else changes.
+A method is data. Its `order` says what each rank computes; its `promise` says what that costs and which weights it
+reads, and the verifier holds one against the other. So a new schedule is one file in `orders/`, and nothing else.
 
 Laws of this file:
   1. A method knows ranks, stages, microbatches and versions: no time, no tensor, no message.
@@ -21,7 +21,7 @@ __all__ = ["Drain", "Method", "Order", "Part", "Promise", "Shape", "Step", "Vers
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a pipeline: `ranks` (p when a rank holds one stage), `microbatches` of a minibatch (m), `stages_per_rank` (v)."""
+    """The sizes of a pipeline: ranks, microbatches of a minibatch (m), stages per rank (v); p = ranks where v = 1."""
 
     ranks: int
     microbatches: int
@@ -47,7 +47,7 @@ class Shape:
         return tuple(self.rank_of(stage) for stage in range(self.stages))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`: stages are dealt out in turn, so that neighbour stages sit on neighbour ranks."""
+        """The rank that holds `stage`: stages are dealt out in turn, so neighbour stages sit on neighbour ranks."""
         return stage % self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The part of a program that admits `minibatch`: its forwards, and the backwards and updates that are due by then."""
+    """The part of a program that admits `minibatch`: its forwards, and the backwards and updates due by then."""
 
     minibatch: int
 

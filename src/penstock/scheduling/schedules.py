@@ -1,7 +1,7 @@
 """The schedule: what every rank does, in order, for each minibatch and for the drain.
 
-One value with many readers: the verifier, the simulator, the pictures and the worker all take their actions from here, so
-what is proved, predicted, drawn and run is the same thing.
+One value with many readers: the verifier, the simulator, the pictures and the worker all take their actions from here,
+so what is proved, predicted, drawn and run is the same thing.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Schedule:
         shape = Shape(self.ranks, self.microbatches, self.stages_per_rank, self.vertical_sync)
         if self.stages_per_rank != 1 and not method.interleaves:
             raise ScheduleError(
-                f"schedule {method.name!r}: a rank holds exactly one stage, got stages_per_rank={self.stages_per_rank}; "
+                f"schedule {method.name!r}: a rank holds one stage, got stages_per_rank={self.stages_per_rank}; "
                 "give stages_per_rank=1, or choose 'interleaved'"
             )
         if self.vertical_sync and not method.syncs:

@@ -1,7 +1,7 @@
 """Inference: forwards only, with the weights as they are.
 
-The order of an evaluation; it keeps nothing for a backward. With several stages per rank microbatches run in groups of p
-as in the interleaved method, so that a rank need not wait for a microbatch to travel round.
+The order of an evaluation; it keeps nothing for a backward. With several stages per rank microbatches run in groups
+of p as in the interleaved method, so that a rank need not wait for a microbatch to travel round.
 """
 
 from collections.abc import Iterator

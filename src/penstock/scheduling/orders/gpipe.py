@@ -1,8 +1,8 @@
 """GPipe: all forwards of a minibatch, then all its backwards, then one update.
 
 The simplest flush: every activation of the minibatch is kept until the last forward is done.
-Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3; its backwards run in ascending order here, so that every method
-sums gradients in one order and the flushing methods agree bit for bit.
+Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3; its backwards run in ascending order here, so that every
+method sums gradients in one order and the flushing methods agree bit for bit.
 """
 
 from collections.abc import Iterator

@@ -63,8 +63,8 @@ def promise(shape: Shape) -> Promise:
 def _in_flight(shape: Shape, stage: int) -> int:
     """Counted right after a stage's forward of the last member of a group: two groups, less the backwards done by then.
 
-    `ahead` is how far the rank's backwards have come since this stage's last-but-one group began its own; a late rank is
-    so far that this stage's next group has begun as well.
+    `ahead` counts the rank's backwards since the older of the two groups was due at this stage. The first p of them are
+    this stage's, then the other stages have theirs, and from p * v on it is this stage's turn again.
     """
     round_, rank = divmod(stage, shape.ranks)
     ahead = (2 * round_ + 1 - shape.stages_per_rank) * shape.ranks + 2 * rank + 1

@@ -1,8 +1,8 @@
-"""1F1B without a flush (PipeDream): every microbatch is followed by its own update, and no rank ever waits in steady state.
+"""1F1B without a flush (PipeDream): every microbatch has its own update, and no rank ever waits in steady state.
 
-Weight stashing keeps it a true gradient: a microbatch's backward reads the version that its forward read. Plainly that is
-the newest version of each stage, so the stages of one microbatch differ in age; with vertical sync all of them read the
-version that the input stage read, which costs p versions on every stage.
+Weight stashing keeps it a true gradient: a microbatch's backward reads the version that its forward read. Plainly that
+is the newest version of each stage, so the stages of one microbatch differ in age; with vertical sync all of them read
+the version that the input stage read, which costs p versions on every stage.
 Source: Narayanan et al., "PipeDream", SOSP 2019, sections 3.2 and 3.3.
 """
 

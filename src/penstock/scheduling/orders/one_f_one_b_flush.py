@@ -1,4 +1,4 @@
-"""1F1B with a flush (PipeDream-Flush): after a warm-up each forward is followed by a backward; the step ends with one update.
+"""1F1B with a flush (PipeDream-Flush): after a warm-up forwards and backwards alternate, and one update ends the step.
 
 As fast as GPipe, but stage s keeps at most p - s microbatches in flight instead of m.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.2.

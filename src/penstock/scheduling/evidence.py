@@ -1,0 +1,133 @@
+"""The evidence that the laws look at: programs laid out by stage, and the way a breach is reported.
+
+Laws ask two questions again and again: what does a stage compute, in order, and where in its rank's row does that stand.
+Both are answered here once, so that each law is a short loop.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Backward, Compute, Forward, Receive, Send, Update
+from penstock.scheduling.methods import Part, Promise, Shape
+from penstock.scheduling.schedules import Programs, Schedule
+
+__all__ = ["Evidence", "Turn", "collect", "report_breach", "show_row"]
+
+Turn: TypeAlias = tuple[int, Compute]
+"""What a stage computes, behind its index in the row of its rank."""
+
+_REACH = 7  # actions shown on either side of the offending one
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Programs under examination.
+
+    `programs`: the rows of actions, parts joined. `parts`: the steps and the drain that they were joined from, or none if
+    the programs came whole. `ends[part][rank]`: where a part ends in a row. `turns[stage]`: what a stage computes.
+    """
+
+    schedule: Schedule
+    minibatches: int
+    programs: Programs
+    parts: tuple[Part, ...]
+    ends: tuple[tuple[int, ...], ...]
+    turns: tuple[tuple[Turn, ...], ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the pipeline."""
+        return self.schedule.shape
+
+    @property
+    def promise(self) -> Promise:
+        """What the schedule promises."""
+        return self.schedule.promise
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches the programs run."""
+        return self.minibatches * self.schedule.microbatches
+
+
+def collect(schedule: Schedule, minibatches: int, parts: Sequence[Part], pieces: Sequence[Programs]) -> Evidence:
+    """Join the programs of the parts, in order; `ScheduleError` if they have not one row for each rank, or an action
+    of a stage or a microbatch that is not there, or one on the wrong rank."""
+    rows: list[list[Compute | Send | Receive]] = [[] for _ in range(schedule.ranks)]
+    ends: list[tuple[int, ...]] = []
+    for piece in pieces:
+        if len(piece) != schedule.ranks:
+            raise ScheduleError(
+                f"schedule {schedule.method!r}: expected one row of actions for each of its {schedule.ranks} ranks, "
+                f"found {len(piece)} rows; give an empty row to a rank that has nothing to do"
+            )
+        for row, more in zip(rows, piece, strict=True):
+            row.extend(more)
+        ends.append(tuple(len(row) for row in rows))
+    programs = tuple(tuple(row) for row in rows)
+    turns = _arrange(schedule, minibatches * schedule.microbatches, programs)
+    return Evidence(schedule, minibatches, programs, tuple(parts), tuple(ends), turns)
+
+
+def _arrange(schedule: Schedule, microbatches: int, programs: Programs) -> tuple[tuple[Turn, ...], ...]:
+    law = "an action is of a stage of its rank and of a microbatch of the program"
+    turns: list[list[Turn]] = [[] for _ in range(schedule.stages)]
+    for rank, row in enumerate(programs):
+        mine = set(schedule.stages_of(rank))
+        for index, action in enumerate(row):
+            if action.stage not in mine:
+                _report(
+                    schedule, programs, law, rank, index, f"stages {sorted(mine)} on rank {rank}", "move the action"
+                )
+            match action:
+                case Forward() | Backward():
+                    turns[action.stage].append((index, action))
+                case Update():
+                    turns[action.stage].append((index, action))
+                    continue
+                case Send() | Receive():
+                    pass
+                case _:
+                    assert_never(action)
+            if action.microbatch >= microbatches:
+                expected = f"microbatches 0 to {microbatches - 1}"
+                _report(schedule, programs, law, rank, index, expected, "drop the action, or verify more minibatches")
+    return tuple(tuple(stage) for stage in turns)
+
+
+def report_breach(evidence: Evidence, law: str, stage: int, index: int, expected: str, mend: str) -> NoReturn:
+    """Raise the `ScheduleError` for a breach of `law` by the action at `index` in the row of the rank of `stage`.
+
+    An index past the row's end says that something is missing there.
+    """
+    _report(evidence.schedule, evidence.programs, law, evidence.shape.rank_of(stage), index, expected, mend)
+
+
+def _report(
+    schedule: Schedule, programs: Programs, law: str, rank: int, index: int, expected: str, mend: str
+) -> NoReturn:
+    raise ScheduleError(
+        f"schedule {schedule.method!r} breaks a law: {law}\n"
+        f"  {show_row(programs, rank, index)}\n"
+        f"  expected: {expected}\n"
+        f"  to mend it: {mend}"
+    )
+
+
+def show_row(programs: Programs, rank: int, index: int) -> str:
+    """The text of a rank's row around `index`, with the action there marked, as in ``rank 1: ... 1F0@0 >>1B0@1<< ...``."""
+    row = programs[rank]
+    first, stop = max(0, index - _REACH), min(len(row), index + _REACH + 1)
+    words = [f"rank {rank}:", *(["..."] if first else [])]
+    words += _mark(map(str, row[first:stop]), index - first)
+    if index >= len(row):
+        words.append(">>end<<")
+    if stop < len(row):
+        words.append("...")
+    return " ".join(words)
+
+
+def _mark(words: Iterable[str], marked: int) -> Iterable[str]:
+    return (f">>{word}<<" if place == marked else word for place, word in enumerate(words))

@@ -1,0 +1,245 @@
+"""The laws between stages: every action has what it needs, messages match in order, and no rank waits for ever.
+
+The channel that the laws assume is the weakest that a transport offers: one queue for each directed edge between ranks,
+no tags, receives that block and sends that do not.
+
+Laws of this file:
+  1. A law is a function of the evidence that returns nothing, or raises a `ScheduleError` that shows the row.
+  2. A law may rely on the stage laws, and on the laws before it in `MESSAGE_LAWS`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Action, Backward, Forward, Receive, Send, Update
+from penstock.scheduling.evidence import Evidence, report_breach, show_row
+from penstock.scheduling.methods import Drain, Step
+
+__all__ = ["MESSAGE_LAWS", "require_parts"]
+
+Message: TypeAlias = tuple[int, int, int]
+"""What crosses a cut: the stage it comes from, the stage it goes to, the microbatch."""
+
+
+def _require_neighbours(evidence: Evidence) -> None:
+    law = "only adjacent stages talk, and only when they are on different ranks"
+    shape = evidence.shape
+    for row in evidence.programs:
+        for index, action in enumerate(row):
+            match action:
+                case Send(stage=stage, target=other) | Receive(stage=stage, source=other):
+                    if abs(stage - other) != 1 or other >= shape.stages or shape.rank_of(stage) == shape.rank_of(other):
+                        expected = f"a neighbour of stage {stage} on another rank"
+                        report_breach(evidence, law, stage, index, expected, "let lower() derive the messages")
+                case Forward() | Backward() | Update():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+def _require_data(evidence: Evidence) -> None:
+    law = "an action comes after what it needs"
+    placement = evidence.shape.placement
+    for row in evidence.programs:
+        done: set[tuple[str, int, int]] = set()
+        for index, action in enumerate(row):
+            for letter, stage, microbatch in _needs(action, placement):
+                if (letter, stage, microbatch) not in done:
+                    names = {
+                        "F": "forward",
+                        "B": "backward",
+                        "A": "receive of the activation",
+                        "G": "receive of the gradient",
+                    }
+                    expected = f"the {names[letter]} of microbatch {microbatch} on stage {stage} before {action}"
+                    mend = "put it before, or let lower() derive the messages"
+                    report_breach(evidence, law, action.stage, index, expected, mend)
+            match action:
+                case Forward(stage, microbatch):
+                    done.add(("F", stage, microbatch))
+                case Backward(stage, microbatch):
+                    done.add(("B", stage, microbatch))
+                case Receive(stage, microbatch, source):
+                    done.add(("A" if source < stage else "G", stage, microbatch))
+                case Send() | Update():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+def _needs(action: Action, placement: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    """What a rank must have done before `action`: F, B, or the receive of an activation (A) or a gradient (G)."""
+    match action:
+        case Forward(stage, microbatch):
+            if stage > 0:
+                together = placement[stage - 1] == placement[stage]
+                yield ("F", stage - 1, microbatch) if together else ("A", stage, microbatch)
+        case Backward(stage, microbatch):
+            yield "F", stage, microbatch
+            if stage < len(placement) - 1:
+                together = placement[stage + 1] == placement[stage]
+                yield ("B", stage + 1, microbatch) if together else ("G", stage, microbatch)
+        case Send(stage, microbatch, target):
+            yield "F" if target > stage else "B", stage, microbatch
+        case Receive() | Update():
+            pass
+        case _:
+            assert_never(action)
+
+
+def _require_matches(evidence: Evidence) -> None:
+    law = "every message is sent once and received once; none is left over after the drain"
+    sent: dict[Message, tuple[int, int]] = {}
+    received: dict[Message, tuple[int, int]] = {}
+    for row in evidence.programs:
+        for index, action in enumerate(row):
+            match action:
+                case Send(stage, microbatch, target):
+                    message, side = (stage, target, microbatch), sent
+                case Receive(stage, microbatch, source):
+                    message, side = (source, stage, microbatch), received
+                case Forward() | Backward() | Update():
+                    continue
+                case _:
+                    assert_never(action)
+            if message in side:
+                report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
+            side[message] = action.stage, index
+    for message, (stage, index) in sent.items():
+        if message not in received:
+            source, target, microbatch = message
+            expected = f"{Receive(target, microbatch, source)} on rank {evidence.shape.rank_of(target)}"
+            report_breach(evidence, law, stage, index, expected, "receive it, or do not send it")
+    for message, (stage, index) in received.items():
+        if message not in sent:
+            source, target, microbatch = message
+            expected = f"{Send(source, microbatch, target)} on rank {evidence.shape.rank_of(source)}"
+            report_breach(evidence, law, stage, index, expected, "send it, or do not receive it")
+
+
+def _require_fifo(evidence: Evidence) -> None:
+    law = "messages are received in the order in which they were sent, on each edge between two ranks"
+    placement = evidence.shape.placement
+    sends: defaultdict[tuple[int, int], list[Send]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[tuple[int, Receive]]] = defaultdict(list)
+    for rank, row in enumerate(evidence.programs):
+        for index, action in enumerate(row):
+            match action:
+                case Send(target=target):
+                    sends[rank, placement[target]].append(action)
+                case Receive(source=source):
+                    receives[placement[source], rank].append((index, action))
+                case Forward() | Backward() | Update():
+                    pass
+                case _:
+                    assert_never(action)
+    for (source_rank, rank), queue in receives.items():
+        for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
+            if (send.stage, send.microbatch, send.target) != (receive.source, receive.microbatch, receive.stage):
+                expected = (
+                    f"{Receive(send.target, send.microbatch, send.stage)}, since {send} is what rank {source_rank} "
+                    f"sends next to rank {rank}"
+                )
+                mend = "order the two ranks alike"
+                report_breach(evidence, law, receive.stage, index, expected, mend)
+
+
+def _require_progress(evidence: Evidence) -> None:
+    """Run the programs abstractly, part by part: a rank goes on until it needs a message that nobody has sent yet."""
+    programs = evidence.programs
+    placement = evidence.shape.placement
+    position = [0] * len(programs)
+    sent: set[Message] = set()
+    for part, ends in enumerate(evidence.ends):
+        waiting: dict[Message, int] = {}
+        ready = list(range(len(programs)))
+        while ready:
+            rank = ready.pop()
+            row, index, end = programs[rank], position[rank], ends[rank]
+            while index < end:
+                action = row[index]
+                match action:
+                    case Send(stage, microbatch, target):
+                        message = (stage, target, microbatch)
+                        sent.add(message)
+                        if message in waiting:
+                            ready.append(waiting.pop(message))
+                    case Receive(stage, microbatch, source):
+                        message = (source, stage, microbatch)
+                        if message not in sent:
+                            waiting[message] = rank
+                            break
+                    case Forward() | Backward() | Update():
+                        pass
+                    case _:
+                        assert_never(action)
+                index += 1
+            position[rank] = index
+        if waiting:
+            _report_standstill(evidence, part, sorted(waiting.values()), position, placement)
+
+
+def _report_standstill(
+    evidence: Evidence, part: int, blocked: list[int], position: list[int], placement: tuple[int, ...]
+) -> None:
+    rows = [show_row(evidence.programs, rank, position[rank]) for rank in blocked]
+    reasons: list[str] = []
+    for rank in blocked:
+        receive = evidence.programs[rank][position[rank]]
+        assert isinstance(receive, Receive)
+        reasons.append(f"rank {rank} waits for rank {placement[receive.source]}")
+    within = f" within {_name(evidence, part)}" if evidence.parts else ""
+    raise ScheduleError(
+        f"schedule {evidence.schedule.method!r} breaks a law: no rank waits for ever{within}, "
+        "when receives block and sends do not\n"
+        + "".join(f"  {row}\n" for row in rows)
+        + f"  found: {', '.join(reasons)}\n"
+        + "  to mend it: send before the receive that waits for the answer"
+    )
+
+
+def require_parts(evidence: Evidence) -> None:
+    """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
+    flushes = evidence.promise.flushes
+    law = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
+    starts = ((0,) * evidence.shape.ranks, *evidence.ends)
+    for number, part in enumerate(evidence.parts):
+        match part:
+            case Step(minibatch):
+                own = evidence.shape.microbatches_of(minibatch)
+            case Drain():
+                own = range(0)
+            case _:
+                assert_never(part)
+        for rank, row in enumerate(evidence.programs):
+            start, end = starts[number][rank], evidence.ends[number][rank]
+            for index in range(start, end):
+                action = row[index]
+                if isinstance(action, Update):
+                    continue
+                if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
+                    expected = f"only microbatches {list(own)} in {_name(evidence, number)}"
+                    report_breach(
+                        evidence, law, action.stage, index, expected, "yield it in the step that it belongs to"
+                    )
+
+
+def _name(evidence: Evidence, part: int) -> str:
+    match evidence.parts[part]:
+        case Step(minibatch):
+            return f"step({minibatch})"
+        case Drain(minibatches):
+            return f"drain({minibatches})"
+        case _ as unknown:
+            assert_never(unknown)
+
+
+MESSAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
+    _require_neighbours,
+    _require_data,
+    _require_matches,
+    _require_fifo,
+    _require_progress,
+)

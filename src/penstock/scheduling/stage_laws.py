@@ -1,0 +1,246 @@
+"""The laws that each stage keeps by itself: order, weight versions, and what it holds in memory.
+
+Every law recomputes what it expects by counting along the program; none of them asks the order that made the program.
+
+Laws of this file:
+  1. A law is a function of the evidence that returns nothing, or raises a `ScheduleError` that shows the row.
+  2. A law may rely on the laws before it in `STAGE_LAWS`.
+"""
+
+from collections.abc import Callable
+from typing import assert_never
+
+from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.evidence import Evidence, report_breach
+from penstock.scheduling.methods import VersionRule
+
+__all__ = ["STAGE_LAWS"]
+
+
+def _require_training(evidence: Evidence) -> None:
+    law = "an inference has forwards only"
+    if evidence.promise.trains:
+        return
+    for stage, turns in enumerate(evidence.turns):
+        for index, action in turns:
+            if not isinstance(action, Forward):
+                report_breach(evidence, law, stage, index, "no backward and no update", "drop it, or train")
+
+
+def _require_once(evidence: Evidence) -> None:
+    law = "each microbatch goes forward and backward exactly once on each stage"
+    for stage, turns in enumerate(evidence.turns):
+        forwards: set[int] = set()
+        backwards: set[int] = set()
+        for index, action in turns:
+            match action:
+                case Forward():
+                    seen = forwards
+                case Backward():
+                    seen = backwards
+                case Update():
+                    continue
+                case _:
+                    assert_never(action)
+            if action.microbatch in seen:
+                report_breach(evidence, law, stage, index, "a microbatch that is not done yet", "drop the second one")
+            seen.add(action.microbatch)
+        end = len(evidence.programs[evidence.shape.rank_of(stage)])
+        for microbatch in range(evidence.microbatches):
+            if microbatch not in forwards:
+                expected = f"a forward of microbatch {microbatch} on stage {stage} before the end"
+                report_breach(evidence, law, stage, end, expected, "add it, or verify fewer minibatches")
+
+
+def _require_drained(evidence: Evidence) -> None:
+    law = "nothing is in flight after the drain: every forward had its backward"
+    if not evidence.promise.trains:
+        return
+    for stage, turns in enumerate(evidence.turns):
+        done = {action.microbatch for _, action in turns if isinstance(action, Backward)}
+        for index, action in turns:
+            if isinstance(action, Forward) and action.microbatch not in done:
+                expected = f"a backward of microbatch {action.microbatch} on stage {stage} before the end"
+                report_breach(evidence, law, stage, index, expected, "let the step or the drain yield it")
+
+
+def _require_ascending(evidence: Evidence) -> None:
+    law = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
+    for stage, turns in enumerate(evidence.turns):
+        next_forward = next_backward = 0
+        for index, action in turns:
+            match action:
+                case Forward(microbatch=microbatch):
+                    due, next_forward = next_forward, next_forward + 1
+                case Backward(microbatch=microbatch):
+                    due, next_backward = next_backward, next_backward + 1
+                case Update():
+                    continue
+                case _:
+                    assert_never(action)
+            if microbatch != due:
+                report_breach(evidence, law, stage, index, f"microbatch {due} first", f"put {due} before {microbatch}")
+
+
+def _require_stash(evidence: Evidence) -> None:
+    law = "a backward reads the version that its forward read"
+    for stage, turns in enumerate(evidence.turns):
+        read: dict[int, int] = {}
+        for index, action in turns:
+            match action:
+                case Forward(microbatch=microbatch, version=version):
+                    read[microbatch] = version
+                case Backward(microbatch=microbatch, version=version):
+                    # A backward before its forward is left to the law of data.
+                    if version != read.get(microbatch, version):
+                        forward = Forward(stage, microbatch, read[microbatch])
+                        expected = f"version {read[microbatch]}, which {forward} read"
+                        report_breach(evidence, law, stage, index, expected, "give both the same version")
+                case Update():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+def _require_version(evidence: Evidence) -> None:
+    rule = evidence.promise.rule
+    law = f"a forward reads {rule.value}"
+    admitted = _count_versions_of_input(evidence)
+    for stage, turns in enumerate(evidence.turns):
+        newest = 0
+        for index, action in turns:
+            match action:
+                case Forward(microbatch=microbatch, version=version):
+                    due = _version_due(rule, microbatch, evidence.shape.microbatches, newest, admitted)
+                    if version != due:
+                        expected = f"version {due} for microbatch {microbatch} on stage {stage}"
+                        report_breach(evidence, law, stage, index, expected, f"read version {due}")
+                    if version > newest:
+                        expected = f"a version that exists: stage {stage} has made only {newest} by then"
+                        mend = "put the update before the forward, or the forward later"
+                        report_breach(evidence, law, stage, index, expected, mend)
+                case Backward():
+                    pass
+                case Update():
+                    newest += 1
+                case _:
+                    assert_never(action)
+
+
+def _count_versions_of_input(evidence: Evidence) -> dict[int, int]:
+    """For each microbatch, how many updates the input stage had made when it took the microbatch in."""
+    admitted: dict[int, int] = {}
+    newest = 0
+    for _, action in evidence.turns[0]:
+        match action:
+            case Forward(microbatch=microbatch):
+                admitted[microbatch] = newest
+            case Backward():
+                pass
+            case Update():
+                newest += 1
+            case _:
+                assert_never(action)
+    return admitted
+
+
+def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, admitted: dict[int, int]) -> int:
+    match rule:
+        case VersionRule.OWN_MINIBATCH:
+            return microbatch // size
+        case VersionRule.PREVIOUS_MINIBATCH:
+            return max(microbatch // size - 1, 0)
+        case VersionRule.NEWEST:
+            return newest
+        case VersionRule.INPUT_STAGE:
+            return admitted[microbatch]
+        case VersionRule.INITIAL:
+            return 0
+        case _:
+            assert_never(rule)
+
+
+def _require_updates(evidence: Evidence) -> None:
+    size = evidence.promise.microbatches_per_update
+    law = f"an update makes the next version from the {size} microbatches since the last update, all at one version"
+    for stage, turns in enumerate(evidence.turns):
+        newest = 0
+        summed: list[int] = []
+        for index, action in turns:
+            match action:
+                case Forward():
+                    pass
+                case Backward(version=version):
+                    summed.append(version)
+                case Update(version=version, gradient_version=gradient_version):
+                    if version != newest + 1:
+                        expected = f"version {newest + 1}, the next of stage {stage}"
+                        report_breach(evidence, law, stage, index, expected, f"make version {newest + 1}")
+                    if len(summed) != size:
+                        expected = f"{size} backwards since the last update of stage {stage}, found {len(summed)}"
+                        report_breach(evidence, law, stage, index, expected, "move the update")
+                    if set(summed) != {gradient_version}:
+                        expected = f"gradients at version {', '.join(map(str, sorted(set(summed))))}"
+                        report_breach(evidence, law, stage, index, expected, "name the version the backwards read")
+                    newest, summed = version, []
+                case _:
+                    assert_never(action)
+        if summed:
+            end = len(evidence.programs[evidence.shape.rank_of(stage)])
+            expected = f"an update of stage {stage} with its last {len(summed)} backwards"
+            report_breach(evidence, law, stage, end, expected, "yield the update after the last backward")
+
+
+def _require_slots(evidence: Evidence) -> None:
+    for stage, turns in enumerate(evidence.turns):
+        slots = evidence.promise.versions[stage]
+        law = f"no version is overwritten while it is needed: stage {stage} keeps {slots}"
+        newest = 0
+        for index, action in turns:
+            match action:
+                case Forward(version=version) | Backward(version=version):
+                    if newest - version >= slots:
+                        expected = (
+                            f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
+                        )
+                        mend = "update later, or promise more versions"
+                        report_breach(evidence, law, stage, index, expected, mend)
+                case Update():
+                    newest += 1
+                case _:
+                    assert_never(action)
+
+
+def _require_in_flight(evidence: Evidence) -> None:
+    if not evidence.promise.trains:
+        return
+    for stage, turns in enumerate(evidence.turns):
+        most = evidence.promise.in_flight[stage]
+        law = f"activations in flight stay within the promise: at most {most} on stage {stage}"
+        in_flight = 0
+        for index, action in turns:
+            match action:
+                case Forward():
+                    in_flight += 1
+                    if in_flight > most:
+                        mend = "run a backward first, or promise more"
+                        report_breach(evidence, law, stage, index, f"a backward before forward {most + 1}", mend)
+                case Backward():
+                    in_flight -= 1
+                case Update():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+STAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
+    _require_training,
+    _require_once,
+    _require_drained,
+    _require_ascending,
+    _require_stash,
+    _require_version,
+    _require_updates,
+    _require_slots,
+    _require_in_flight,
+)
