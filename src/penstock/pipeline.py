@@ -1,0 +1,319 @@
+"""`Pipeline`: a model, wrapped, that trains in stages.
+
+The facade. It captures the model, makes the plan a schedule, has the schedule proved, gives each rank its stages, and
+then hands programs to the workers step by step. What happens inside a step is the schedule's and the worker's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.capture import capture
+from penstock.errors import PenstockError
+from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state
+from penstock.runtime.microbatches import Microbatch, chunks, join, split
+from penstock.runtime.results import Loss, StepResult
+from penstock.runtime.setup import build_stage, check_agreement, check_plan, choose_plan, edges_of
+from penstock.runtime.transport import Edge, Transport
+from penstock.runtime.worker import Pass, Worker
+from penstock.runtime.worlds import World, join_world
+from penstock.scheduling.schedules import Programs, Schedule, inference, schedule as schedule_of
+from penstock.scheduling.verifier import verify
+from penstock.values.plans import Plan
+from penstock.values.spans import Span
+from penstock.values.timelines import Timeline
+
+__all__ = ["Pipeline"]
+
+KEPT_MINIBATCHES = 8
+"""The last minibatches whose spans `Pipeline.timeline` can return."""
+
+
+class Pipeline:
+    """Trains `model` in pipeline stages, with the numbers of one device.
+
+    Args:
+        model: any ``nn.Module`` (or a list of layers), whole and identical on every rank. It is trained in place: its
+            parameters on this rank are always the newest weights.
+        sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples.
+        optimizer: called once with the list of this process's parameters; returns a ``torch.optim.Optimizer``.
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``1f1b`` or ``2bw``.
+        microbatches: into how many microbatches a step cuts its batch (default 1).
+        stages: how many stages (default: one for each process, two with ``interleaved``).
+        plan: the stages, schedule and microbatches in one; instead of the three before.
+        vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
+        seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.
+        timeout_seconds: how long a rank waits for another one before it takes it for dead.
+
+    Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
+    ranks run in turn, with the same schedule and the same numbers.
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the line of the model and the way out.
+        PlanError, ScheduleError: the plan does not fit the model, the processes or the schedule.
+        TransportError: from any method, if another rank failed, died or hangs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        sample: tuple[Any, ...] | dict[str, Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        schedule: str | None = None,
+        microbatches: int | None = None,
+        stages: int | None = None,
+        plan: Plan | str | None = None,
+        vertical_sync: bool = False,
+        seed: int = 0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._world: World = join_world()
+        self._failed = ""
+        with self._guarded("building the pipeline"):
+            self._chain = capture(model, sample)
+            self.plan = choose_plan(
+                plan, len(self._chain.layers), self._world.processes, schedule, stages, microbatches, vertical_sync
+            )
+            """The plan that runs."""
+            check_plan(self.plan, self._chain)
+            self.schedule: Schedule = schedule_of(self.plan)
+            """The schedule that runs."""
+            verify(self.schedule, minibatches=_minibatches_to_prove(self.schedule))
+            self._ranks = self._world.local(self.schedule.ranks)
+            check_agreement(self._world, self.plan, self._chain)
+            self._seed = seed
+            self._transport: Transport = self._world.connect(
+                edges_of(self.schedule), _device(self._chain.parameters), timeout_seconds
+            )
+            self._stages = {
+                stage: build_stage(self.plan, self._chain, self.schedule, stage)
+                for rank in self._ranks
+                for stage in self.schedule.stages_of(rank)
+            }
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
+            """Over this process's parameters; None if it has none to train."""
+            self._workers = tuple(self._worker(rank, loss_fn) for rank in self._ranks)
+        self._minibatch = 0
+        """Minibatches stepped since the last drain: the present run of the schedule."""
+        self._microbatches_before = 0
+        """Microbatches trained before the present run."""
+        self._spans: deque[list[Span]] = deque(maxlen=KEPT_MINIBATCHES)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 in a single process."""
+        return self._world.rank
+
+    def step(self, inputs: Any, target: Any) -> StepResult:
+        """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
+
+        `inputs`: a tuple of arguments, a dict of keywords, or the one argument. `target`: what `loss_fn` takes; tensors
+        whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous schedule some
+        backwards of this minibatch are left to the next step, or to `drain`.
+        """
+        with self._guarded("reading a batch", harmless=True):
+            microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches)
+        with self._guarded("in a step"):
+            first = self._minibatch * self.schedule.microbatches
+            current = Pass(training=True, microbatches_before=self._microbatches_before)
+            self._run(current, microbatches, first, self.schedule.step(self._minibatch))
+            self._minibatch += 1
+            return StepResult(self._report_loss(current))
+
+    def drain(self) -> None:
+        """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
+
+        Does nothing for schedules that flush.
+        """
+        if self.schedule.flushes or self._minibatch == 0:
+            return
+        with self._guarded("in a drain"):
+            current = Pass(training=True, microbatches_before=self._microbatches_before)
+            self._run(current, (), 0, self.schedule.drain(self._minibatch))
+            microbatches = self._minibatch * self.schedule.microbatches
+            for stage in self._stages.values():
+                stage.weights.restart(newest=microbatches // self.schedule.microbatches_per_update)
+            self._microbatches_before += microbatches
+            self._minibatch = 0
+
+    def evaluate(self, inputs: Any, target: Any) -> StepResult:
+        """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
+
+        Drains first. The loss is the mean over the batch's samples.
+        """
+        self.drain()
+        return StepResult(self._report_loss(self._infer(inputs, target, keeps_outputs=False)[0]))
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model returns in evaluation mode with the newest weights, on every rank, for a batch of any size.
+
+        Drains first. Where the batch takes several microbatches, tensors whose dimension 0 counts samples are
+        concatenated, others are stacked.
+        """
+        self.drain()
+        current, microbatches = self._infer(inputs, None, keeps_outputs=True)
+        with self._guarded("in a prediction"):
+            form = self._chain.evaluation().output
+            values = self._report_outputs(current, microbatches)
+            outputs = [form.build(dict(zip(form.values, value, strict=True))) for value in values]
+            return join(outputs, [microbatch.samples for microbatch in microbatches])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this process's stages: the newest weights, in the order of the layers."""
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this process's stages, by the names that they have in the model."""
+        return {name: p for stage in self._stages.values() for name, p in stage.weights.parameters.items()}
+
+    def timeline(self, minibatches: int = 1) -> Timeline:
+        """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
+        mine = [span for spans in list(self._spans)[-minibatches:] for span in spans]
+        spans = [span for some in self._world.gather(mine) for span in some]
+        start = min((span.start_seconds for span in spans), default=0.0)
+        shifted = (Span(s.rank, s.action, s.start_seconds - start, s.stop_seconds - start) for s in spans)
+        return Timeline(tuple(shifted), self.schedule.ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.
+
+        Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
+        """
+        self.drain()
+        trained = self._microbatches_before + self._minibatch * self.schedule.microbatches
+        return {
+            "model": {name: tensor.detach() for name, tensor in self._held().items()},
+            "optimizer": named_state(self.optimizer, self.named_parameters()),
+            "pipeline": {"microbatches": trained, "seed": self._seed},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this process's part out of `state`, which may hold more (a whole model's). Drains first.
+
+        Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
+        """
+        self.drain()
+        load_tensors(state, self._held())
+        load_named_state(state, self.optimizer, self.named_parameters())
+        progress = state["pipeline"]
+        self._microbatches_before, self._minibatch, self._seed = progress["microbatches"], 0, progress["seed"]
+
+    def close(self) -> None:
+        """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
+        self._transport.close()
+        self._world.leave()
+
+    def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor]) -> Worker:
+        stages = {stage: self._stages[stage] for stage in self.schedule.stages_of(rank)}
+        return Worker(rank, self.schedule, stages, self._chain, loss_fn, self.optimizer, self._transport, self._seed)
+
+    def _held(self) -> dict[str, Tensor]:
+        """The entries of the model's state dict that belong to this process's stages.
+
+        What no layer uses belongs to the first stage.
+        """
+        layers = [range(self.plan.stages[stage].start, self.plan.stages[stage].stop) for stage in self._stages]
+        tensors: dict[str, Tensor] = {**self._chain.parameters, **self._chain.buffers}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if any(reader in span for span in layers for reader in self._chain.readers[name] or (0,))
+        }
+
+    def _infer(self, inputs: Any, target: Any, keeps_outputs: bool) -> tuple[Pass, tuple[Microbatch, ...]]:
+        """Forwards of a batch in evaluation mode, in as many microbatches as the captured size makes of it."""
+        with self._guarded("reading a batch", harmless=True):
+            microbatches = split(self._chain.inputs, inputs, target, chunks(self._chain.inputs, inputs))
+        with self._guarded("in an evaluation"):
+            current = Pass(training=False, keeps_outputs=keeps_outputs)
+            program = inference(self.schedule.ranks, self.schedule.stages_per_rank, len(microbatches)).step(0)
+            self._run(current, microbatches, 0, program)
+            return current, microbatches
+
+    def _run(self, current: Pass, microbatches: Sequence[Microbatch], first: int, programs: Programs) -> None:
+        """Has the workers of this process carry out their programs; `microbatches` are numbered from `first`."""
+        numbered = dict(enumerate(microbatches, first))
+        for worker in self._workers:
+            worker.begin(current, numbered, programs[worker.rank])
+        if len(self._workers) == 1:
+            (worker,) = self._workers
+            for action in programs[worker.rank]:
+                worker.execute(action)
+        else:
+            _take_turns(self._workers, programs)
+        spans = [span for worker in self._workers for span in worker.end()]
+        if current.training:
+            self._spans.append(spans)
+
+    def _report_loss(self, current: Pass) -> Loss:
+        """The loss of a pass, sent from the last stage to every process, or on its way from there."""
+        last = self.schedule.rank_of(self.schedule.stages - 1)
+        if last not in self._ranks:
+            return Loss(self._transport.post(Edge(last, self.rank, "reports"), "loss"))
+        assert current.loss is not None
+        for edge in self._reports(last):
+            self._transport.send(edge, "loss", (current.loss,))
+        return Loss(current.loss)
+
+    def _report_outputs(self, current: Pass, microbatches: Sequence[Microbatch]) -> list[Sequence[Tensor | None]]:
+        """The values of the model's output for each microbatch, on every process."""
+        last = self.schedule.rank_of(self.schedule.stages - 1)
+        forms = [("output", microbatch.signature) for microbatch in microbatches]
+        if last not in self._ranks:
+            tickets = [self._transport.post(Edge(last, self.rank, "reports"), form) for form in forms]
+            return [ticket.wait() for ticket in tickets]
+        for form, output in zip(forms, current.outputs, strict=True):
+            for edge in self._reports(last):
+                self._transport.send(edge, form, output)
+        return list(current.outputs)
+
+    def _reports(self, last: int) -> list[Edge]:
+        return [Edge(last, rank, "reports") for rank in range(self.schedule.ranks) if rank not in self._ranks]
+
+    @contextmanager
+    def _guarded(self, place: str, harmless: bool = False) -> Iterator[None]:
+        """Tells the other processes of an error in its body, after which the pipeline is of no use.
+
+        A `harmless` error leaves a pipeline in a single process as it was.
+        """
+        if self._failed:
+            raise PenstockError(
+                f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new Pipeline "
+                "and load a state dict"
+            )
+        try:
+            yield
+        except BaseException as error:
+            if not harmless or self._world.processes > 1:
+                self._failed = f"{type(error).__name__} {place}"
+            self._world.report(place, error)
+            raise
+
+
+def _take_turns(workers: Sequence[Worker], programs: Programs) -> None:
+    """Runs the programs of several ranks in one process: in turn, one action each, whoever need not wait."""
+    queues = [(worker, deque(programs[worker.rank])) for worker in workers]
+    while any(queue for _, queue in queues):
+        progress = False
+        for worker, queue in queues:
+            if queue and worker.ready(queue[0]):
+                worker.execute(queue.popleft())
+                progress = True
+        # The verifier has proved that some rank can always go on.
+        assert progress, "deadlock in a verified schedule"
+
+
+def _minibatches_to_prove(schedule: Schedule) -> int:
+    """Enough minibatches for warm-up, two in the steady state, and the drain."""
+    return 3 if schedule.flushes else 3 + -(-schedule.ranks // schedule.microbatches)
+
+
+def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    return next((parameter.device for parameter in parameters.values()), torch.device("cpu"))

@@ -1,0 +1,127 @@
+"""The processes that a pipeline runs in: this one alone, or all those that ``torchrun`` started.
+
+The pipeline asks its world for ranks, a transport and agreement, and never which world it is. Alone, all ranks live in
+this process and the numbers are the same.
+"""
+
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PlanError, TransportError
+from penstock.runtime.failures import FailureBoard
+from penstock.runtime.process_group import ProcessGroup
+from penstock.runtime.transport import Edge, Loopback, Transport
+
+__all__ = ["Processes", "SingleProcess", "World", "join_world"]
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """Where the ranks of a pipeline live."""
+
+    processes: int
+    rank: int
+    """Of this process."""
+
+    def local(self, ranks: int) -> tuple[int, ...]:
+        """Which of a pipeline's `ranks` live in this process. `PlanError` if they do not fit."""
+
+    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
+        """A transport along `edges`. Collective."""
+
+    def gather(self, value: T) -> Sequence[T]:
+        """Every process's `value`, by rank of the process. Collective."""
+
+    def report(self, place: str, error: BaseException) -> None:
+        """Tells the other processes that this one failed with `error` at `place`."""
+
+    def leave(self) -> None:
+        """Undoes what joining changed in this process."""
+
+
+class SingleProcess:
+    """All ranks in this process."""
+
+    processes = 1
+    rank = 0
+
+    def local(self, ranks: int) -> tuple[int, ...]:
+        return tuple(range(ranks))
+
+    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
+        return Loopback()
+
+    def gather(self, value: T) -> Sequence[T]:
+        return [value]
+
+    def report(self, place: str, error: BaseException) -> None:
+        """There is nobody else."""
+
+    def leave(self) -> None:
+        """Nothing was changed."""
+
+
+class Processes:
+    """One rank in each process of ``torch.distributed``'s default group. Collective."""
+
+    def __init__(self) -> None:
+        self.processes = dist.get_world_size()
+        self.rank = dist.get_rank()
+        # A group of its own for Python objects: the default group may be NCCL's, which takes GPU tensors only.
+        self._control = dist.new_group(backend="gloo")
+        name = self.gather(uuid.uuid4().hex)[0]
+        # There is no public way to the store of the default group (torch 2.11 to 2.13).
+        store = dist.PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        self._board = FailureBoard(store, self.rank, self.processes)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._report_uncaught
+
+    def local(self, ranks: int) -> tuple[int, ...]:
+        if ranks != self.processes:
+            raise PlanError(
+                f"the plan is for {ranks} rank(s) and {self.processes} process(es) were started: start as many processes as "
+                f"the plan has ranks (torchrun --nproc-per-node {ranks}), or plan for {self.processes}"
+            )
+        return (self.rank,)
+
+    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
+        return ProcessGroup(edges, self.rank, device, self._board.check, timeout_seconds)
+
+    def gather(self, value: T) -> Sequence[T]:
+        values: list[T | None] = [None] * self.processes
+        dist.all_gather_object(values, value, group=self._control)
+        return values  # type: ignore[return-value]  # all_gather_object has filled every entry
+
+    def report(self, place: str, error: BaseException) -> None:
+        self._board.report(place, "".join(traceback.format_exception(error)))
+
+    def leave(self) -> None:
+        if sys.excepthook == self._report_uncaught:
+            sys.excepthook = self._previous_hook
+
+    def _report_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """An error of the user's own code ends the other ranks as well, with its traceback."""
+        if not isinstance(error, TransportError):
+            self.report("outside the pipeline", error)
+        self._previous_hook(kind, error, trace)
+
+
+def join_world() -> World:
+    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return Processes() if dist.get_world_size() > 1 else SingleProcess()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        return Processes()
+    return SingleProcess()
