@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 import penstock
+from penstock.values import SCHEDULES
 
 __all__ = ["Options", "build", "compare", "option_parser", "processes", "read_options", "say"]
 
@@ -29,10 +30,9 @@ def option_parser(description: str) -> argparse.ArgumentParser:
     """The options that every example takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, help="a YAML file with options by name; the command line comes first")
-    parser.add_argument("--schedule", choices=penstock.SCHEDULES, default="1f1b-flush")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b-flush")
     parser.add_argument("--vertical-sync", action="store_true", help="one weight version at all stages (1f1b only)")
-    parser.add_argument("--stages", type=int, help="ranks of the pipeline (the number of processes)")
-    parser.add_argument("--stages-per-rank", type=int, default=2, help="for the interleaved schedule only")
+    parser.add_argument("--stages", type=int, help="all stages (one for each process; interleaved: two)")
     parser.add_argument("--microbatches", type=int, default=4, help="pieces that a minibatch is cut into")
     parser.add_argument("--plan", type=Path, help="a plan's file to use as it is, instead of making a plan")
     parser.add_argument("--batch-size", type=int, default=16, help="samples in a minibatch")
@@ -115,19 +115,21 @@ def make_plan(profile: penstock.Profile, options: Options) -> penstock.Plan:
     """The plan of ``--plan``, or the best straight pipeline for `profile`; equal layer counts if interleaved."""
     if options.plan is not None:
         return penstock.Plan.load(options.plan)
-    ranks = options.stages or (dist.get_world_size() if dist.is_initialized() else 1)
+    processes = dist.get_world_size() if dist.is_initialized() else 1
     if options.schedule == "interleaved":
+        stages = options.stages or 2 * processes
         return penstock.Plan.uniform(
             len(profile.layers),
-            ranks * options.stages_per_rank,
+            stages,
             schedule=options.schedule,
             microbatches=options.microbatches,
-            stages_per_rank=options.stages_per_rank,
+            stages_per_rank=2 if processes == 1 else stages // processes,
         )
+    stages = options.stages or processes
     return penstock.plan(
         profile,
-        penstock.Cluster.uniform(ranks, BANDWIDTH),
-        stages=ranks,
+        penstock.Cluster.uniform(stages, BANDWIDTH),
+        stages=stages,
         schedule=options.schedule,
         microbatches=options.microbatches,
         vertical_sync=options.vertical_sync,
