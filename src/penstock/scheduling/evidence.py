@@ -1,7 +1,6 @@
 """The evidence that the laws look at: programs laid out by stage, and the way a breach is reported.
 
-Laws ask two questions again and again: what does a stage compute, in order, and where in its rank's row does that stand.
-Both are answered here once, so that each law is a short loop.
+Laws ask two things again and again: what a stage computes, in order, and where that stands in its rank's row. Both are answered here once, so that each law is a short loop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,8 @@ _REACH = 7  # actions shown on either side of the offending one
 class Evidence:
     """Programs under examination.
 
-    `programs`: the rows of actions, parts joined. `parts`: the steps and the drain that they were joined from, or none if
-    the programs came whole. `ends[part][rank]`: where a part ends in a row. `turns[stage]`: what a stage computes.
+    `programs`: the rows of actions, parts joined. `parts`: the steps and the drain that they were joined from, or none
+    if the programs came whole. `ends[part][rank]`: where a part ends in a row. `turns[stage]`: what a stage computes.
     """
 
     schedule: Schedule
@@ -117,7 +116,7 @@ def _report(
 
 
 def show_row(programs: Programs, rank: int, index: int) -> str:
-    """The text of a rank's row around `index`, with the action there marked, as in ``rank 1: ... 1F0@0 >>1B0@1<< ...``."""
+    """The text of a rank's row around `index`, that action marked: ``rank 1: ... 1F0@0 >>1B0@1<< 1U1<0 ...``."""
     row = programs[rank]
     first, stop = max(0, index - _REACH), min(len(row), index + _REACH + 1)
     words = [f"rank {rank}:", *(["..."] if first else [])]

@@ -6,16 +6,14 @@ so what is proved, predicted, drawn and run is the same thing.
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step
 from penstock.scheduling.orders import INFERENCE, METHODS
-
-if TYPE_CHECKING:
-    from penstock.values.plans import Plan
+from penstock.values.plans import Plan
 
 __all__ = ["Programs", "Schedule", "inference", "schedule"]
 
@@ -118,9 +116,9 @@ class Schedule:
         return f"{head}\n{format_programs(self.program(minibatches))}"
 
 
-def schedule(plan: "Plan", methods: tuple[Method, ...] = METHODS) -> Schedule:
+def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if a stage is replicated, sits elsewhere than the method puts it, or the
-    plan's numbers do not fit its method. `methods`: where the plan's method name is looked up."""
+    plan's numbers do not fit its method."""
     for stage, placed in enumerate(plan.stages):
         if len(placed.ranks) != 1:
             raise ScheduleError(
@@ -129,7 +127,7 @@ def schedule(plan: "Plan", methods: tuple[Method, ...] = METHODS) -> Schedule:
                 "instance by planning with the straight-pipeline restriction"
             )
     ranks = len(plan.stages) // plan.stages_per_rank
-    made = Schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank, plan.vertical_sync, methods)
+    made = Schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank, plan.vertical_sync)
     for stage, placed in enumerate(plan.stages):
         if placed.ranks[0] != made.rank_of(stage):
             raise ScheduleError(

@@ -24,8 +24,7 @@ class Verification:
     """What was proved, and what the programs reached; the peaks equal the promise once there are minibatches enough.
 
     `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward.
-    `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: most microbatches in flight, summed
-    over the stages of a rank.
+    `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: the same over all stages of a rank.
     """
 
     method: str
@@ -44,7 +43,7 @@ class Verification:
 
 
 def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
-    """Prove that `minibatches` steps of `schedule` and their drain keep every law; `ScheduleError` shows a breach's row.
+    """Prove that `minibatches` steps of `schedule` and their drain keep every law; `ScheduleError` shows a breach.
 
     Without a number it takes as many as fill the pipe, reach the steady state and reuse every weight version.
     """

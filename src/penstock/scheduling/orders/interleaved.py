@@ -17,7 +17,7 @@ __all__ = ["INTERLEAVED"]
 
 # p = 2, v = 2, m = 2, first step, stage before the letter. Rank r warms up with 2(p - 1 - r) + (v - 1)p forwards.
 #
-#   rank 0   0F0 0F1 2F0 2F1 ... 2B0 2B1 0B0 0B1 0U1 2U1
+#   rank 0   0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1 0U1 2U1
 #   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
