@@ -1,1 +1,99 @@
-"""Penstock: pipeline-parallel training for any PyTorch module."""
+"""Penstock: pipeline-parallel training for any PyTorch module.
+
+The names in `__all__` are the whole public surface. They are loaded on first use, so that the pure half (values,
+planning, schedules, simulation, pictures) can be imported on a machine without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.capturing import capture
+    from penstock.errors import (
+        CaptureError,
+        CheckpointError,
+        PenstockError,
+        PlanError,
+        ProfileError,
+        ScheduleError,
+        TransportError,
+    )
+    from penstock.oracle import reference_train
+    from penstock.pipeline import Pipeline
+    from penstock.planning.planners import plan
+    from penstock.profiling.profiler import profile
+    from penstock.profiling.subjects import Subject
+    from penstock.rendering.pictures import render
+    from penstock.scheduling.schedules import Schedule, schedule
+    from penstock.scheduling.verifier import verify
+    from penstock.simulating.simulator import simulate
+    from penstock.values.clusters import Cluster
+    from penstock.values.plans import Plan, Stage
+    from penstock.values.profiles import LayerProfile, Profile
+    from penstock.values.timelines import Timeline
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "Cluster",
+    "LayerProfile",
+    "PenstockError",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Profile",
+    "ProfileError",
+    "Schedule",
+    "ScheduleError",
+    "Stage",
+    "Subject",
+    "Timeline",
+    "TransportError",
+    "capture",
+    "plan",
+    "profile",
+    "reference_train",
+    "render",
+    "schedule",
+    "simulate",
+    "verify",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CaptureError": "errors",
+    "CheckpointError": "errors",
+    "Cluster": "values.clusters",
+    "LayerProfile": "values.profiles",
+    "PenstockError": "errors",
+    "Pipeline": "pipeline",
+    "Plan": "values.plans",
+    "PlanError": "errors",
+    "Profile": "values.profiles",
+    "ProfileError": "errors",
+    "Schedule": "scheduling.schedules",
+    "ScheduleError": "errors",
+    "Stage": "values.plans",
+    "Subject": "profiling.subjects",
+    "Timeline": "values.timelines",
+    "TransportError": "errors",
+    "capture": "capturing",
+    "plan": "planning.planners",
+    "profile": "profiling.profiler",
+    "reference_train": "oracle",
+    "render": "rendering.pictures",
+    "schedule": "scheduling.schedules",
+    "simulate": "simulating.simulator",
+    "verify": "scheduling.verifier",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(import_module(f"penstock.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.capture import capture
+from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state
 from penstock.runtime.microbatches import Microbatch, chunks, join, split

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 

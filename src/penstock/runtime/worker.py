@@ -142,7 +142,8 @@ class Worker:
     def _forward(self, action: Forward) -> None:
         stage, k = self.stages[action.stage], action.microbatch
         microbatch = self._microbatches[k]
-        received = self._take(action.stage, k, action.stage - 1)
+        # Activations are never None; only gradients can be.
+        received = [tensor for tensor in self._take(action.stage, k, action.stage - 1) if tensor is not None]
         if not self._pass.training:
             with torch.no_grad():
                 outputs = stage.evaluation()(received, microbatch.inputs)

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.failures import FailureBoard
@@ -80,7 +81,7 @@ class Processes:
         self._control = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
         # There is no public way to the store of the default group (torch 2.11 to 2.13).
-        store = dist.PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught

@@ -1,0 +1,114 @@
+"""Small models for the tests, each with a sample, batches and a loss, in float64.
+
+They are ordinary modules, written without Penstock in mind.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["SUBJECTS", "Subject", "adamw", "momentum", "plain"]
+
+
+class Perceptron(nn.Module):
+    """A chain of blocks."""
+
+    def __init__(self, width: int = 6, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    """A block with BatchNorm, dropout and a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.norm(self.linear(x))))
+
+
+class Normalized(nn.Module):
+    """BatchNorm and dropout in every block."""
+
+    def __init__(self, width: int = 6, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual(width) for _ in range(depth)))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class Skipping(nn.Module):
+    """The first block's output is used by the last one: a skip connection across two cuts and more."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.third = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.fourth = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.first(x)
+        late = self.third(self.second(early))
+        return self.head(self.fourth(torch.cat([late, early], dim=-1)))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it takes to train it."""
+
+    build: Callable[[], nn.Module]
+    sample: tuple[Any, ...]
+    batches: tuple[tuple[Tensor, Tensor], ...]
+    loss_fn: Callable[[Any, Any], Tensor] = F.cross_entropy
+
+
+def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int = 12) -> Subject:
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return kind().double()
+
+    generator = torch.Generator().manual_seed(11)
+    batches = tuple(
+        (
+            torch.randn(samples, 6, dtype=torch.float64, generator=generator),
+            torch.randint(3, (samples,), generator=generator),
+        )
+        for _ in range(minibatches)
+    )
+    return Subject(build, (batches[0][0][:3],), batches)
+
+
+SUBJECTS = {"perceptron": _subject(Perceptron), "normalized": _subject(Normalized), "skipping": _subject(Skipping)}
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def plain(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD without momentum."""
+    return torch.optim.SGD(parameters, lr=0.05)

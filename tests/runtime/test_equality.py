@@ -1,0 +1,105 @@
+"""The runtime equals the oracle bit for bit: every schedule, in one process and in several."""
+
+from functools import cache
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import Pool
+from training import Case, Outcome, run_cases, run_pipeline, run_reference
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "1f1b", "vertical", "2bw")
+OPTIMIZERS = ("momentum", "adamw")
+
+reference = cache(run_reference)
+
+
+def case(subject: str, schedule: str, ranks: int, optimizer: str = "momentum", **more: object) -> Case:
+    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule interleaves."""
+    if schedule == "interleaved":
+        return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2 if ranks < 3 else 1, **more)
+    return Case(subject, schedule, ranks, 4, optimizer, **more)
+
+
+def assert_equal(expected: Outcome, actual: Outcome) -> None:
+    """Every loss and every tensor of `actual` is exactly the expected one."""
+    assert expected.losses == actual.losses
+    for name, tensor in actual.state.items():
+        assert torch.equal(expected.state[name], tensor), name
+
+
+@pytest.mark.parametrize("subject", models.SUBJECTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_process(subject: str, schedule: str, optimizer: str) -> None:
+    for ranks in (1, 2, 3, 4):
+        tried = case(subject, schedule, ranks, optimizer)
+        actual = run_pipeline(tried)
+
+        assert_equal(reference(tried), actual)
+        assert set(reference(tried).state) == set(actual.state)
+
+
+@pytest.mark.parametrize("subject", models.SUBJECTS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
+    cases = [case(subject, schedule, ranks, optimizer) for schedule in SCHEDULES for optimizer in OPTIMIZERS]
+    outcomes = pool.run(ranks, run_cases, cases)
+    for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
+        for part in parts:
+            assert_equal(reference(tried), part)
+
+        assert set(reference(tried).state) == {name for part in parts for name in part.state}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drained_runs_start_anew(schedule: str) -> None:
+    tried = case("normalized", schedule, 2, drain_after=(0, 2))
+
+    assert_equal(reference(tried), run_pipeline(tried))
+
+
+def test_flush_is_plain_training() -> None:
+    """The oracle itself against a training loop that knows nothing of pipelines."""
+    subject = models.SUBJECTS["skipping"]
+    model = subject.build()
+    optimizer = models.adamw(list(model.parameters()))
+    losses = []
+    for x, y in subject.batches:
+        total = 0.0
+        for part, target in zip(x.split(3), y.split(3), strict=True):
+            loss = F.cross_entropy(model(part), target)
+            (loss * 0.25).backward()
+            total += loss.item() * 0.25
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+
+    outcome = run_pipeline(case("skipping", "1f1b-flush", 3, "adamw"))
+
+    assert tuple(losses) == outcome.losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, outcome.state[name]), name
+
+
+def test_two_bw_is_delayed_training() -> None:
+    """PipeDream-2BW is W(t+1) = W(t) - lr * mean gradient at W(t-1), written out by hand."""
+    subject = models.SUBJECTS["perceptron"]
+    model = subject.build()
+    weights = [p.detach().clone() for p in model.parameters()]
+    older, newer = weights, weights
+    for x, y in subject.batches:
+        for parameter, value in zip(model.parameters(), older, strict=True):
+            parameter.data = value
+        for part, target in zip(x.split(3), y.split(3), strict=True):
+            (F.cross_entropy(model(part), target) * 0.25).backward()
+        older, newer = newer, [
+            value - 0.05 * p.grad for value, p in zip(newer, model.parameters(), strict=True) if p.grad is not None
+        ]
+        model.zero_grad()
+
+    tried = Case("perceptron", "2bw", 2, 4, "plain")
+
+    for value, (name, _) in zip(newer, model.named_parameters(), strict=True):
+        assert torch.equal(value, run_pipeline(tried).state[name]), name

@@ -1,0 +1,75 @@
+"""Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
+
+from dataclasses import dataclass
+
+import models
+from torch import Tensor
+
+import penstock
+
+__all__ = ["Case", "Outcome", "run_cases", "run_pipeline", "run_reference"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. `schedule` 'vertical' is `1f1b` with vertical sync."""
+
+    subject: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    optimizer: str = "momentum"
+    stages_per_rank: int = 1
+    drain_after: tuple[int, ...] = ()
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The arguments that the pipeline and the oracle share."""
+        subject = models.SUBJECTS[self.subject]
+        return {
+            "sample": subject.sample,
+            "loss_fn": subject.loss_fn,
+            "optimizer": getattr(models, self.optimizer),
+            "schedule": "1f1b" if self.schedule == "vertical" else self.schedule,
+            "vertical_sync": self.schedule == "vertical",
+            "microbatches": self.microbatches,
+            "stages": self.ranks * self.stages_per_rank,
+            "seed": 3,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: every loss, and the final weights and buffers (of one rank, or whole)."""
+
+    losses: tuple[float, ...]
+    state: dict[str, Tensor]
+
+
+def run_pipeline(case: Case) -> Outcome:
+    """The run by `Pipeline`: all ranks here, or this process's part of them."""
+    subject = models.SUBJECTS[case.subject]
+    pipe = penstock.Pipeline(subject.build(), **case.options)
+    losses = []
+    for number, (x, y) in enumerate(subject.batches):
+        losses.append(pipe.step(x, y).loss)
+        if number in case.drain_after:
+            pipe.drain()
+    state = pipe.state_dict()["model"]
+    outcome = Outcome(tuple(float(loss) for loss in losses), {name: tensor.clone() for name, tensor in state.items()})
+    pipe.close()
+    return outcome
+
+
+def run_cases(cases: list[Case]) -> list[Outcome]:
+    """Several runs, one after the other, in the present process group."""
+    return [run_pipeline(case) for case in cases]
+
+
+def run_reference(case: Case) -> Outcome:
+    """The run by the oracle."""
+    subject = models.SUBJECTS[case.subject]
+    reference = penstock.reference_train(
+        subject.build(), subject.batches, drain_after=case.drain_after, **case.options
+    )
+    return Outcome(reference.losses, reference.state)
