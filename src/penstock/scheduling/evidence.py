@@ -1,6 +1,7 @@
 """The evidence that the laws look at: programs laid out by stage, and the way a breach is reported.
 
-Laws ask two things again and again: what a stage computes, in order, and where that stands in its rank's row. Both are answered here once, so that each law is a short loop.
+Laws ask two things again and again: what a stage computes, in order, and where that stands in its rank's row.
+Both are answered here once, so that each law is a short loop.
 """
 
 from collections.abc import Iterable, Sequence

@@ -24,7 +24,7 @@ class Verification:
     """What was proved, and what the programs reached; the peaks equal the promise once there are minibatches enough.
 
     `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward.
-    `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: the same over all stages of a rank.
+    `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
     """
 
     method: str

@@ -1,0 +1,65 @@
+"""The alphabet of schedules, and its text form."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Forward,
+    Receive,
+    Send,
+    Update,
+    format_programs,
+    parse,
+    parse_programs,
+)
+
+KINDS = (Forward, Backward, Update, Send, Receive)
+numbers = st.integers(min_value=0, max_value=10**6)
+actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS), numbers, numbers, numbers)
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Forward(2, 0, 1), "2F0@1"),
+        (Backward(2, 0, 1), "2B0@1"),
+        (Update(2, 3, 1), "2U3<1"),
+        (Send(2, 0, 3), "2S0>3"),
+        (Receive(3, 0, 2), "3R0<2"),
+    ],
+)
+def test_text_forms(action: Action, text: str) -> None:
+    assert str(action) == text
+    assert parse(text) == action
+
+
+@given(actions)
+def test_text_round_trip(action: Action) -> None:
+    assert parse(str(action)) == action
+
+
+@given(st.lists(st.lists(actions, max_size=5).map(tuple), min_size=1, max_size=4).map(tuple))
+def test_program_round_trip(programs: tuple[tuple[Action, ...], ...]) -> None:
+    assert parse_programs(format_programs(programs)) == programs
+
+
+def test_program_text_is_one_line_per_rank() -> None:
+    programs = ((Forward(0, 0, 0), Send(0, 0, 1)), (Receive(1, 0, 0), Forward(1, 0, 0)))
+
+    assert format_programs(programs) == "rank 0: 0F0@0 0S0>1\nrank 1: 1R0<0 1F0@0"
+    assert parse_programs("0F0@0 0S0>1\n1R0<0 1F0@0") == programs
+
+
+@pytest.mark.parametrize("text", ["", "F0@0", "2F0", "2F0@", "2F0@1 ", "2X0@1", "-1F0@0", "2F0<1", "2U3@1", "2S0<3"])
+def test_text_that_is_no_action(text: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        parse(text)
+
+    assert str(caught.value) == (
+        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
+        "2S0>3 (send) or 3R0<2 (receive)"
+    )

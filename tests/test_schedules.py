@@ -1,0 +1,158 @@
+"""The schedule as a value: its fields, its text, its errors, and how it comes from a plan."""
+
+import pickle
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.methods import Method
+from penstock.scheduling.orders import GPIPE, METHODS, one_f_one_b_flush
+from penstock.scheduling.schedules import Schedule, inference, schedule
+from penstock.scheduling.verifier import verify
+from penstock.values.plans import SCHEDULES, Plan, Stage
+
+
+def message(make) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        make()
+    return str(caught.value)
+
+
+def test_fields() -> None:
+    made = Schedule("interleaved", 4, 8, 2)
+
+    assert (made.method, made.ranks, made.microbatches, made.stages_per_rank) == ("interleaved", 4, 8, 2)
+    assert made.stages == 8
+    assert [made.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert made.stages_of(1) == (1, 5)
+    assert made.flushes
+    assert made.microbatches_per_update == 8
+    assert [made.versions(stage) for stage in range(8)] == [1] * 8
+    assert [made.in_flight(stage) for stage in range(8)] == [8, 8, 7, 5, 4, 4, 3, 1]
+    assert not Schedule("1f1b", 4, 8).flushes
+    assert Schedule("1f1b", 4, 8).microbatches_per_update == 1
+    assert Schedule("2bw", 4, 8).microbatches_per_update == 8
+
+
+def test_schedules_compare_hash_and_pickle_by_value() -> None:
+    one, other = Schedule("1f1b", 4, 1), Schedule("1f1b", 4, 1, vertical_sync=True)
+
+    assert one == Schedule("1f1b", 4, 1, methods=(*METHODS, Method("mine", GPIPE.order, GPIPE.promise)))
+    assert one != other
+    assert len({one, other, Schedule("1f1b", 4, 1)}) == 2
+    assert pickle.loads(pickle.dumps(other)) == other
+
+
+def test_text() -> None:
+    made = Schedule("1f1b", 2, 1)
+
+    assert repr(made) == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False)"
+    assert str(made) == (
+        "1f1b: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 0U3<1\n"
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1U2<1 1R2<0 1F2@2 1B2@2 1S2>0 1U3<2"
+    )
+    assert str(Schedule("gpipe", 1, 2)) == (
+        "gpipe: 1 rank, 1 stage, 2 microbatches a minibatch; 1 minibatch:\nrank 0: 0F0@0 0F1@0 0B0@0 0B1@0 0U1<0"
+    )
+
+
+def test_numbers_must_be_counts() -> None:
+    assert message(lambda: Schedule("gpipe", 0, 1)) == (
+        "schedule: ranks must be a whole number of at least 1, got 0; give ranks=1 or more"
+    )
+    assert message(lambda: Schedule("gpipe", 1, -2)) == (
+        "schedule: microbatches must be a whole number of at least 1, got -2; give microbatches=1 or more"
+    )
+    assert message(lambda: Schedule("interleaved", 1, 1, 1.5)) == (  # type: ignore[arg-type]
+        "schedule: stages_per_rank must be a whole number of at least 1, got 1.5; give stages_per_rank=1 or more"
+    )
+    assert message(lambda: Schedule("gpipe", 1, 1).step(-1)) == (
+        "schedule: minibatch is counted from 0, got -1; give 0 or more"
+    )
+    assert message(lambda: Schedule("gpipe", 1, 1).drain(-1)) == (
+        "schedule: minibatches is counted from 0, got -1; give 0 or more"
+    )
+
+
+def test_unknown_method() -> None:
+    names = "'gpipe', '1f1b-flush', 'interleaved', '1f1b', '2bw'"
+
+    assert message(lambda: Schedule("1f1b-flsh", 2, 2)) == (
+        f"schedule: there is no method '1f1b-flsh'; did you mean '1f1b-flush'? choose one of {names}"
+    )
+    assert message(lambda: Schedule("zzz", 2, 2)) == f"schedule: there is no method 'zzz'; choose one of {names}"
+
+
+def test_what_a_method_cannot_run() -> None:
+    assert message(lambda: Schedule("2bw", 4, 3)) == (
+        "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer, two weight versions "
+        "are not enough. Give microbatches=4 or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+    )
+    assert message(lambda: Schedule("interleaved", 4, 6, 2)) == (
+        "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=6; give "
+        "microbatches=4 or 8, or choose '1f1b-flush'"
+    )
+    assert message(lambda: Schedule("interleaved", 4, 3, 2)) == (
+        "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=3; give "
+        "microbatches=4, or choose '1f1b-flush'"
+    )
+    assert message(lambda: Schedule("gpipe", 4, 3, 2)) == (
+        "schedule 'gpipe': a rank holds one stage, got stages_per_rank=2; give stages_per_rank=1, or choose "
+        "'interleaved'"
+    )
+    assert message(lambda: Schedule("2bw", 4, 4, vertical_sync=True)) == (
+        "schedule '2bw': vertical_sync=True belongs to '1f1b' only; drop it, or choose '1f1b'"
+    )
+
+
+def test_a_method_of_ones_own() -> None:
+    """A new schedule is one function; here GPipe's promise with the order of 1F1B, which more than keeps it."""
+    mine = Method("mine", one_f_one_b_flush.order, GPIPE.promise)
+    made = Schedule("mine", 3, 4, methods=(mine,))
+
+    assert made.step(0) == Schedule("1f1b-flush", 3, 4).step(0)
+    assert verify(made).in_flight == (3, 2, 1)
+    assert made.promise.in_flight == (4, 4, 4)
+
+
+def test_inference() -> None:
+    made = inference(2, 1, 2)
+
+    assert str(made) == (
+        "inference: 2 ranks, 2 stages, 2 microbatches a minibatch; 1 minibatch:\n"
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1\n"
+        "rank 1: 1R0<0 1F0@0 1R1<0 1F1@0"
+    )
+    assert made.drain(1) == ((), ())
+
+
+def test_plans_and_methods_know_the_same_names() -> None:
+    assert tuple(method.name for method in METHODS) == SCHEDULES
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (Plan.uniform(8, 4, "gpipe", 6), Schedule("gpipe", 4, 6)),
+        (Plan.uniform(8, 4, "1f1b", 1, vertical_sync=True), Schedule("1f1b", 4, 1, vertical_sync=True)),
+        (Plan.uniform(8, 8, "interleaved", 8, stages_per_rank=2), Schedule("interleaved", 4, 8, 2)),
+    ],
+)
+def test_schedule_of_a_plan(plan: Plan, expected: Schedule) -> None:
+    assert schedule(plan) == expected
+
+
+def test_plans_that_cannot_be_scheduled() -> None:
+    replicated = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), microbatches=2)
+    turned = Plan((Stage(0, 3, (1,)), Stage(3, 4, (0,))), microbatches=2)
+
+    assert message(lambda: schedule(replicated)) == (
+        "plan: stage 0 (layers 0 to 2) is replicated on ranks [0, 1]; replicated stages come in a later version. Give "
+        "each stage one rank, for instance by planning with the straight-pipeline restriction"
+    )
+    assert message(lambda: schedule(turned)) == (
+        "plan: stage 0 is on rank 1, but schedule '1f1b-flush' with 2 ranks runs it on rank 0; put stage s on "
+        "rank s % 2"
+    )
+    assert message(lambda: schedule(Plan.uniform(8, 4, "2bw", 2))).startswith("schedule '2bw': 4 stages need")
