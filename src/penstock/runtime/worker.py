@@ -87,7 +87,7 @@ class Worker:
         self._due: defaultdict[Edge, deque[Receive]] = defaultdict(deque)
         self._tickets: dict[Receive, Ticket] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
-        self._leaving: dict[tuple[int, int, int], Message] = {}
+        self._leaving: dict[tuple[int, int, int], tuple[Hashable, Message]] = {}
         self._loss_gradients: dict[int, Tensor] = {}
 
     def begin(self, current: Pass, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
@@ -188,9 +188,8 @@ class Worker:
         weights.end_update(action.gradient_version)
 
     def _send(self, action: Send) -> None:
-        message = self._leaving.pop((action.stage, action.microbatch, action.target))
-        edge = Edge(self.rank, self._schedule.rank_of(action.target))
-        self._transport.send(edge, self._form(action.stage, action.target, action.microbatch), message)
+        form, message = self._leaving.pop((action.stage, action.microbatch, action.target))
+        self._transport.send(Edge(self.rank, self._schedule.rank_of(action.target)), form, message)
 
     def _receive(self, action: Receive) -> None:
         message = self._tickets.pop(action).wait()
@@ -220,7 +219,7 @@ class Worker:
         if self._schedule.rank_of(target) == self.rank:
             self._arrived[target, microbatch, stage] = message
         else:
-            self._leaving[stage, microbatch, target] = message
+            self._leaving[stage, microbatch, target] = (self._form(stage, target, microbatch), message)
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1
