@@ -194,7 +194,8 @@ class Plan:
         if self.predicted is not None:
             expected = self.predicted
             lines += [
-                f"predicted: {expected.minibatch_seconds:.4g} s per minibatch, {expected.samples_per_second:.4g} samples/s",
+                f"predicted: {expected.minibatch_seconds:.4g} s per minibatch",
+                f"  {expected.samples_per_second:.4g} samples/s",
                 f"  slowest stage or link {expected.bottleneck_seconds:.4g} s per microbatch",
                 f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {max(expected.peak_bytes) / 1e9:.3g} GB",
             ]

@@ -1,0 +1,97 @@
+"""What a stage and a cut cost, for every choice of layers at once.
+
+The planners choose among all intervals of layers; these matrices answer for every interval, so that the choice is a few
+numpy operations. Index ``[i, j]`` means layers i up to and without j. Times are seconds per microbatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, assert_never, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PlanError
+from penstock.values.documents import suggestion, text_of
+from penstock.values.profiles import Profile
+
+__all__ = ["AllReduce", "ChainCosts", "Flags", "Matrix", "chain_costs", "replicated_seconds", "require_allreduce"]
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+AllReduce: TypeAlias = Literal["ring", "shared"]
+"""``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas through one
+medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainCosts:
+    """The sums of a chain of N layers over all intervals."""
+
+    seconds: Matrix
+    """(N+1, N+1): forward and backward; infinite where the interval is empty."""
+    parameter_bytes: Matrix
+    """(N+1, N+1)."""
+    saved_bytes: Matrix
+    """(N+1, N+1): what one microbatch keeps until its backward."""
+    exchanged_bytes: Matrix
+    """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes."""
+
+    @property
+    def layers(self) -> int:
+        """``N``."""
+        return len(self.exchanged_bytes) - 1
+
+
+def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
+    """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept."""
+    layers = profile.layers
+    seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
+    saved = _sums([layer.saved_bytes for layer in layers])
+    crossing = np.array([0.0, *(layer.cut_bytes for layer in layers)])
+    empty = np.tri(len(layers) + 1, dtype=bool)
+    if recompute:
+        saved = np.broadcast_to(crossing[:, None], saved.shape).copy()
+    return ChainCosts(
+        np.where(empty, np.inf, seconds),
+        _sums([layer.parameter_bytes for layer in layers]),
+        saved,
+        2 * crossing,
+    )
+
+
+def replicated_seconds(
+    below: Matrix, parameter_bytes: Matrix, replicas: int, bandwidth: float, allreduce: AllReduce
+) -> Matrix:
+    """``T^k(i -> j, r)`` of SOSP'19 section 3.1, for all i and j: one stage on `replicas` components of level k-1.
+
+    `below` is ``A^(k-1)(i -> j, m_(k-1))``. The r replicas work on r microbatches while one all-reduce runs.
+    """
+    match allreduce:
+        case "ring":
+            rounds = 2 * (replicas - 1) / replicas
+        case "shared":
+            rounds = 2 * (replicas - 1)
+        case _:
+            assert_never(allreduce)
+    return np.maximum(below, parameter_bytes * (rounds / bandwidth)) / replicas
+
+
+def require_allreduce(name: str) -> AllReduce:
+    """`name` if it is a model of the all-reduce; `PlanError` else."""
+    known: tuple[AllReduce, ...] = get_args(AllReduce)
+    for model in known:
+        if name == model:
+            return model
+    raise PlanError(
+        f"allreduce: expected one of {', '.join(known)}, found {text_of(name)}. "
+        f"{suggestion(str(name), known)}ring is the default; shared is the recurrence as printed"
+    )
+
+
+def _sums(values: Sequence[float]) -> Matrix:
+    """``[i, j]``: the sum of values i up to and without j."""
+    prefix = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+    sums: Matrix = prefix[None, :] - prefix[:, None]
+    return sums

@@ -1,0 +1,80 @@
+"""What a plan will take, by the closed form of its schedule.
+
+With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank (thesis,
+table 1.1; section 4.2 for interleaving), a minibatch takes
+
+    gpipe, 1f1b-flush    (m + p - 1) t
+    interleaved          (m + (p' - 1) / v) t       p' ranks, t of a whole rank
+    1f1b, 2bw            m t                        in the steady state, without fill and drain
+
+Every stage is taken to be as slow as the slowest, so this is on the safe side; `penstock.simulate` looks closer.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from penstock.planning.costs import AllReduce, ChainCosts, replicated_seconds
+from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Prediction, Stage
+from penstock.values.profiles import Profile
+
+__all__ = ["predict", "slowest_seconds"]
+
+
+def predict(
+    plan: Plan,
+    profile: Profile,
+    costs: ChainCosts,
+    bottleneck_seconds: float,
+    optimizer_copies: float = OPTIMIZER_COPIES,
+) -> Prediction:
+    """The prediction for `plan`, given its slowest stage or link in seconds per microbatch.
+
+    The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``; for
+    equal stages under a flush it is ``(p - 1) / (m + p - 1)``. What unequal stages and slow links idle away counts too.
+    """
+    match plan.schedule:
+        case "1f1b" | "2bw":
+            filling = 0.0
+        case _:
+            filling = (len(plan.stages) / plan.stages_per_rank - 1) / plan.stages_per_rank
+    seconds = (plan.microbatches + filling) * bottleneck_seconds
+    samples = plan.microbatches * profile.microbatch_size
+    work = plan.microbatches * float(costs.seconds[0, -1])
+    return Prediction(
+        minibatch_seconds=seconds,
+        samples_per_second=samples / seconds if seconds else inf,
+        bottleneck_seconds=bottleneck_seconds,
+        peak_bytes=peak_bytes(plan, costs, optimizer_copies),
+        bubble=max(0.0, 1 - work / (plan.ranks * seconds)) if seconds else 0.0,
+    )
+
+
+def slowest_seconds(stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce) -> float:
+    """Seconds per microbatch of the slowest rank or link of any plan.
+
+    A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
+    stages. Under `interleaved` a rank, and a link, has the time of all its stages.
+    """
+    ranks: dict[tuple[int, ...], float] = {}
+    links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    for index, stage in enumerate(stages):
+        interval = slice(stage.start, stage.start + 1), slice(stage.stop, stage.stop + 1)
+        bandwidth = _slowest_link(cluster, stage, stage)
+        time = replicated_seconds(
+            costs.seconds[interval], costs.parameter_bytes[interval], len(stage.ranks), bandwidth, allreduce
+        )
+        ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(time[0, 0])
+        if index:
+            before = stages[index - 1]
+            sent = float(costs.exchanged_bytes[stage.start]) / _slowest_link(cluster, before, stage)
+            link = before.ranks, stage.ranks
+            links[link] = links.get(link, 0.0) + sent
+    return max(*ranks.values(), *links.values(), 0.0)
+
+
+def _slowest_link(cluster: Cluster, one: Stage, other: Stage) -> float:
+    """The least bandwidth between two different ranks of the two stages; infinite if there are none."""
+    pairs = [(a, b) for a in one.ranks for b in other.ranks if a != b]
+    return min((min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairs), default=inf)

@@ -1,0 +1,71 @@
+"""What is asked of a planner, beside the profile and the cluster.
+
+The planners share their options; one checked value carries them, so that no option is checked twice or passed on by
+hand through every call.
+"""
+
+from dataclasses import dataclass
+
+from penstock.errors import PlanError
+from penstock.planning.costs import AllReduce
+from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.values.documents import suggestion, text_of
+from penstock.values.plans import SCHEDULES, Plan, Stage
+from penstock.values.profiles import Profile
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How the plan is to be run, and what it may look like."""
+
+    schedule: str = "1f1b-flush"
+    microbatches: int = 1
+    stages: int | None = None
+    """All stages, on all ranks; None leaves it to the planner."""
+    stages_per_rank: int = 1
+    straight: bool = False
+    """No replicas: one rank per stage."""
+    allreduce: AllReduce = "ring"
+    vertical_sync: bool = False
+    recompute: bool = False
+    optimizer_copies: float = OPTIMIZER_COPIES
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
+                f"{suggestion(str(self.schedule), SCHEDULES)}Choose one of them"
+            )
+        counts = [("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank)]
+        counts += [("stages", self.stages)] if self.stages is not None else []
+        for name, value in counts:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
+        if self.stages_per_rank > 1 and self.schedule != "interleaved":
+            raise PlanError(
+                f"stages_per_rank: expected 1 under {self.schedule}, found {self.stages_per_rank}: "
+                "only the schedule interleaved puts several stages on a rank"
+            )
+        if self.stages is not None and self.stages % self.stages_per_rank:
+            raise PlanError(
+                f"stages: expected a multiple of {self.stages_per_rank} stages per rank, found {self.stages}: "
+                "stages counts the stages of all ranks"
+            )
+
+    def arrange(self, stages: tuple[Stage, ...], profile: Profile) -> Plan:
+        """These stages as a plan for microbatches like the profile's, nothing predicted yet."""
+        return Plan(
+            stages, self.schedule, self.microbatches, profile.microbatch_size, self.vertical_sync, self.recompute
+        )
+
+    def stage_count(self, devices: int) -> int:
+        """The number of stages without replicas on `devices` devices; `PlanError` if that many are not there."""
+        stages = self.stages if self.stages is not None else devices * self.stages_per_rank
+        if stages > devices * self.stages_per_rank:
+            raise PlanError(
+                f"stages: expected at most {devices * self.stages_per_rank} ({devices} devices with "
+                f"{self.stages_per_rank} stages each), found {stages}: use fewer stages or describe more devices"
+            )
+        return stages
