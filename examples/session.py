@@ -21,7 +21,9 @@ from penstock.values import SCHEDULES
 __all__ = ["Options", "build", "compare", "option_parser", "processes", "read_options", "say"]
 
 BANDWIDTH = 2e9
-"""Bytes per second between two processes of one machine, roughly; `penstock probe` measures it."""
+"""Bytes per second between two processes of one machine, roughly."""
+TIMED_MINIBATCHES = 8
+"""How many minibatches the predicted and the measured bubble are taken over."""
 
 Options = argparse.Namespace
 
@@ -82,7 +84,7 @@ def build(
     """A pipeline for `model` and the timeline that is expected of it. `sample`: the inputs of one microbatch."""
     profile, plan = choose_plan(model, sample, options)
     cluster = penstock.Cluster.uniform(plan.ranks, BANDWIDTH)
-    expected = penstock.simulate(plan, profile, cluster, minibatches=2)
+    expected = penstock.simulate(plan, profile, cluster, minibatches=TIMED_MINIBATCHES)
     say(profile_table(profile))
     say(plan_table(plan, profile))
     say(penstock.render(penstock.schedule(plan)))
@@ -160,6 +162,11 @@ def plan_table(plan: penstock.Plan, profile: penstock.Profile) -> str:
 
 
 def compare(pipe: penstock.Pipeline, expected: penstock.Timeline) -> None:
-    """Prints the predicted and the measured bubble. Every rank must call it."""
-    measured = pipe.timeline()
-    say(f"bubble (idle share of wall time): predicted {expected.bubble:.1%}, measured {measured.bubble:.1%}")
+    """Prints the predicted and the measured bubble of the last minibatches. Every rank must call it, before a drain."""
+    measured = pipe.timeline(minibatches=TIMED_MINIBATCHES)
+    if pipe.schedule.flushes:
+        predicted_bubble, measured_bubble = expected.bubble, measured.bubble
+    else:
+        # The minibatches before and after these keep the pipe full.
+        predicted_bubble, measured_bubble = expected.steady_bubble, measured.steady_bubble
+    say(f"bubble (idle share of wall time): predicted {predicted_bubble:.1%}, measured {measured_bubble:.1%}")

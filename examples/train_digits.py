@@ -73,7 +73,9 @@ def accuracy(pipe: penstock.Pipeline, pictures: Tensor, labels: Tensor) -> float
     return float((pipe.predict(pictures).argmax(dim=1).cpu() == labels).float().mean())
 
 
-def train(pipe: penstock.Pipeline, pictures: Tensor, labels: Tensor, options: session.Options) -> None:
+def train(
+    pipe: penstock.Pipeline, pictures: Tensor, labels: Tensor, expected: penstock.Timeline, options: session.Options
+) -> None:
     """`options.steps` random minibatches, with a progress bar on rank 0."""
     generator = torch.Generator().manual_seed(options.seed)
     bar = tqdm(range(options.steps), desc="train", unit="step", disable=pipe.rank != 0, mininterval=1.0)
@@ -82,6 +84,7 @@ def train(pipe: penstock.Pipeline, pictures: Tensor, labels: Tensor, options: se
         result = pipe.step(pictures[drawn], labels[drawn])
         if step % 20 == 19:
             bar.set_postfix(loss=f"{float(result.loss):.3f}", refresh=False)
+    session.compare(pipe, expected)
     pipe.drain()
 
 
@@ -96,8 +99,7 @@ def main() -> None:
         model = ResidualNetwork(options.width)
         sample = (pictures[: options.batch_size // options.microbatches],)
         pipe, expected = session.build(model, sample, F.cross_entropy, options)
-        train(pipe, pictures, labels, options)
-        session.compare(pipe, expected)
+        train(pipe, pictures, labels, expected, options)
         for name, shown, wanted in (("training", pictures, labels), ("test", test_pictures, test_labels)):
             loss = float(pipe.evaluate(shown, wanted).loss)
             session.say(f"{name} set: loss {loss:.3f}, accuracy {accuracy(pipe, shown, wanted):.1%}")

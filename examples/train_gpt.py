@@ -148,7 +148,18 @@ def continue_text(pipe: penstock.Pipeline, prompt: Tensor, count: int, generator
     return bytes(drawn)
 
 
-def train(pipe: penstock.Pipeline, text: Tensor, options: session.Options, generator: torch.Generator) -> None:
+def make_model() -> tuple[GPT, tuple[Tensor]]:
+    """The model and the inputs of a microbatch as configs/gpt.yaml has them, for ``penstock profile``."""
+    return GPT(context=128, width=128, heads=4, blocks=4), (torch.randint(BYTES, (4, 128)),)
+
+
+def train(
+    pipe: penstock.Pipeline,
+    text: Tensor,
+    expected: penstock.Timeline,
+    options: session.Options,
+    generator: torch.Generator,
+) -> None:
     """`options.steps` minibatches, with a progress bar on rank 0."""
     started = time.perf_counter()
     bar = tqdm(range(options.steps), desc="train", unit="step", disable=pipe.rank != 0, mininterval=1.0)
@@ -156,6 +167,7 @@ def train(pipe: penstock.Pipeline, text: Tensor, options: session.Options, gener
         result = pipe.step(*draw(text, options.batch_size, options.context, generator))
         if step % 20 == 19:
             bar.set_postfix(loss=f"{float(result.loss):.3f}", refresh=False)
+    session.compare(pipe, expected)
     pipe.drain()
     tokens = options.steps * options.batch_size * options.context
     session.say(f"{tokens / (time.perf_counter() - started):,.0f} tokens per second")
@@ -183,12 +195,11 @@ def main() -> None:
         held_out = draw(validation, 64, options.context, generator)
         session.say(f"text: {len(training):,} bytes to train on, {len(validation):,} to validate with")
         session.say(f"validation loss before: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte")
-        train(pipe, training, options, generator)
+        train(pipe, training, expected, options, generator)
         session.say(
             f"validation loss after: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte "
             f"(knowing only how frequent each byte is: {entropy:.3f}; knowing nothing: {math.log(BYTES):.3f})"
         )
-        session.compare(pipe, expected)
         drawn = continue_text(pipe, held_out[0][0], options.sampled_bytes, generator)
         session.say(f"the model continues a text of the validation files:\n{drawn.decode(errors='replace')}")
 

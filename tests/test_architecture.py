@@ -30,10 +30,11 @@ FLOW = {
     "rendering": "errors values scheduling",
     "capturing": "errors",
     "profiling": "errors values capturing",
-    "reference": "errors values scheduling capturing",
+    "oracle": "errors values capturing",
     "runtime": "errors values scheduling capturing",
     "pipeline": "errors values planning scheduling capturing profiling runtime",
-    "cli": "errors values planning scheduling simulating rendering capturing profiling",
+    "commands": "errors values planning scheduling simulating rendering capturing profiling",
+    "cli": "errors commands",
 }
 PURE = ("errors", "values", "planning", "scheduling", "simulating", "rendering")
 STRANGERS = ("executor", "replicas", "transport", "weights")
@@ -106,7 +107,7 @@ def test_import_graph_has_no_cycle() -> None:
 
 
 def test_imports_follow_the_flow() -> None:
-    unknown = {room(module) for module in MODULES} - FLOW.keys() - {"", "__main__"}
+    unknown = {room(module) for module in MODULES} - FLOW.keys() - {""}
 
     assert unknown == set(), "a new room: say in FLOW what it may import"
 
@@ -116,6 +117,8 @@ def test_imports_follow_the_flow() -> None:
         if room(module) in FLOW
         for target in imported_modules(module)
         if room(target) not in {room(module), *FLOW[room(module)].split()}
+        # The version is the package's own.
+        and (room(module), target) != ("cli", "penstock")
     ]
 
     assert broken == []
