@@ -18,7 +18,7 @@ PROMISED = ("forward ms", "plan:", "stage 1 on rank 1", "predicted", "measured")
 def train(processes: int, arguments: list[str]) -> str:
     """What the example prints; in one process it holds two stages."""
     alone = [sys.executable, *arguments, "--stages", "2"]
-    together = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port=0"]
+    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = alone if processes == 1 else [*together, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

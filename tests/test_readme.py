@@ -1,4 +1,4 @@
-"""What the README shows is what there is: its script, what that prints, its commands, and its diff of a training loop."""
+"""What the README shows is what there is: its script, what that prints, its commands, and its diff of a loop."""
 
 import ast
 import os
@@ -94,7 +94,7 @@ def test_command_line_works_as_shown(tmp_path: Path) -> None:
 
         assert words[0] == "penstock"
         assert run(
-            [sys.executable, "-c", "import penstock.cli; raise SystemExit(penstock.cli.main())", *words[1:]], tmp_path
+            [sys.executable, "-c", "from penstock.cli import main; raise SystemExit(main())", *words[1:]], tmp_path
         )
 
 
