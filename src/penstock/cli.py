@@ -1,0 +1,63 @@
+"""The command ``penstock``.
+
+Files in, files out, text for people or ``--json`` for machines. Exit codes: 0, done; 1, refused, with one line that
+says why; 2, the command line is wrong.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from penstock.commands import PLAN, PROFILE, SHOW, SIMULATE, VERIFY
+from penstock.commands.command import Command
+from penstock.errors import PenstockError
+
+__all__ = ["main"]
+
+_COMMANDS: tuple[Command, ...] = (PROFILE, PLAN, SIMULATE, VERIFY, SHOW)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command of `argv` (default: the process's arguments) and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    command: Command = arguments.command
+    try:
+        command.run(arguments)
+        sys.stdout.flush()
+    except PenstockError as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has gone: no more to say, and no more to flush at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Pipeline-parallel training for any PyTorch module: measure, plan, simulate, prove.",
+        epilog="exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong command line",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=textwrap.fill(command.description, 80),
+            epilog=f"example:\n  {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.declare(subparser)
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        subparser.add_argument("--traceback", action="store_true", help="show the traceback of an error as well")
+        subparser.set_defaults(command=command)
+    return parser

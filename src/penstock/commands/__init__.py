@@ -1,0 +1,9 @@
+"""The commands of ``penstock``: one file each, a thin skin over the function of the same name."""
+
+from penstock.commands.planning import PLAN
+from penstock.commands.profiling import PROFILE
+from penstock.commands.showing import SHOW
+from penstock.commands.simulating import SIMULATE
+from penstock.commands.verifying import VERIFY
+
+__all__ = ["PLAN", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]

@@ -1,0 +1,91 @@
+"""Profiles, plans and clusters as text for a person."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, assert_never
+
+from penstock.commands.quantities import bandwidth_text, bytes_text, seconds_text
+from penstock.values import LinkLevels, LinkMatrix
+
+if TYPE_CHECKING:
+    from penstock.values import Cluster, Plan, Profile
+
+__all__ = ["describe_cluster", "describe_plan", "describe_profile"]
+
+
+def describe_profile(profile: "Profile") -> str:
+    """One row per layer and the sums."""
+    head = ("", "layer", "forward", "backward", "cut", "saved", "parameters")
+    rows = [
+        (
+            str(index),
+            layer.name,
+            seconds_text(layer.forward_seconds),
+            seconds_text(layer.backward_seconds),
+            bytes_text(layer.cut_bytes),
+            bytes_text(layer.saved_bytes),
+            bytes_text(layer.parameter_bytes),
+        )
+        for index, layer in enumerate(profile.layers)
+    ]
+    layers = profile.layers
+    total = (
+        "",
+        "sum",
+        seconds_text(sum(layer.forward_seconds for layer in layers)),
+        seconds_text(sum(layer.backward_seconds for layer in layers)),
+        "",
+        bytes_text(sum(layer.saved_bytes for layer in layers)),
+        bytes_text(sum(layer.parameter_bytes for layer in layers)),
+    )
+    about = ", ".join(part for part in (profile.name, profile.device) if part)
+    title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
+    return f"{title}{_count(profile.microbatch_size, 'sample')}\n{_table([head, *rows, total], names=1)}"
+
+
+def describe_plan(plan: "Plan") -> str:
+    """The plan, and the picture of its schedule if it has one."""
+    if any(len(stage.ranks) > 1 for stage in plan.stages):
+        return f"{plan}\n(no picture: a stage has replicas)"
+    from penstock.rendering import render
+    from penstock.scheduling import schedule
+
+    return f"{plan}\n\n{render(schedule(plan))}"
+
+
+def describe_cluster(cluster: "Cluster") -> str:
+    """Devices, memory, and links."""
+    memory = "no memory limit" if cluster.memory_bytes is None else f"{bytes_text(cluster.memory_bytes)} each"
+    lines = [f"cluster: {_count(cluster.devices, 'device')}, {memory}"]
+    match cluster.links:
+        case LinkLevels(levels):
+            joined = "devices"
+            for count, bandwidth in levels:
+                lines.append(f"  {count} {joined} at {bandwidth_text(bandwidth)}")
+                joined = "of these"
+        case LinkMatrix(rows):
+            head = ("", *(f"to {b}" for b in range(len(rows))))
+            body = [
+                (f"from {a}", *("-" if a == b else bandwidth_text(value) for b, value in enumerate(row)))
+                for a, row in enumerate(rows)
+            ]
+            lines.append(_table([head, *body], names=0))
+        case _:
+            assert_never(cluster.links)
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]], names: int) -> str:
+    """Columns of equal width; column `names` is aligned left, the numbers right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column == names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,75 @@
+"""The files that commands read: profiles, clusters and plans, each recognised by its own first words."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_count
+from penstock.errors import PenstockError, PlanError
+
+if TYPE_CHECKING:
+    from penstock.values import Cluster, Plan, Profile
+
+__all__ = ["declare_cluster", "load_any", "load_profile", "read_cluster"]
+
+
+def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool) -> None:
+    """Adds CLUSTER and the options that describe a uniform cluster in its place."""
+    parser.add_argument("cluster", metavar="CLUSTER", nargs="?", help="a cluster file (YAML)")
+    group = parser.add_argument_group("instead of a cluster file")
+    if devices:
+        group.add_argument("--devices", type=parse_count, metavar="N", help="this many equal devices")
+    group.add_argument("--bandwidth", type=parse_bandwidth, metavar="B", help="of every link: 12e9, 12GB/s, 10Gbps")
+    if devices:
+        group.add_argument("--memory", type=parse_bytes, metavar="M", help="of each device: 16e9, 16GB, 16GiB")
+
+
+def read_cluster(
+    path: str | None, devices: int | None, bandwidth: float | None, memory_bytes: float | None = None
+) -> "Cluster":
+    """The cluster file at `path`, or else a uniform cluster; links are instant where no bandwidth is given.
+
+    Raises `PlanError` where both are given, or neither.
+    """
+    from penstock.values import Cluster
+
+    options = {"--devices": devices, "--bandwidth": bandwidth, "--memory": memory_bytes}
+    if path is not None:
+        if extra := [name for name, value in options.items() if value is not None]:
+            raise PlanError(f"cluster: {path} and {', '.join(extra)} were given: expected one of them; drop the other")
+        return Cluster.load(path)
+    if devices is None:
+        raise PlanError("cluster: none was given: expected a cluster file, or --devices N --bandwidth B")
+    return Cluster.uniform(devices, math.inf if bandwidth is None else bandwidth, memory_bytes)
+
+
+def load_profile(path: str) -> "Profile":
+    """A profile file; a name that ends in ``.txt`` is read as the graph of PipeDream's profiler."""
+    from penstock.values import Profile
+
+    return Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
+
+
+def load_any(path: str) -> "Plan | Profile | Cluster":
+    """Whichever of the three is in the file. Raises `PenstockError` for another file."""
+    from penstock.values import Cluster, Plan
+    from penstock.values.documents import read_yaml
+
+    if Path(path).suffix in (".txt", ".json"):
+        return load_profile(path)
+    # Every JSON document is YAML too, so that a profile with a strange name is found as well.
+    value = read_yaml(path, PenstockError).value
+    tag = value.get("format") if isinstance(value, dict) else None
+    match str(tag).partition("/")[0]:
+        case "penstock-plan":
+            return Plan.load(path)
+        case "penstock-cluster":
+            return Cluster.load(path)
+        case "penstock-profile":
+            return load_profile(path)
+        case _:
+            raise PenstockError(
+                f"{path}: expected a plan, a profile or a cluster, whose `format` is penstock-plan/1, "
+                f"penstock-profile/1 or penstock-cluster/1, found {tag!r}: give a file that Penstock wrote"
+            )

@@ -1,0 +1,70 @@
+"""``penstock plan``: cut a model into stages."""
+
+import argparse
+from dataclasses import asdict
+
+from penstock.commands.command import Command, given, print_json
+from penstock.commands.files import declare_cluster, load_profile, read_cluster
+from penstock.commands.quantities import parse_count
+
+__all__ = ["PLAN"]
+
+_OPTIONS = (
+    "planner",
+    "schedule",
+    "microbatches",
+    "stages",
+    "stages_per_rank",
+    "allreduce",
+    "optimizer_copies",
+    "straight",
+    "vertical_sync",
+    "recompute",
+)
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
+    declare_cluster(parser, devices=True)
+    parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
+    for name, kind, metavar, text in (
+        ("--planner", str, "NAME", "the method that places the layers"),
+        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, 1f1b or 2bw"),
+        ("--microbatches", parse_count, "M", "in one minibatch"),
+        ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
+        ("--stages-per-rank", parse_count, "V", "with the schedule interleaved"),
+        ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
+        ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    for name, text in (
+        ("--straight", "one device per stage, no replicas"),
+        ("--vertical-sync", "with the schedule 1f1b: one weight version for a microbatch in all stages"),
+        ("--recompute", "run forwards again instead of keeping activations"),
+    ):
+        parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from penstock.planning import plan
+
+    cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
+    made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
+    if arguments.output:
+        made.save(arguments.output)
+    if arguments.json:
+        print_json(asdict(made))
+        return
+    print(made)
+    if arguments.output:
+        print(f"wrote {arguments.output}")
+
+
+PLAN = Command(
+    name="plan",
+    summary="cut a model into stages",
+    description="Places the layers of a profile on the devices of a cluster so that the pipeline is fastest.",
+    example="penstock plan profile.json --devices 4 --bandwidth 10Gbps --microbatches 8 -o plan.yaml",
+    declare=_declare,
+    run=_run,
+)

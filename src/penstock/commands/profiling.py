@@ -1,0 +1,62 @@
+"""``penstock profile``: measure a model layer by layer."""
+
+import argparse
+from dataclasses import asdict
+
+from penstock.commands.command import Command, given, print_json
+from penstock.commands.quantities import parse_count
+
+__all__ = ["PROFILE"]
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject",
+        metavar="FILE.py:FUNCTION",
+        help="a function without arguments that returns (model, sample) or penstock.Subject(model, sample)",
+    )
+    parser.add_argument("-o", "--output", metavar="PROFILE", help="write the profile to this file (JSON)")
+    for name, text in (("--iterations", "timed runs of each layer"), ("--warmup", "runs before, not timed")):
+        parser.add_argument(name, type=parse_count, metavar="N", default=argparse.SUPPRESS, help=text)
+    parser.add_argument(
+        "--device", default=argparse.SUPPRESS, help="where to measure: cpu, cuda, cuda:1 (default: where the model is)"
+    )
+    parser.add_argument("--name", default="", help="of the profile (default: what the file says)")
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="a progress line on stderr (default: on a terminal)",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from penstock.commands.descriptions import describe_profile
+    from penstock.commands.subject_files import load_subject
+    from penstock.profiling import profile
+
+    subject = load_subject(arguments.subject)
+    measured = profile(
+        subject.model,
+        subject.sample,
+        name=arguments.name or subject.name,
+        **given(arguments, "iterations", "warmup", "device", "progress"),
+    )
+    if arguments.output:
+        measured.save(arguments.output)
+    if arguments.json:
+        print_json(asdict(measured))
+        return
+    print(describe_profile(measured))
+    if arguments.output:
+        print(f"wrote {arguments.output}")
+
+
+PROFILE = Command(
+    name="profile",
+    summary="measure a model layer by layer",
+    description="Measures seconds and bytes of every layer of a model, for one microbatch on one device.",
+    example="penstock profile train.py:make_model -o profile.json",
+    declare=_declare,
+    run=_run,
+)

@@ -1,0 +1,68 @@
+"""Numbers with units, as a person types them and reads them.
+
+Inside Penstock everything is seconds, bytes, and bytes per second; only the command line knows other units.
+"""
+
+import argparse
+import re
+
+__all__ = ["bandwidth_text", "bytes_text", "parse_bandwidth", "parse_bytes", "parse_count", "seconds_text"]
+
+_SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_NUMBER = r"(?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*"
+_SCALE = r"(?P<scale>[kKMGT]?|[KMGT]i)"
+_BANDWIDTH = re.compile(_NUMBER + rf"(?:{_SCALE}(?P<unit>B/s|Bps|bit/s|b/s|bps))?")
+_BYTES = re.compile(_NUMBER + rf"(?:{_SCALE}B)?")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second: ``12e9``, ``12GB/s``, ``10Gbps`` (bits)."""
+    match = _BANDWIDTH.fullmatch(text.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a bandwidth: expected bytes per second (12e9), or with a unit: 12GB/s, 12GiB/s (bytes), "
+            "10Gbps, 10Gbit/s (bits)"
+        )
+    per_byte = 8 if match["unit"] in ("bit/s", "b/s", "bps") else 1
+    return float(match["number"]) * _SCALES[match["scale"] or ""] / per_byte
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes: ``16e9``, ``16GB``, ``16GiB``."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: expected 16e9, 16GB or 16GiB")
+    return float(match["number"]) * _SCALES[match["scale"] or ""]
+
+
+def parse_count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: expected a whole number, 1 or more")
+    return int(text)
+
+
+def seconds_text(seconds: float) -> str:
+    """``1.23 ms``: three digits and a unit."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return "0" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def bytes_text(size: float) -> str:
+    """``1.23 MB``: three digits and a decimal unit."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= scale:
+            return f"{_three_digits(size / scale)} {unit}"
+    return "0" if size == 0 else f"{_three_digits(size)} B"
+
+
+def bandwidth_text(bandwidth: float) -> str:
+    """``12 GB/s``."""
+    return f"{bytes_text(bandwidth)}/s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
