@@ -39,6 +39,36 @@ def _require_neighbours(evidence: Evidence) -> None:
                     assert_never(action)
 
 
+def _require_matches(evidence: Evidence) -> None:
+    law = "every message is sent once and received once; none is left over after the drain"
+    sent: dict[Message, tuple[int, int]] = {}
+    received: dict[Message, tuple[int, int]] = {}
+    for row in evidence.programs:
+        for index, action in enumerate(row):
+            match action:
+                case Send(stage, microbatch, target):
+                    message, side = (stage, target, microbatch), sent
+                case Receive(stage, microbatch, source):
+                    message, side = (source, stage, microbatch), received
+                case Forward() | Backward() | Update():
+                    continue
+                case _:
+                    assert_never(action)
+            if message in side:
+                report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
+            side[message] = action.stage, index
+    for message, (stage, index) in sent.items():
+        if message not in received:
+            source, target, microbatch = message
+            expected = f"{Receive(target, microbatch, source)} on rank {evidence.shape.rank_of(target)}"
+            report_breach(evidence, law, stage, index, expected, "receive it, or do not send it")
+    for message, (stage, index) in received.items():
+        if message not in sent:
+            source, target, microbatch = message
+            expected = f"{Send(source, microbatch, target)} on rank {evidence.shape.rank_of(source)}"
+            report_breach(evidence, law, stage, index, expected, "send it, or do not receive it")
+
+
 def _require_data(evidence: Evidence) -> None:
     law = "an action comes after what it needs"
     placement = evidence.shape.placement
@@ -87,36 +117,6 @@ def _needs(action: Action, placement: tuple[int, ...]) -> Iterator[tuple[str, in
             pass
         case _:
             assert_never(action)
-
-
-def _require_matches(evidence: Evidence) -> None:
-    law = "every message is sent once and received once; none is left over after the drain"
-    sent: dict[Message, tuple[int, int]] = {}
-    received: dict[Message, tuple[int, int]] = {}
-    for row in evidence.programs:
-        for index, action in enumerate(row):
-            match action:
-                case Send(stage, microbatch, target):
-                    message, side = (stage, target, microbatch), sent
-                case Receive(stage, microbatch, source):
-                    message, side = (source, stage, microbatch), received
-                case Forward() | Backward() | Update():
-                    continue
-                case _:
-                    assert_never(action)
-            if message in side:
-                report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
-            side[message] = action.stage, index
-    for message, (stage, index) in sent.items():
-        if message not in received:
-            source, target, microbatch = message
-            expected = f"{Receive(target, microbatch, source)} on rank {evidence.shape.rank_of(target)}"
-            report_breach(evidence, law, stage, index, expected, "receive it, or do not send it")
-    for message, (stage, index) in received.items():
-        if message not in sent:
-            source, target, microbatch = message
-            expected = f"{Send(source, microbatch, target)} on rank {evidence.shape.rank_of(source)}"
-            report_breach(evidence, law, stage, index, expected, "send it, or do not receive it")
 
 
 def _require_fifo(evidence: Evidence) -> None:
@@ -190,13 +190,16 @@ def _report_standstill(
         receive = evidence.programs[rank][position[rank]]
         assert isinstance(receive, Receive)
         reasons.append(f"rank {rank} waits for rank {placement[receive.source]}")
-    within = f" within {_name(evidence, part)}" if evidence.parts else ""
+    within, mend = "", "send before the receive that waits for the answer"
+    if evidence.parts:
+        within = f" within {_name(evidence, part)}"
+        mend += ", and in the same step or an earlier one"
     raise ScheduleError(
         f"schedule {evidence.schedule.method!r} breaks a law: no rank waits for ever{within}, "
         "when receives block and sends do not\n"
         + "".join(f"  {row}\n" for row in rows)
         + f"  found: {', '.join(reasons)}\n"
-        + "  to mend it: send before the receive that waits for the answer"
+        + f"  to mend it: {mend}"
     )
 
 
@@ -220,7 +223,9 @@ def require_parts(evidence: Evidence) -> None:
                 if isinstance(action, Update):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
-                    expected = f"only microbatches {list(own)} in {_name(evidence, number)}"
+                    expected = f"in {_name(evidence, number)} " + (
+                        f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
+                    )
                     report_breach(
                         evidence, law, action.stage, index, expected, "yield it in the step that it belongs to"
                     )
@@ -238,8 +243,8 @@ def _name(evidence: Evidence, part: int) -> str:
 
 MESSAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
     _require_neighbours,
-    _require_data,
     _require_matches,
+    _require_data,
     _require_fifo,
     _require_progress,
 )

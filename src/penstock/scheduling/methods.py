@@ -81,12 +81,10 @@ class VersionRule(Enum):
     """Which version of its stage's weights a forward reads; the verifier recomputes each by counting updates."""
 
     OWN_MINIBATCH = "the version made by the updates of all earlier minibatches"
-    PREVIOUS_MINIBATCH = (
-        "one update behind its own minibatch: the version made by the updates of all but the last earlier minibatch"
-    )
+    PREVIOUS_MINIBATCH = "the version made by the updates of all earlier minibatches but one"
     NEWEST = "the newest version of its stage at that moment"
     INPUT_STAGE = "the version that the input stage read for this microbatch"
-    INITIAL = "version 0: nothing is trained"
+    INITIAL = "version 0, since nothing is trained"
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, adm
 
 def _require_updates(evidence: Evidence) -> None:
     size = evidence.promise.microbatches_per_update
-    law = f"an update makes the next version from the {size} microbatches since the last update, all at one version"
+    law = "an update makes the next version from all backwards since the last update, and they read one version"
     for stage, turns in enumerate(evidence.turns):
         newest = 0
         summed: list[int] = []
@@ -177,7 +177,7 @@ def _require_updates(evidence: Evidence) -> None:
                         expected = f"version {newest + 1}, the next of stage {stage}"
                         report_breach(evidence, law, stage, index, expected, f"make version {newest + 1}")
                     if len(summed) != size:
-                        expected = f"{size} backwards since the last update of stage {stage}, found {len(summed)}"
+                        expected = f"{size} backwards of stage {stage} since its last update, found {len(summed)}"
                         report_breach(evidence, law, stage, index, expected, "move the update")
                     if set(summed) != {gradient_version}:
                         expected = f"gradients at version {', '.join(map(str, sorted(set(summed))))}"
@@ -187,7 +187,7 @@ def _require_updates(evidence: Evidence) -> None:
                     assert_never(action)
         if summed:
             end = len(evidence.programs[evidence.shape.rank_of(stage)])
-            expected = f"an update of stage {stage} with its last {len(summed)} backwards"
+            expected = f"an update of stage {stage} after its last backward"
             report_breach(evidence, law, stage, end, expected, "yield the update after the last backward")
 
 
@@ -224,7 +224,8 @@ def _require_in_flight(evidence: Evidence) -> None:
                     in_flight += 1
                     if in_flight > most:
                         mend = "run a backward first, or promise more"
-                        report_breach(evidence, law, stage, index, f"a backward before forward {most + 1}", mend)
+                        expected = f"a backward first: {most} in flight already"
+                        report_breach(evidence, law, stage, index, expected, mend)
                 case Backward():
                     in_flight -= 1
                 case Update():

@@ -1,0 +1,555 @@
+"""The verifier: each law broken once on purpose, and programs broken at random.
+
+The random half has an oracle of its own: a little interpreter that runs programs on symbols, with real queues and with
+weight slots that get overwritten. What the verifier lets pass must come to the weights that the method promises.
+"""
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import (
+    Backward,
+    Compute,
+    Forward,
+    Receive,
+    Send,
+    Update,
+    format_programs,
+    parse_programs,
+)
+from penstock.scheduling.methods import Drain, Method, Part, Shape, Step
+from penstock.scheduling.orders import ONE_F_ONE_B
+from penstock.scheduling.schedules import Programs, Schedule, inference
+from penstock.scheduling.verifier import Verification, verify, verify_programs
+
+FLUSH = Schedule("1f1b-flush", 2, 2)
+# rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0
+# rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1U1<0
+STASH = Schedule("1f1b", 2, 1)
+# 3 minibatches:
+# rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 0U3<1
+# rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1U2<1 1R2<0 1F2@2 1B2@2 1S2>0 1U3<2
+SYNC = Schedule("1f1b", 2, 1, vertical_sync=True)
+TWO_BW = Schedule("2bw", 2, 2)
+ALONE = Schedule("interleaved", 1, 1, 2)
+# rank 0: 0F0@0 1F0@0 1B0@0 0B0@0 0U1<0 1U1<0
+INFERENCE = inference(2, 1, 2)
+# rank 0: 0F0@0 0S0>1 0F1@0 0S1>1
+# rank 1: 1R0<0 1F0@0 1R1<0 1F1@0
+
+
+def change(schedule: Schedule, minibatches: int, *changes: tuple[str, str]) -> Programs:
+    """The schedule's program with words of its text replaced; each must be there once."""
+    text = format_programs(schedule.program(minibatches))
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return parse_programs(text)
+
+
+def complaint(call: Callable[[], object]) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(ScheduleError) as caught:
+        call()
+    return str(caught.value).splitlines()
+
+
+def promising(schedule: Schedule, **promises: object) -> Schedule:
+    """A schedule of the same order that promises something else."""
+    (method,) = schedule.methods
+    other = replace(method, promise=lambda shape: replace(method.promise(shape), **promises))
+    return replace(schedule, methods=(other,))
+
+
+LAWS = {
+    "place": (
+        (FLUSH, 1, ("0F1@0 ", "1F1@0 ")),
+        "an action is of a stage of its rank and of a microbatch of the program",
+        "rank 0: 0F0@0 0S0>1 >>1F1@0<< 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
+        "stages [0] on rank 0",
+        "move the action",
+    ),
+    "microbatch": (
+        (FLUSH, 1, ("0U1<0", "0F2@0 0U1<0")),
+        "an action is of a stage of its rank and of a microbatch of the program",
+        "rank 0: ... 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 >>0F2@0<< 0U1<0",
+        "microbatches 0 to 1",
+        "drop the action, or verify more minibatches",
+    ),
+    "forward twice": (
+        (FLUSH, 1, ("1F1@0", "1F1@0 1F1@0")),
+        "each microbatch goes forward and backward exactly once on each stage",
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 >>1F1@0<< 1B1@0 1S1>0 1U1<0",
+        "a microbatch that is not done yet",
+        "drop the second one",
+    ),
+    "backward twice": (
+        (FLUSH, 1, ("1B0@0", "1B0@0 1B0@0")),
+        "each microbatch goes forward and backward exactly once on each stage",
+        "rank 1: 1R0<0 1F0@0 1B0@0 >>1B0@0<< 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1U1<0",
+        "a microbatch that is not done yet",
+        "drop the second one",
+    ),
+    "forward missing": (
+        (FLUSH, 1, ("1F1@0 ", ""), ("1B1@0 ", "")),
+        "each microbatch goes forward and backward exactly once on each stage",
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1S1>0 1U1<0 >>end<<",
+        "a forward of microbatch 1 on stage 1 before the end",
+        "add it, or verify fewer minibatches",
+    ),
+    "leak": (
+        (STASH, 3, ("0R2<1 0B2@1 0U3<1", ""), ("1S2>0 ", "")),
+        "nothing is in flight after the drain: every forward had its backward",
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 >>0F2@1<< 0S2>1 0R1<1 0B1@0 0U2<0",
+        "a backward of microbatch 2 on stage 0 before the end",
+        "let the step or the drain yield it",
+    ),
+    "order of backwards": (
+        (FLUSH, 1, ("0R0<1 0B0@0 0R1<1 0B1@0", "0R1<1 0B1@0 0R0<1 0B0@0")),
+        "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method",
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R1<1 >>0B1@0<< 0R0<1 0B0@0 0U1<0",
+        "microbatch 0 first",
+        "put 0 before 1",
+    ),
+    "order of forwards": (
+        (FLUSH, 1, ("0F0@0 0S0>1 0F1@0 0S1>1", "0F1@0 0S1>1 0F0@0 0S0>1")),
+        "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method",
+        "rank 0: >>0F1@0<< 0S1>1 0F0@0 0S0>1 0R0<1 0B0@0 0R1<1 0B1@0 ...",
+        "microbatch 0 first",
+        "put 0 before 1",
+    ),
+    "stash": (
+        (STASH, 3, ("0B1@0 ", "0B1@1 ")),
+        "a backward reads the version that its forward read",
+        "rank 0: ... 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 >>0B1@1<< 0U2<0 0R2<1 0B2@1 0U3<1",
+        "version 0, which 0F1@0 read",
+        "give both the same version",
+    ),
+    "version of a flush": (
+        (FLUSH, 2, ("0F2@1 ", "0F2@0 "), ("0B2@1 ", "0B2@0 ")),
+        "a forward reads the version made by the updates of all earlier minibatches",
+        "rank 0: ... 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0 >>0F2@0<< 0S2>1 0F3@1 0S3>1 0R2<1 0B2@0 0R3<1 0B3@1 ...",
+        "version 1 for microbatch 2 on stage 0",
+        "read version 1",
+    ),
+    "version of 2bw, too fresh on the last stage": (
+        (TWO_BW, 3, ("1F4@1 ", "1F4@2 "), ("1B4@1 ", "1B4@2 ")),
+        "a forward reads the version made by the updates of all earlier minibatches but one",
+        "rank 1: ... 1S2>0 1R3<0 1F3@0 1B3@0 1S3>0 1U2<0 1R4<0 >>1F4@2<< 1B4@2 1S4>0 1R5<0 1F5@1 1B5@1 1S5>0 1U3<1",
+        "version 1 for microbatch 4 on stage 1",
+        "read version 1",
+    ),
+    "version of 1f1b": (
+        (STASH, 3, ("0F2@1 ", "0F2@0 "), ("0B2@1 ", "0B2@0 ")),
+        "a forward reads the newest version of its stage at that moment",
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 >>0F2@0<< 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@0 0U3<1",
+        "version 1 for microbatch 2 on stage 0",
+        "read version 1",
+    ),
+    "version of vertical sync": (
+        (SYNC, 3, ("1F2@1 ", "1F2@2 "), ("1B2@1 ", "1B2@2 ")),
+        "a forward reads the version that the input stage read for this microbatch",
+        "rank 1: ... 1U1<0 1R1<0 1F1@0 1B1@0 1S1>0 1U2<0 1R2<0 >>1F2@2<< 1B2@2 1S2>0 1U3<1",
+        "version 1 for microbatch 2 on stage 1",
+        "read version 1",
+    ),
+    "version of an inference": (
+        (INFERENCE, 1, ("1F1@0", "1F1@1")),
+        "a forward reads version 0, since nothing is trained",
+        "rank 1: 1R0<0 1F0@0 1R1<0 >>1F1@1<<",
+        "version 0 for microbatch 1 on stage 1",
+        "read version 0",
+    ),
+    "version that is not there yet": (
+        (FLUSH, 2, ("0U1<0 ", ""), ("0F3@1 0S3>1", "0F3@1 0S3>1 0U1<0")),
+        "a forward reads the version made by the updates of all earlier minibatches",
+        "rank 0: ... 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 >>0F2@1<< 0S2>1 0F3@1 0S3>1 0U1<0 0R2<1 0B2@1 0R3<1 ...",
+        "a version that exists: stage 0 has made only 0 by then",
+        "put the update before the forward, or the forward later",
+    ),
+    "training in an inference": (
+        (INFERENCE, 1, ("1F1@0", "1F1@0 1B1@0")),
+        "an inference has forwards only",
+        "rank 1: 1R0<0 1F0@0 1R1<0 1F1@0 >>1B1@0<<",
+        "no backward and no update",
+        "drop it, or train",
+    ),
+    "update that skips a version": (
+        (STASH, 3, ("0U2<0", "0U3<0")),
+        "an update makes the next version from all backwards since the last update, and they read one version",
+        "rank 0: ... 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 >>0U3<0<< 0R2<1 0B2@1 0U3<1",
+        "version 2, the next of stage 0",
+        "make version 2",
+    ),
+    "update too early": (
+        (FLUSH, 1, ("1B1@0 1S1>0 1U1<0", "1U1<0 1B1@0 1S1>0")),
+        "an update makes the next version from all backwards since the last update, and they read one version",
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 >>1U1<0<< 1B1@0 1S1>0",
+        "2 backwards of stage 1 since its last update, found 1",
+        "move the update",
+    ),
+    "update from gradients of another version": (
+        (STASH, 3, ("0U3<1", "0U3<0")),
+        "an update makes the next version from all backwards since the last update, and they read one version",
+        "rank 0: ... 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 >>0U3<0<<",
+        "gradients at version 1",
+        "name the version the backwards read",
+    ),
+    "update missing": (
+        (STASH, 3, (" 1U3<2", "")),
+        "an update makes the next version from all backwards since the last update, and they read one version",
+        "rank 1: ... 1B1@1 1S1>0 1U2<1 1R2<0 1F2@2 1B2@2 1S2>0 >>end<<",
+        "an update of stage 1 after its last backward",
+        "yield the update after the last backward",
+    ),
+    "slot overwritten": (
+        (promising(STASH, versions=(1, 1)), 3),
+        "no version is overwritten while it is needed: stage 0 keeps 1",
+        "rank 0: ... 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 >>0B1@0<< 0U2<0 0R2<1 0B2@1 0U3<1",
+        "version 1 or newer: 0 gave its slot to 1",
+        "update later, or promise more versions",
+    ),
+    "in flight": (
+        (FLUSH, 1, ("1B0@0 1S0>0 1R1<0 1F1@0", "1R1<0 1F1@0 1B0@0 1S0>0")),
+        "activations in flight stay within the promise: at most 1 on stage 1",
+        "rank 1: 1R0<0 1F0@0 1R1<0 >>1F1@0<< 1B0@0 1S0>0 1B1@0 1S1>0 1U1<0",
+        "a backward first: 1 in flight already",
+        "run a backward first, or promise more",
+    ),
+    "message over a stage": (
+        (Schedule("1f1b-flush", 3, 2), 1, ("0S0>1", "0S0>2")),
+        "only adjacent stages talk, and only when they are on different ranks",
+        "rank 0: 0F0@0 >>0S0>2<< 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
+        "a neighbour of stage 0 on another rank",
+        "let lower() derive the messages",
+    ),
+    "message to oneself": (
+        (ALONE, 1, ("1F0@0", "1R0<0 1F0@0")),
+        "only adjacent stages talk, and only when they are on different ranks",
+        "rank 0: 0F0@0 >>1R0<0<< 1F0@0 1B0@0 0B0@0 0U1<0 1U1<0",
+        "a neighbour of stage 1 on another rank",
+        "let lower() derive the messages",
+    ),
+    "message never received": (
+        (FLUSH, 1, (" 1R1<0", "")),
+        "every message is sent once and received once; none is left over after the drain",
+        "rank 0: 0F0@0 0S0>1 0F1@0 >>0S1>1<< 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
+        "1R1<0 on rank 1",
+        "receive it, or do not send it",
+    ),
+    "message never sent": (
+        (FLUSH, 1, (" 0S1>1", "")),
+        "every message is sent once and received once; none is left over after the drain",
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 >>1R1<0<< 1F1@0 1B1@0 1S1>0 1U1<0",
+        "0S1>1 on rank 0",
+        "send it, or do not receive it",
+    ),
+    "message sent twice": (
+        (FLUSH, 1, ("0S1>1", "0S1>1 0S1>1")),
+        "every message is sent once and received once; none is left over after the drain",
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 >>0S1>1<< 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
+        "a new message",
+        "drop the second one",
+    ),
+    "data before the receive": (
+        (FLUSH, 1, ("1R1<0 1F1@0", "1F1@0 1R1<0")),
+        "an action comes after what it needs",
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 >>1F1@0<< 1R1<0 1B1@0 1S1>0 1U1<0",
+        "the receive of the activation of microbatch 1 on stage 1 before 1F1@0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "data of a gradient": (
+        (FLUSH, 1, ("0R1<1 0B1@0", "0B1@0 0R1<1")),
+        "an action comes after what it needs",
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 >>0B1@0<< 0R1<1 0U1<0",
+        "the receive of the gradient of microbatch 1 on stage 0 before 0B1@0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "data of one's own forward": (
+        (FLUSH, 1, ("1F0@0 1B0@0", "1B0@0 1F0@0")),
+        "an action comes after what it needs",
+        "rank 1: 1R0<0 >>1B0@0<< 1F0@0 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1U1<0",
+        "the forward of microbatch 0 on stage 1 before 1B0@0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "data of a neighbour on the same rank": (
+        (ALONE, 1, ("0F0@0 1F0@0", "1F0@0 0F0@0")),
+        "an action comes after what it needs",
+        "rank 0: >>1F0@0<< 0F0@0 1B0@0 0B0@0 0U1<0 1U1<0",
+        "the forward of microbatch 0 on stage 0 before 1F0@0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "sent before it is made": (
+        (FLUSH, 1, ("0F1@0 0S1>1", "0S1>1 0F1@0")),
+        "an action comes after what it needs",
+        "rank 0: 0F0@0 0S0>1 >>0S1>1<< 0F1@0 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
+        "the forward of microbatch 1 on stage 0 before 0S1>1",
+        "put it before, or let lower() derive the messages",
+    ),
+    "fifo": (
+        (FLUSH, 1, ("1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 ", "1R1<0 1R0<0 1F0@0 1B0@0 1S0>0 ")),
+        "messages are received in the order in which they were sent, on each edge between two ranks",
+        "rank 1: >>1R1<0<< 1R0<0 1F0@0 1B0@0 1S0>0 1F1@0 1B1@0 1S1>0 ...",
+        "1R0<0, since 0S0>1 is what rank 0 sends next to rank 1",
+        "order the two ranks alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", LAWS)
+def test_each_law_broken_once(broken: str) -> None:
+    (schedule, minibatches, *changes), law, row, expected, mend = LAWS[broken]
+
+    assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [
+        f"schedule {schedule.method!r} breaks a law: {law}",
+        f"  {row}",
+        f"  expected: {expected}",
+        f"  to mend it: {mend}",
+    ]
+
+
+def test_deadlock_shows_every_rank_that_waits() -> None:
+    programs = change(
+        STASH,
+        3,
+        ("0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 ", "0F2@1 0R1<1 0B1@0 0U2<0 0S2>1 "),
+        ("1R1<0 1F1@1 1B1@1 1S1>0 1U2<1 1R2<0", "1R1<0 1R2<0 1F1@1 1B1@1 1S1>0 1U2<1"),
+    )
+
+    assert complaint(lambda: verify_programs(programs, STASH, 3)) == [
+        "schedule '1f1b' breaks a law: no rank waits for ever, when receives block and sends do not",
+        "  rank 0: ... 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 >>0R1<1<< 0B1@0 0U2<0 0S2>1 0R2<1 0B2@1 0U3<1",
+        "  rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 >>1R2<0<< 1F1@1 1B1@1 1S1>0 1U2<1 1F2@2 1B2@2 1S2>0 ...",
+        "  found: rank 0 waits for rank 1, rank 1 waits for rank 0",
+        "  to mend it: send before the receive that waits for the answer",
+    ]
+
+
+def lag(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """An order of two ranks that is right as a whole, but whose rank 1 puts each backward off to the next step."""
+    match part:
+        case Step(minibatch):
+            if rank == 1 and minibatch:
+                yield Backward(1, minibatch - 1, minibatch - 1)
+                yield Update(1, minibatch, minibatch - 1)
+            yield Forward(rank, minibatch, minibatch)
+            if rank == 0:
+                yield Backward(0, minibatch, minibatch)
+                yield Update(0, minibatch + 1, minibatch)
+        case Drain(minibatches):
+            if rank == 1:
+                yield Backward(1, minibatches - 1, minibatches - 1)
+                yield Update(1, minibatches, minibatches - 1)
+
+
+def procrastinate(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """1F1B, all of it in the drain."""
+    if isinstance(part, Drain):
+        for minibatch in range(part.minibatches):
+            yield from ONE_F_ONE_B.order(shape, rank, Step(minibatch))
+        yield from ONE_F_ONE_B.order(shape, rank, part)
+
+
+def test_a_step_must_not_wait_for_the_next() -> None:
+    schedule = Schedule("lagging", 2, 1, methods=(Method("lagging", lag, ONE_F_ONE_B.promise),))
+
+    assert verify_programs(schedule.program(3), schedule, 3).in_flight == (1, 1)
+    assert complaint(lambda: verify(schedule, 3)) == [
+        "schedule 'lagging' breaks a law: no rank waits for ever within step(0), when receives block and sends do not",
+        "  rank 0: 0F0@0 0S0>1 >>0R0<1<< 0B0@0 0U1<0 0F1@1 0S1>1 0R1<1 0B1@1 0U2<1 ...",
+        "  found: rank 0 waits for rank 1",
+        "  to mend it: send before the receive that waits for the answer, and in the same step or an earlier one",
+    ]
+
+
+def test_a_step_carries_its_own_minibatch() -> None:
+    idle = Schedule("idle", 2, 1, methods=(Method("idle", procrastinate, ONE_F_ONE_B.promise),))
+
+    assert complaint(lambda: verify(idle, 3)) == [
+        "schedule 'idle' breaks a law: a step carries the forwards of its own minibatch, and a drain none",
+        "  rank 0: >>0F0@0<< 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 ...",
+        "  expected: in drain(3) no such action",
+        "  to mend it: yield it in the step that it belongs to",
+    ]
+    assert complaint(lambda: verify(promising(STASH, flushes=True), 3)) == [
+        "schedule '1f1b' breaks a law: a step carries the actions of its own minibatch, and a drain none",
+        "  rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 >>0R0<1<< 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 ...",
+        "  expected: in step(1) only microbatches 1 to 1",
+        "  to mend it: yield it in the step that it belongs to",
+    ]
+
+
+def test_what_cannot_be_verified() -> None:
+    assert complaint(lambda: verify_programs(FLUSH.program(1)[:1], FLUSH, 1)) == [
+        "schedule '1f1b-flush': expected one row of actions for each of its 2 ranks, found 1 rows; give an empty row to "
+        "a rank that has nothing to do"
+    ]
+    assert complaint(lambda: verify(FLUSH, 0)) == [
+        "verify: there is nothing to prove in 0 minibatches; give minibatches=1 or more"
+    ]
+
+
+def test_what_is_proved() -> None:
+    verification = verify(STASH, 3)
+
+    assert verification == Verification("1f1b", 3, 30, (2, 1), (2, 1), (2, 1))
+    assert str(verification) == (
+        "1f1b: every law holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight versions"
+    )
+    assert verify_programs(STASH.program(3), STASH, 3) == verification
+
+
+# From here on: programs on symbols.
+
+
+def interpret(programs: Programs, schedule: Schedule) -> list[object]:
+    """The weights of every stage after `programs`, as symbols. Queues carry values alone, slots are overwritten."""
+    stages, last = range(schedule.stages), schedule.stages - 1
+    slots: list[list[object]] = [[("initial", s)] * schedule.versions(s) for s in stages]
+    newest = [0] * schedule.stages
+    sums: list[list[object]] = [[] for _ in stages]
+    saved: dict[tuple[int, int], object] = {}
+    made: dict[tuple[int, int, int], object] = {}  # by stage, to stage, microbatch
+    queues: defaultdict[tuple[int, int], deque[object]] = defaultdict(deque)
+    position = [0] * schedule.ranks
+    blocked = False
+    while not blocked:
+        blocked = True
+        for rank, row in enumerate(programs):
+            while position[rank] < len(row):
+                match row[position[rank]]:
+                    case Forward(s, k, version):
+                        saved[s, k] = made.pop((s - 1, s, k)) if s else ("input", k)
+                        weights = slots[s][version % len(slots[s])]
+                        made[s, s + 1, k] = hash(("forward", weights, saved[s, k]))
+                    case Backward(s, k, version):
+                        upstream = made.pop((s + 1, s, k)) if s < last else ("loss", made.pop((s, s + 1, k)))
+                        weights = slots[s][version % len(slots[s])]
+                        gradient = hash(("backward", weights, saved.pop((s, k)), upstream))
+                        made[s, s - 1, k] = gradient
+                        sums[s].append(gradient)
+                    case Update(s, version, _):
+                        before = slots[s][newest[s] % len(slots[s])]
+                        slots[s][version % len(slots[s])] = hash(("update", before, tuple(sums[s])))
+                        newest[s], sums[s] = version, []
+                    case Send(s, k, target):
+                        queues[rank, schedule.rank_of(target)].append(made.pop((s, target, k)))
+                    case Receive(s, k, source):
+                        queue = queues[schedule.rank_of(source), rank]
+                        if not queue:
+                            break
+                        made[source, s, k] = queue.popleft()
+                position[rank] += 1
+                blocked = False
+    assert position == [len(row) for row in programs]
+    assert not saved and not any(queues.values()) and not any(sums)
+    return [slots[s][newest[s] % len(slots[s])] for s in stages]
+
+
+def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
+    """What the method means, microbatch by microbatch in a single process (specs sections 2.4, 3.1 and 3.2)."""
+    p, m = schedule.stages, schedule.microbatches
+    weights: list[list[object]] = [[("initial", s)] for s in range(p)]
+    sums: list[list[object]] = [[] for _ in range(p)]
+    every = 1 if schedule.method == "1f1b" else m
+    for k in range(minibatches * m):
+        if schedule.method == "1f1b":
+            versions = [max(0, k - (p - 1 - (0 if schedule.vertical_sync else s))) for s in range(p)]
+        else:
+            versions = [max(k // m - (schedule.method == "2bw"), 0)] * p
+        read = [weights[s][versions[s]] for s in range(p)]
+        inputs: list[object] = [("input", k)]
+        for s in range(p):
+            inputs.append(hash(("forward", read[s], inputs[s])))
+        upstream: object = ("loss", inputs[p])
+        for s in reversed(range(p)):
+            upstream = hash(("backward", read[s], inputs[s], upstream))
+            sums[s].append(upstream)
+        if (k + 1) % every == 0:
+            for s in range(p):
+                weights[s].append(hash(("update", weights[s][-1], tuple(sums[s]))))
+                sums[s] = []
+    return [versions[-1] for versions in weights]
+
+
+@st.composite
+def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
+    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved"]))
+    ranks = draw(st.integers(1, most_ranks))
+    if method == "interleaved":
+        groups = draw(st.integers(1, max(1, most_microbatches // ranks)))
+        return Schedule(method, ranks, ranks * groups, draw(st.integers(1, 3)))
+    least = ranks if method == "2bw" else 1
+    sync = method == "1f1b" and draw(st.booleans())
+    return Schedule(method, ranks, draw(st.integers(least, max(least, most_microbatches))), vertical_sync=sync)
+
+
+@settings(max_examples=500, deadline=None)
+@given(schedules(6, 12), st.integers(1, 4))
+def test_programs_come_to_the_promised_weights(schedule: Schedule, minibatches: int) -> None:
+    assert interpret(schedule.program(minibatches), schedule) == promised_weights(schedule, minibatches)
+
+
+def mutate(data: st.DataObject, programs: Programs) -> Programs:
+    rows = [list(row) for row in programs]
+    row = data.draw(st.sampled_from([row for row in rows if row]))
+    place = data.draw(st.integers(0, len(row) - 1))
+    other = data.draw(st.integers(max(0, place - 4), min(len(row) - 1, place + 4)))
+    match data.draw(st.sampled_from(["swap", "swap", "move", "drop", "repeat"])):
+        case "swap":
+            row[place], row[other] = row[other], row[place]
+        case "move":
+            row.insert(other, row.pop(place))
+        case "drop":
+            row.pop(place)
+        case "repeat":
+            row.insert(other, row[place])
+    return tuple(map(tuple, rows))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(schedules(3, 4), st.integers(1, 3), st.integers(1, 2), st.data())
+def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, data: st.DataObject) -> None:
+    """Whatever is done to a program: if the verifier accepts it, it runs to its end and to the promised weights."""
+    programs = schedule.program(minibatches)
+    for _ in range(times):
+        programs = mutate(data, programs)
+    try:
+        verify_programs(programs, schedule, minibatches)
+    except ScheduleError:
+        return
+    assert interpret(programs, schedule) == promised_weights(schedule, minibatches)
+
+
+SMALL = [
+    Schedule("gpipe", 2, 2),
+    Schedule("1f1b-flush", 3, 2),
+    Schedule("1f1b", 3, 2),
+    SYNC,
+    TWO_BW,
+    Schedule("interleaved", 2, 2, 2),
+]
+
+
+@pytest.mark.parametrize("schedule", SMALL, ids=lambda schedule: f"{schedule.method}-{schedule.vertical_sync}")
+def test_no_action_can_be_dropped_or_repeated_and_no_number_changed(schedule: Schedule) -> None:
+    """Every single one, in three minibatches."""
+    programs = schedule.program(3)
+    for rank, row in enumerate(programs):
+        for index, action in enumerate(row):
+            text = str(action)
+            others = [(), (action, action)]
+            for number in re.finditer(r"\d+", text):
+                for value in {int(number[0]) + 1, max(int(number[0]) - 1, 0)} - {int(number[0])}:
+                    others.append(parse_programs(f"{text[: number.start()]}{value}{text[number.end() :]}")[0])
+            for instead in others:
+                broken = (*programs[:rank], (*row[:index], *instead, *row[index + 1 :]), *programs[rank + 1 :])
+                with pytest.raises(ScheduleError):
+                    verify_programs(broken, schedule, 3)
