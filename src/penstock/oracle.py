@@ -52,8 +52,9 @@ def reference_train(
 ) -> Reference:
     """Trains a copy of `model` on `batches` of (inputs, target) as the schedule promises.
 
-    Arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the pipeline is
-    drained. With W(x) for version x, k for the microbatch and t for the minibatch since the last drain, s for the stage:
+    Arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the pipeline
+    is drained. With W(x) for version x, k for the microbatch and t for the minibatch since the last drain, s for the
+    stage:
 
     ========================  =====================================================================
     gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
@@ -63,7 +64,7 @@ def reference_train(
     2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
     ========================  =====================================================================
 
-    Sources: PipeDream (SOSP'19) section 3.3; thesis "Efficient Deep Learning Training on Clusters", sections 2.3 and 3.1.
+    Sources: PipeDream (SOSP 2019), section 3.3; PipeDream-2BW (ICML 2021), section 3.1.
     """
     if plan is None:
         chain = capture(copy.deepcopy(model), sample)
@@ -72,7 +73,9 @@ def reference_train(
         chain = capture(copy.deepcopy(model), sample)
         schedule, microbatches, vertical_sync = plan.schedule, plan.microbatches, plan.vertical_sync
     if plan.layers != len(chain.layers):
-        raise PlanError(f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model")
+        raise PlanError(
+            f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
+        )
     training = _Training(chain, plan, optimizer)
     losses = []
     seen = before = minibatch = 0
@@ -112,7 +115,9 @@ def _versions(schedule: str, vertical_sync: bool, stages: int, microbatch: int, 
         case "2bw":
             return [max(minibatch - 1, 0)] * stages
         case _:
-            raise PlanError(f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, 1f1b or 2bw")
+            raise PlanError(
+                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, 1f1b or 2bw"
+            )
 
 
 Weights = dict[str, nn.Parameter]

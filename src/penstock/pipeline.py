@@ -7,6 +7,7 @@ then hands programs to the workers step by step. What happens inside a step is t
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 
 from penstock.capturing import capture
 from penstock.errors import PenstockError
-from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state
+from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state, read, write
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.results import Loss, StepResult
 from penstock.runtime.setup import build_stage, check_agreement, check_plan, choose_plan, edges_of
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worker import Pass, Worker
 from penstock.runtime.worlds import World, join_world
-from penstock.scheduling.schedules import Programs, Schedule, inference, schedule as schedule_of
+from penstock.scheduling.schedules import Programs, Schedule, inference
+from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.scheduling.verifier import verify
 from penstock.values.plans import Plan
 from penstock.values.spans import Span
@@ -205,6 +207,26 @@ class Pipeline:
         progress = state["pipeline"]
         self._microbatches_before, self._minibatch, self._seed = progress["microbatches"], 0, progress["seed"]
 
+    def save(self, directory: str | Path) -> None:
+        """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
+
+        What was in `directory` is replaced when all is written. Several hosts must share the file system.
+        """
+        state = self.state_dict()
+        with self._guarded("in a save"):
+            write(state, directory, self._world)
+
+    def load(self, directory: str | Path) -> None:
+        """Takes this process's part out of a checkpoint that `save` wrote, under whatever plan. Drains first.
+        Collective.
+
+        `CheckpointError` if there is no checkpoint, or it is of another model.
+        """
+        self.drain()
+        with self._guarded("in a load", harmless=True):
+            state = read(directory, self._held(), self.named_parameters(), self._world)
+            self.load_state_dict(state)
+
     def close(self) -> None:
         """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
         self._transport.close()
@@ -285,7 +307,8 @@ class Pipeline:
         """
         if self._failed:
             raise PenstockError(
-                f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new Pipeline "
+                f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
+                f"Pipeline "
                 "and load a state dict"
             )
         try:

@@ -1,17 +1,28 @@
 """The state of a training under the model's own names, so that it fits any number of stages.
 
-The optimizer's state and options are kept by parameter name, not by position: positions depend on the plan.
+The optimizer's state and options are kept by parameter name, not by position: positions depend on the plan. The files
+are those of ``torch.distributed.checkpoint``.
 """
 
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_files
+from torch.distributed.checkpoint.state_dict_saver import save as save_files
 
 from penstock.errors import CheckpointError
+from penstock.runtime.worlds import World
 
-__all__ = ["load_named_state", "load_tensors", "named_state"]
+__all__ = ["load_named_state", "load_tensors", "named_state", "read", "write"]
 
 
 def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -36,12 +47,14 @@ def load_tensors(state: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
     for name, tensor in held.items():
         if name not in model:
             raise CheckpointError(
-                f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole or of all "
+                f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole or of "
+                f"all "
                 "ranks together"
             )
         if model[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the model: load "
+                f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the "
+                f"model: load "
                 "the state of the same model"
             )
     with torch.no_grad():
@@ -56,6 +69,7 @@ def load_named_state(
     if optimizer is None:
         return
     saved = _part(state, "optimizer")
+    options, states = saved.get("options", {}), saved.get("state", {})
     names = {id(parameter): name for name, parameter in parameters.items()}
     # Through the optimizer's own loader, which moves and casts the state as this optimizer wants it.
     current = optimizer.state_dict()
@@ -63,13 +77,80 @@ def load_named_state(
     for group, described in zip(optimizer.param_groups, current["param_groups"], strict=True):
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if name not in saved["options"]:
-                raise CheckpointError(f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks")
-            described.update(saved["options"][name])
-            if name in saved["state"]:
-                current["state"][position] = saved["state"][name]
+            if name not in options:
+                raise CheckpointError(
+                    f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks "
+                    f"together"
+                )
+            described.update(options[name])
+            if name in states:
+                current["state"][position] = states[name]
             position += 1
     optimizer.load_state_dict(current)
+
+
+def write(state: Mapping[str, Any], directory: str | Path, world: World) -> None:
+    """Writes every process's part of `state` to `directory`, which it replaces only when all is written. Collective."""
+    target = Path(directory)
+    partial = target.with_name(target.name + ".partial")
+    if world.rank == 0 and partial.exists():
+        shutil.rmtree(partial)
+    world.gather(None)
+    with _alone_without_warning():
+        save_files(dict(state), checkpoint_id=partial, process_group=world.group, no_dist=world.processes == 1)
+    world.gather(None)
+    if world.rank == 0:
+        old = target.with_name(target.name + ".old")
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        if old.exists():
+            shutil.rmtree(old)
+    world.gather(None)
+
+
+def read(directory: str | Path, held: Collection[str], trained: Collection[str], world: World) -> dict[str, Any]:
+    """The parts of a state that `write` wrote which belong to the tensors `held` and the parameters `trained`.
+
+    `CheckpointError` if there is no whole checkpoint in `directory`. Collective.
+    """
+    try:
+        metadata = FileSystemReader(directory).read_metadata()
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint ({error}). Expected a directory that Pipeline.save(...) wrote to its "
+            f"end"
+        ) from error
+    state: dict[str, Any] = {}
+    for key, path in (metadata.planner_data or {}).items():
+        match path:
+            case ("model", name) if name in held:
+                pass
+            case ("optimizer", _, name, *_) if name in trained:
+                pass
+            case ("pipeline", *_):
+                pass
+            case _:
+                continue
+        entry = metadata.state_dict_metadata[key]
+        place = state
+        for step in path[:-1]:
+            place = place.setdefault(step, {})
+        place[path[-1]] = (
+            torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        )
+    with _alone_without_warning():
+        load_files(state, checkpoint_id=directory, process_group=world.group, no_dist=world.processes == 1)
+    state.setdefault("optimizer", {})
+    return state
+
+
+@contextmanager
+def _alone_without_warning() -> Iterator[None]:
+    """torch warns that it saves and loads in a single process, also where it is told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _part(state: Mapping[str, Any], name: str) -> Any:

@@ -58,6 +58,7 @@ class FailureBoard:
             # The store went down with its process; the broken connection to that process tells the rest.
             return
         raise TransportError(
-            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, which is "
+            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, "
+            f"which is "
             f"rank {record['rank']}'s, and start again:\n{record['traceback']}"
         )

@@ -1,8 +1,8 @@
 """A minibatch cut into microbatches.
 
-Every rank cuts its own copy of the batch in the same way, so a microbatch needs no message: only what the model computes
-travels. Where the batch does not divide evenly the first microbatches take one sample more, and each microbatch weighs
-as many samples as it has, so that the loss and its gradient stay means over samples.
+Every rank cuts its own copy of the batch in the same way, so a microbatch needs no message: only what the model
+computes travels. Where the batch does not divide evenly the first microbatches take one sample more, and each
+microbatch weighs as many samples as it has, so that the loss and its gradient stay means over samples.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -45,14 +45,15 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def split(form: ModelInputs, inputs: Any, target: Any, count: int) -> tuple[Microbatch, ...]:
     """`inputs` and `target` as `count` microbatches.
 
-    Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to every
-    microbatch. Raises `PenstockError` if the sizes disagree or there are fewer samples than microbatches.
+    Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
+    every microbatch. Raises `PenstockError` if the sizes disagree or there are fewer samples than microbatches.
     """
     tensors = form.bind(*arguments(inputs))
     samples = _samples(form, tensors)
     if samples < count:
         raise PenstockError(
-            f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} samples, "
+            f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} "
+            f"samples, "
             f"or build the Pipeline with microbatches={max(samples, 1)} or fewer"
         )
     _check_target(target, samples)
@@ -104,7 +105,8 @@ def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
     counts = {name: tensors[name].shape[0] if tensors[name].ndim else 0 for name in tensors if name in form.batched}
     if not counts:
         raise PenstockError(
-            "no input has a batch dimension: nothing in sample= has as its dimension 0 the number of samples. Pass inputs "
+            "no input has a batch dimension: nothing in sample= has as its dimension 0 the number of samples. Pass "
+            "inputs "
             "whose first dimension counts samples"
         )
     if len(set(counts.values())) > 1:

@@ -63,7 +63,8 @@ class _Receipt:
             self.check()
             if time.monotonic() > deadline:
                 raise TransportError(
-                    f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It hangs, is "
+                    f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It "
+                    f"hangs, is "
                     "stopped, or has left the training loop earlier than this rank: look at its log, or pass a larger "
                     "timeout_seconds= if its work may take that long"
                 )
@@ -71,7 +72,8 @@ class _Receipt:
             # The peer may have had the time to say why.
             _linger(self.check)
             raise TransportError(
-                f"rank {self.edge.source} closed its connection to rank {self.edge.target} ({self.edge}). It was probably "
+                f"rank {self.edge.source} closed its connection to rank {self.edge.target} ({self.edge}). It was "
+                f"probably "
                 f"killed (out of memory?) or left the training loop earlier: look at its log. Gloo says: {self.error}"
             ) from self.error
         return self.message
@@ -109,7 +111,8 @@ class ProcessGroup:
         if outbox.error is not None:
             _linger(self._check)
             raise TransportError(
-                f"rank {edge.target} closed its connection to rank {edge.source} ({edge}). It was probably killed (out of "
+                f"rank {edge.target} closed its connection to rank {edge.source} ({edge}). It was probably killed (out "
+                f"of "
                 f"memory?) or left the training loop earlier: look at its log. Gloo says: {outbox.error}"
             ) from outbox.error
         outbox.put(form, message)
@@ -155,8 +158,10 @@ class _Outbox:
             header = pickle.dumps(specs)
         elif agreed != specs:
             raise TransportError(
-                f"{self._edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
-                f"first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs depend on "
+                f"{self._edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
+                f"the "
+                f"first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs depend "
+                f"on "
                 "its data: make them depend on the input shapes only"
             )
         self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))

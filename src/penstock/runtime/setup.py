@@ -7,7 +7,6 @@ supported ends with its reason instead of a hang.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 
 import torch
@@ -40,11 +39,12 @@ def choose_plan(
     `PlanError` if the arguments contradict each other.
     """
     if isinstance(plan, str):
-        near = get_close_matches("auto", [plan])
         raise PlanError(
-            f"plan={plan!r}: expected a penstock.Plan"
-            + (". Automatic planning comes in a later version: use" if near else ": load a file with penstock.Plan.load, or use")
-            + " penstock.plan(penstock.profile(model, sample), cluster), on one rank, and give its result to all"
+            f"plan={plan!r}: expected a penstock.Plan. Load a file with penstock.Plan.load(...), or make a plan on one "
+            f"rank "
+            "with penstock.plan(penstock.profile(model, sample), cluster) and give it to all (automatic planning is "
+            "yet to "
+            "come)"
         )
     if plan is None:
         per_rank = _stages_per_rank(schedule, stages, processes)
@@ -62,7 +62,8 @@ def choose_plan(
     for name, value in given.items():
         if value is not None and value != planned[name]:
             raise PlanError(
-                f"{name}={value!r} contradicts the plan, which has {name} {planned[name]!r}: leave {name}= out, or change "
+                f"{name}={value!r} contradicts the plan, which has {name} {planned[name]!r}: leave {name}= out, or "
+                f"change "
                 "the plan"
             )
     return plan
@@ -81,7 +82,8 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
     if plan.layers != len(chain.layers):
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
-            f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile of "
+            f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
+            f"of "
             "this model"
         )
     for index, stage in enumerate(plan.stages):
@@ -95,8 +97,10 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
     shared = tied(plan, chain)
     if shared and plan.schedule in ("1f1b", "2bw"):
         raise PlanError(
-            f"the weights {', '.join(shared)} are used by several stages {sorted(set().union(*shared.values()))}, and under "
-            f"{plan.schedule!r} every stage updates on its own, so the copies would drift apart. Use a flushing schedule "
+            f"the weights {', '.join(shared)} are used by several stages {sorted(set().union(*shared.values()))}, and "
+            f"under "
+            f"{plan.schedule!r} every stage updates on its own, so the copies would drift apart. Use a flushing "
+            f"schedule "
             "(gpipe, 1f1b-flush, interleaved), untie the weights, or plan the layers that share them into one stage"
         )
 
@@ -165,7 +169,8 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain) -> None:
         different = [name for name, digest in mine.parameters.items() if other.parameters.get(name) != digest]
         if different:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must build "
+                f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
+                f"build "
                 "the whole model identically: call torch.manual_seed(...) with one seed before building it"
             )
 

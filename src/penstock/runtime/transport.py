@@ -39,7 +39,9 @@ class Ticket(Protocol):
         """Whether `wait` would return at once."""
 
     def wait(self) -> Message:
-        """The message. A tensor requires a gradient if the one that was sent does. `TransportError` if it cannot come."""
+        """The message. A tensor requires a gradient if the one that was sent does. `TransportError` if it cannot
+        come.
+        """
 
 
 class Transport(Protocol):

@@ -6,7 +6,8 @@ the replica of its version, so what autograd saves for the backward are exactly 
 and no swapping. The optimizer holds the model's own parameters, and their data is always the newest slot.
 
 Laws of this file:
-  1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved by
+  1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved
+  by
      the verifier; nothing is checked again here.
   2. An update copies the newest slot to the next one and steps in place: one copy of the weights, none where n is 1.
   3. It knows no microbatch, no peer and no optimizer.
@@ -51,7 +52,9 @@ class VersionedWeights:
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
     def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with `gradients`."""
+        """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with
+        `gradients`.
+        """
         current, following = self._slot(version - 1), self._slot(version)
         for name, parameter in self.parameters.items():
             if following != current:

@@ -32,6 +32,8 @@ class World(Protocol):
     processes: int
     rank: int
     """Of this process."""
+    group: dist.ProcessGroup | None
+    """For collectives on CPU tensors and Python objects; None for a single process."""
 
     def local(self, ranks: int) -> tuple[int, ...]:
         """Which of a pipeline's `ranks` live in this process. `PlanError` if they do not fit."""
@@ -52,8 +54,10 @@ class World(Protocol):
 class SingleProcess:
     """All ranks in this process."""
 
-    processes = 1
-    rank = 0
+    def __init__(self) -> None:
+        self.processes = 1
+        self.rank = 0
+        self.group: dist.ProcessGroup | None = None
 
     def local(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
@@ -78,7 +82,7 @@ class Processes:
         self.processes = dist.get_world_size()
         self.rank = dist.get_rank()
         # A group of its own for Python objects: the default group may be NCCL's, which takes GPU tensors only.
-        self._control = dist.new_group(backend="gloo")
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
         # There is no public way to the store of the default group (torch 2.11 to 2.13).
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
@@ -89,7 +93,8 @@ class Processes:
     def local(self, ranks: int) -> tuple[int, ...]:
         if ranks != self.processes:
             raise PlanError(
-                f"the plan is for {ranks} rank(s) and {self.processes} process(es) were started: start as many processes as "
+                f"the plan is for {ranks} rank(s) and {self.processes} process(es) were started: start as many "
+                f"processes as "
                 f"the plan has ranks (torchrun --nproc-per-node {ranks}), or plan for {self.processes}"
             )
         return (self.rank,)
@@ -99,7 +104,7 @@ class Processes:
 
     def gather(self, value: T) -> Sequence[T]:
         values: list[T | None] = [None] * self.processes
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # all_gather_object has filled every entry
 
     def report(self, place: str, error: BaseException) -> None:
@@ -109,9 +114,7 @@ class Processes:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
 
-    def _report_uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An error of the user's own code ends the other ranks as well, with its traceback."""
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
@@ -119,7 +122,9 @@ class Processes:
 
 
 def join_world() -> World:
-    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process alone."""
+    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process
+    alone.
+    """
     if dist.is_available() and dist.is_initialized():
         return Processes() if dist.get_world_size() > 1 else SingleProcess()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
