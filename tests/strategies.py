@@ -1,0 +1,69 @@
+"""Random profiles, clusters and plans for the laws of the values and the planners."""
+
+from hypothesis import strategies as st
+
+from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
+
+seconds = st.floats(0, 1e3, allow_nan=False)
+sizes = st.one_of(st.integers(0, 10**12), st.floats(0, 1e12, allow_nan=False))
+names = st.text(max_size=12)
+
+
+@st.composite
+def layer_profiles(draw):
+    return LayerProfile(draw(names), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes))
+
+
+@st.composite
+def profiles(draw):
+    layers = draw(st.lists(layer_profiles(), min_size=1, max_size=6))
+    return Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names))
+
+
+bandwidths = st.floats(1e-3, 1e15)
+memories = st.one_of(st.none(), st.floats(1, 1e15))
+
+
+@st.composite
+def clusters(draw):
+    if draw(st.booleans()):
+        levels = st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3)
+        return Cluster.hierarchical(draw(levels), draw(memories))
+    size = draw(st.integers(1, 4))
+    row = st.lists(bandwidths, min_size=size, max_size=size)
+    return Cluster.from_matrix(draw(st.lists(row, min_size=size, max_size=size)), draw(memories))
+
+
+@st.composite
+def predictions(draw, ranks):
+    values = st.floats(0, allow_nan=False)
+    peaks = draw(st.lists(values, min_size=ranks, max_size=ranks))
+    return Prediction(draw(values), draw(values), draw(values), tuple(peaks), draw(st.floats(0, 1)))
+
+
+@st.composite
+def plans(draw):
+    """Straight, replicated and interleaved plans, with and without a prediction."""
+    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "1f1b", "2bw"]))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    if schedule == "interleaved":
+        ranks = draw(st.sampled_from([p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]))
+        holders = [(stage % ranks,) for stage in range(len(lengths))]
+    else:
+        replicas = [draw(st.integers(1, 3)) for _ in lengths]
+        ranks = sum(replicas)
+        dealt = iter(draw(st.permutations(range(ranks))))
+        holders = [tuple(next(dealt) for _ in range(count)) for count in replicas]
+    stages, start = [], 0
+    for length, holder in zip(lengths, holders, strict=True):
+        stages.append(Stage(start, start + length, holder))
+        start += length
+    return Plan(
+        tuple(stages),
+        schedule,
+        draw(st.integers(1, 64)),
+        draw(st.one_of(st.none(), st.integers(1, 64))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.one_of(st.none(), predictions(ranks))),
+    )
