@@ -86,8 +86,8 @@ def test_unknown_method() -> None:
 
 def test_what_a_method_cannot_run() -> None:
     assert message(lambda: Schedule("2bw", 4, 3)) == (
-        "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer, two weight versions "
-        "are not enough. Give microbatches=4 or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+        "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer, a minibatch "
+        "does not fill the pipe. Give microbatches=4 or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
     )
     assert message(lambda: Schedule("interleaved", 4, 6, 2)) == (
         "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=6; give "

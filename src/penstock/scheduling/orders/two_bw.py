@@ -58,11 +58,12 @@ def promise(shape: Shape) -> Promise:
 
 
 def check(shape: Shape) -> None:
-    """Two versions suffice only if a minibatch fills the pipe: m >= p."""
+    """The method asks for a minibatch that fills the pipe: m >= p."""
+    # The verifier would accept this order at m = p - 1 as well; below that, a forward is due before its version is made.
     if shape.microbatches < shape.ranks:
         raise ScheduleError(
             f"schedule '2bw': {shape.ranks} stages need at least {shape.ranks} microbatches, got "
-            f"microbatches={shape.microbatches}; with fewer, two weight versions are not enough. Give "
+            f"microbatches={shape.microbatches}; with fewer, a minibatch does not fill the pipe. Give "
             f"microbatches={shape.ranks} or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
         )
 
