@@ -59,7 +59,7 @@ def promise(shape: Shape) -> Promise:
 
 def check(shape: Shape) -> None:
     """The method asks for a minibatch that fills the pipe: m >= p."""
-    # The verifier would accept this order at m = p - 1 as well; below that, a forward is due before its version is made.
+    # The verifier would accept this order at m = p - 1 too; below that a forward is due before its version is made.
     if shape.microbatches < shape.ranks:
         raise ScheduleError(
             f"schedule '2bw': {shape.ranks} stages need at least {shape.ranks} microbatches, got "
