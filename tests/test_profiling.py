@@ -253,7 +253,7 @@ def test_short_calls_are_timed_in_groups():
     (layer,) = profile(chain, sample, iterations=3, warmup=1, clock=clock, progress=False).layers
 
     assert layer.forward_seconds == 220e-6 / 20
-    assert len(calls) == 2 + 1 + 3 * 20 + 1  # saved bytes, warm-up, iterations, and on to the next layer
+    assert len(calls) == 2 + 1 + 1 + 3 * 20  # saved bytes, rehearsal, warm-up, iterations
 
 
 @pytest.mark.parametrize(
@@ -405,31 +405,31 @@ class Terminal(io.StringIO):
 def test_the_progress_line_says_what_is_under_way_and_wipes_itself(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr("sys.stderr", Terminal())
-    assert list(progress_line(["a", "bee"], "profiling")) == ["a", "bee"]
+    assert list(progress_line(["a", "bee"], str.upper, "profiling")) == ["a", "bee"]
 
-    first = "profiling [........................] 1/2 a"
-    second = "profiling [############............] 2/2 bee"
+    first = "profiling [........................] 0/2 A"
+    second = "profiling [############............] 1/2 BEE"
     assert sys.stderr.getvalue() == f"\r{first}\r{second}\r{' ' * len(second)}\r"
 
 
 def test_the_progress_line_is_silent_where_nobody_watches(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr("sys.stderr", Terminal())
-    assert list(progress_line(["a"], "profiling", show=False)) == ["a"]
+    assert list(progress_line(["a"], str.upper, "profiling", show=False)) == ["a"]
     monkeypatch.setenv("CI", "true")
-    assert list(progress_line(["a"], "profiling")) == ["a"]
+    assert list(progress_line(["a"], str.upper, "profiling")) == ["a"]
     assert sys.stderr.getvalue() == ""
 
     monkeypatch.delenv("CI")
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert list(progress_line(["a"], "profiling")) == ["a"]
+    assert list(progress_line(["a"], str.upper, "profiling")) == ["a"]
     assert sys.stderr.getvalue() == ""
 
 
 def test_the_progress_line_is_written_anywhere_on_request(monkeypatch, capsys):
     monkeypatch.setenv("CI", "true")
-    assert list(progress_line(["a"], "x", show=True)) == ["a"]
-    assert "1/1 a" in capsys.readouterr().err
+    assert list(progress_line(["a"], str.upper, "x", show=True)) == ["a"]
+    assert "0/1 A" in capsys.readouterr().err
 
 
 def test_a_stream_that_is_no_terminal_is_not_watched(tmp_path):

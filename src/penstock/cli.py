@@ -10,8 +10,8 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
 
+from penstock import __version__
 from penstock.commands import PLAN, PROFILE, SHOW, SIMULATE, VERIFY
 from penstock.commands.command import Command
 from penstock.errors import PenstockError
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pipeline-parallel training for any PyTorch module: measure, plan, simulate, prove.",
         epilog="exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong command line",
     )
-    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         subparser = subparsers.add_parser(

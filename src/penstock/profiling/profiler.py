@@ -31,7 +31,7 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
-from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
+from penstock.profiling.clocks import Clock, WallClock, calls_per_sample, clock_of, median_seconds
 from penstock.profiling.progress import progress_line
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.values.profiles import LayerProfile, Profile
@@ -59,10 +59,11 @@ def profile(
     tuple or list), its keyword arguments (a mapping), or its only argument (a tensor). The model is run in training
     mode and left as it was found: weights, buffers, gradients, training flags, and PyTorch's random generators.
 
-    Each layer is run `warmup` times untimed and `iterations` times timed; the calls of a layer that takes less than
-    about 50 us are timed in groups. `device` (default: where the model is) may name another cpu or cuda device: a copy
-    of the model is measured there. `progress` shows a line on stderr; None shows it on a terminal outside CI. `name` is
-    the profile's (default: the model's class). `clock` replaces the device's own clock.
+    The layers are run one after the other: once to count bytes, `warmup` times to warm up, `iterations` times for the
+    medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: where the
+    model is) may name another cpu or cuda device: a copy of the model is measured there. `progress` shows a line on
+    stderr; None shows it on a terminal outside CI. `name` is the profile's (default: the model's class). `clock`
+    replaces the device's own clock.
 
     Raises `CaptureError` for a model that cannot be captured, and `ProfileError`, with the layer's name, where a layer
     fails on the sample or an argument is out of range.
@@ -83,59 +84,72 @@ def profile(
         chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
-        bench = _Bench(chain, values, clock, iterations, warmup)
-        names = progress_line([layer.name for layer in chain.layers], "profiling", progress)
-        layers = tuple(bench.measure(index) for index, _ in enumerate(names))
+        bench = _Bench(chain, values, clock, warmup)
+        steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
+        for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
+            bench.step(run, index)
+        layers = tuple(bench.result(index) for index in range(len(chain.layers)))
     title = name or ("" if isinstance(model, Sequence | LayerChain) else type(model).__name__)
     return Profile(layers, chain.inputs.microbatch_size, name=title, device=_device_name(place))
 
 
 class _Bench:
-    """Takes the values of one microbatch through a chain, layer by layer, and measures each on the way."""
+    """Takes the values of one microbatch through a chain, again and again, and measures each layer on the way.
 
-    def __init__(
-        self, chain: LayerChain, values: Mapping[str, Tensor], clock: Clock, iterations: int, warmup: int
-    ) -> None:
+    One run goes through all layers before the next begins, so that a machine that slows down meanwhile slows down all
+    of them: a plan needs their ratios above all. It also finds the caches as a stage of several layers does.
+    """
+
+    def __init__(self, chain: LayerChain, inputs: Mapping[str, Tensor], clock: Clock, warmup: int) -> None:
         self.chain = chain
-        self.inputs = frozenset(values)
-        """The names of the model's inputs, which every rank has."""
-        self.values = dict(values)
-        """What the next layers may read. A tensor that autograd flows through requires a gradient here."""
+        self.inputs = inputs
+        """The model's inputs, which every rank has."""
         self.clock = clock
-        self.iterations = iterations
         self.warmup = warmup
+        self.values = dict(inputs)
+        """What the next layers may read. A tensor that autograd flows through requires a gradient here."""
+        self.saved_bytes: list[int] = []
+        self.cut_bytes: list[int] = []
+        self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
+        self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
 
-    def measure(self, index: int) -> LayerProfile:
-        """Measures layer `index`, to which the values must have come, and moves them on to the next layer."""
+    def step(self, run: int, index: int) -> None:
+        """Layer `index` in run `run`. Run 0 counts the bytes, the next `warmup` runs show how long calls take."""
+        if index == 0:
+            self.values = dict(self.inputs)
+        if run == 0:
+            self._survey(index)
+        elif run <= self.warmup:
+            self.pilots[index].append(self._sample(index, 1, self.clock))
+        else:
+            calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
+            self.samples[index].append(self._sample(index, calls, self.clock))
+
+    def result(self, index: int) -> LayerProfile:
+        """What all runs found of layer `index`."""
+        layer = self.chain.layers[index]
+        return LayerProfile(
+            name=layer.name,
+            forward_seconds=median_seconds(forward for forward, _ in self.samples[index]),
+            backward_seconds=median_seconds(backward for _, backward in self.samples[index]),
+            cut_bytes=self.cut_bytes[index],
+            saved_bytes=self.saved_bytes[index],
+            parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
+        )
+
+    def _survey(self, index: int) -> None:
         layer = self.chain.layers[index]
         with _blaming(index, layer, "forward"):
             saved = measure_saved_bytes(
                 lambda: self._forward(index, self._arguments(index)),
                 lambda: self._forward(index, self._arguments(index, copied=True)),
             )
-        forward_seconds, backward_seconds = self._time(index)
-        with _blaming(index, layer, "forward"):
-            self._advance(index)
-        parameters = list(layer.module.parameters())
-        for parameter in parameters:
-            parameter.grad = None
-        return LayerProfile(
-            name=layer.name,
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
-            cut_bytes=sum(_size(self.values[value]) for value in self.chain.cut(index + 1)),
-            saved_bytes=saved,
-            parameter_bytes=sum(_size(parameter) for parameter in parameters),
-        )
+        self.saved_bytes.append(saved)
+        self._sample(index, 1, WallClock())
+        self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
 
-    def _time(self, index: int) -> tuple[float, float]:
-        pilots = [self._sample(index, 1) for _ in range(self.warmup)]
-        calls = calls_per_sample(min(forward for forward, _ in pilots))
-        samples = [self._sample(index, calls) for _ in range(self.iterations)]
-        return median_seconds(forward for forward, _ in samples), median_seconds(backward for _, backward in samples)
-
-    def _sample(self, index: int, calls: int) -> tuple[float, float]:
-        """Seconds of one forward and of one backward, each the mean over `calls` timed together."""
+    def _sample(self, index: int, calls: int, clock: Clock) -> tuple[float, float]:
+        """Seconds of one forward and of one backward, each the mean over `calls` timed together; then moves on."""
         layer = self.chain.layers[index]
         prepared = [self._arguments(index) for _ in range(calls)]
         results: list[tuple[Tensor, ...]] = []
@@ -145,18 +159,20 @@ class _Bench:
                 results.append(self._forward(index, arguments))
 
         with _blaming(index, layer, "forward"):
-            forward_seconds = self.clock.seconds(forwards) / calls
+            forward_seconds = clock.seconds(forwards) / calls
         roots = [[output for output in outputs if output.requires_grad] for outputs in results]
-        if not roots[0]:
-            return forward_seconds, 0.0
         gradients = [torch.ones_like(root) for root in roots[0]]
 
         def backwards() -> None:
             for root in roots:
                 torch.autograd.backward(root, gradients)
 
-        with _blaming(index, layer, "backward"):
-            return forward_seconds, self.clock.seconds(backwards) / calls
+        backward_seconds = 0.0
+        if gradients:
+            with _blaming(index, layer, "backward"), _accumulating(layer.module):
+                backward_seconds = clock.seconds(backwards) / calls
+        self._move(index, prepared[-1], results[-1])
+        return forward_seconds, backward_seconds
 
     def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
         """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""
@@ -178,16 +194,27 @@ class _Bench:
         with seeded(0, index, arguments):
             return tuple(layer.module(*arguments))
 
-    def _advance(self, index: int) -> None:
-        """Replaces what layer `index` read by what it wrote, and drops what no later layer needs."""
+    def _move(self, index: int, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Takes the values past layer `index`, which was called once, and drops what no later layer needs."""
         layer = self.chain.layers[index]
-        arguments = self._arguments(index)
-        outputs = self._forward(index, arguments)
-        mutated = {name: arguments[layer.inputs.index(name)] for name in layer.mutates}
-        written = {**mutated, **dict(zip(layer.outputs, outputs, strict=True))}
-        values = {**self.values, **{name: _leaf(tensor) for name, tensor in written.items()}}
+        written = {name: arguments[layer.inputs.index(name)] for name in layer.mutates}
+        written.update(zip(layer.outputs, outputs, strict=True))
         kept = {*self.inputs, *self.chain.cut(index + 1)}
-        self.values = {name: value for name, value in values.items() if name in kept}
+        moved = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in written.items()}
+        self.values = {name: value for name, value in {**self.values, **moved}.items() if name in kept}
+
+
+@contextmanager
+def _accumulating(module: nn.Module) -> Iterator[None]:
+    """Gives the parameters of `module` gradients to add to, as all microbatches of a minibatch but its first have."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @contextmanager
@@ -219,10 +246,6 @@ def _blaming(index: int, layer: Layer, phase: str) -> Iterator[None]:
             f"layer {index} ({layer.name}) raised {type(error).__name__} in its {phase}: {error}. Expected it to run "
             "on the values that the sample leads to: check that the model trains on the sample by itself"
         ) from error
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _size(tensor: Tensor) -> int:

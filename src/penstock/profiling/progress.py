@@ -5,10 +5,12 @@ It needs no library, and it is silent where nobody watches: in a file, in a pipe
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
 
 __all__ = ["progress_line", "watched"]
+
+Item = TypeVar("Item")
 
 _BAR = 24
 
@@ -18,25 +20,26 @@ def watched(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("CI")
 
 
-def progress_line(names: Iterable[str], title: str, show: bool | None = None) -> Iterator[str]:
-    """Yields `names`; meanwhile a line on stderr says which of how many is under way, and is wiped at the end.
+def progress_line(
+    items: Sequence[Item], label: Callable[[Item], str], title: str, show: bool | None = None
+) -> Iterator[Item]:
+    """Yields `items`; meanwhile a line on stderr says how many are done and which is under way; then it is wiped.
 
     `show`: True always writes the line, False never, None where stderr is `watched`.
     """
     stream = sys.stderr
     if not (watched(stream) if show is None else show):
-        yield from names
+        yield from items
         return
-    listed = list(names)
     width = 0
     try:
-        for done, name in enumerate(listed):
-            filled = _BAR * done // len(listed)
-            line = f"{title} [{'#' * filled}{'.' * (_BAR - filled)}] {done + 1}/{len(listed)} {name}"
+        for done, item in enumerate(items):
+            filled = _BAR * done // len(items)
+            line = f"{title} [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{len(items)} {label(item)}"
             stream.write("\r" + line.ljust(width))
             stream.flush()
             width = len(line)
-            yield name
+            yield item
     finally:
         stream.write("\r" + " " * width + "\r")
         stream.flush()
