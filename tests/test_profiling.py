@@ -394,6 +394,11 @@ def test_a_device_that_nothing_here_can_time_is_refused():
         profile(nn.ReLU(), (torch.ones(1, 2),), device="meta")
 
 
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ProfileError, match="device='gpu': expected cpu, cuda or cuda:N"):
+        profile(nn.ReLU(), (torch.ones(1, 2),), device="gpu")
+
+
 # Progress
 
 

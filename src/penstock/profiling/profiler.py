@@ -71,12 +71,10 @@ def profile(
     for label, number in (("iterations", iterations), ("warmup", warmup)):
         if number < 1:
             raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
-    found, target = _device_of(model), torch.device(device) if device is not None else None
-    if target is not None and target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
-    if target is not None and found is not None and target != found:
-        model = _moved(model, found, target)
-    place = target or found or _first_device(sample)
+    found = _device_of(model)
+    place = _device_named(device) if device is not None else found or _first_device(sample)
+    if found is not None and place != found:
+        model = _moved(model, found, place)
     clock = clock_of(place) if clock is None else clock
     sample = _placed(sample, place)
     modules = _modules_of(model)
@@ -255,8 +253,9 @@ def _size(tensor: Tensor) -> int:
 def _captured(model: Model, sample: Sample) -> LayerChain:
     if isinstance(model, LayerChain):
         return model
-    if isinstance(model, nn.Module) and not model.training:
-        model.train()
+    for part in _modules_of(model):
+        if not part.training:
+            part.train()
     from penstock.capturing import capture
 
     return capture(model, sample)
@@ -284,6 +283,16 @@ def _device_of(model: Model) -> torch.device | None:
     if len(devices) > 1:
         raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
     return tensors[0].device if tensors else None
+
+
+def _device_named(device: torch.device | str) -> torch.device:
+    """The device with its index, once a tensor was made there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ProfileError(
+            f"device={str(device)!r}: expected cpu, cuda or cuda:N that is there, found: {error}"
+        ) from error
 
 
 def _first_device(sample: Sample) -> torch.device:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 
@@ -16,7 +16,7 @@ class Subject:
     """A model to profile, the sample to profile it on, and what to call it."""
 
     model: nn.Module | Sequence[nn.Module] | LayerChain
-    sample: tuple[Any, ...] | Mapping[str, Any]
-    """Example inputs of one microbatch: the positional arguments, or the keyword arguments."""
+    sample: tuple[Any, ...] | list[Any] | Mapping[str, Any] | Tensor
+    """Example inputs of one microbatch: the positional arguments, the keyword arguments, or the only argument."""
     name: str = ""
     """Empty: the function's name in the file."""
