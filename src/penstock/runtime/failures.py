@@ -27,13 +27,15 @@ class FailureBoard:
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._seen = False
+        self.failed = False
+        """Whether this rank has failed or knows of one that has."""
 
     def report(self, place: str, traceback: str, linger_seconds: float = 3.0) -> None:
         """Tells the other ranks that this one failed at `place`. Only the first report of a run counts.
 
         Stays for up to `linger_seconds` until all have read it, since the store may live in this process.
         """
+        self.failed = True
         record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
         # A store that cannot be reached means that the process that holds it is gone: there is nobody to tell.
         with contextlib.suppress(RuntimeError):
@@ -51,12 +53,12 @@ class FailureBoard:
             record = json.loads(self._store.get(_FAILURE))
             if record["rank"] == self._rank:
                 return
-            if not self._seen:
-                self._seen = True
+            if not self.failed:
                 self._store.add(_READERS, 1)
         except RuntimeError:
             # The store went down with its process; the broken connection to that process tells the rest.
             return
+        self.failed = True
         raise TransportError(
             f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, "
             f"which is "

@@ -10,8 +10,11 @@ later messages of that form are the bare tensors.
 Tensors of a GPU pass through host memory, since the communicators are Gloo's.
 """
 
+import atexit
+import os
 import pickle
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.failures import FailureBoard
 from penstock.runtime.transport import Edge, Message, Ticket
 
 __all__ = ["ProcessGroup"]
@@ -90,10 +94,10 @@ class ProcessGroup:
         edges: Iterable[Edge],
         rank: int,
         device: torch.device,
-        check: Callable[[], None],
+        board: FailureBoard,
         timeout_seconds: float,
     ) -> None:
-        self._check = check
+        self._board = board
         self._timeout_seconds = timeout_seconds
         self._outboxes: dict[Edge, _Outbox] = {}
         self._inboxes: dict[Edge, _Inbox] = {}
@@ -105,11 +109,12 @@ class ProcessGroup:
                 self._outboxes[edge] = _Outbox(edge, group)
             elif edge.target == rank:
                 self._inboxes[edge] = _Inbox(edge, group, device)
+        atexit.register(self._leave)
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         outbox = self._outboxes[edge]
         if outbox.error is not None:
-            _linger(self._check)
+            _linger(self._board.check)
             raise TransportError(
                 f"rank {edge.target} closed its connection to rank {edge.source} ({edge}). It was probably killed (out "
                 f"of "
@@ -118,15 +123,35 @@ class ProcessGroup:
         outbox.put(form, message)
 
     def post(self, edge: Edge, form: Hashable) -> Ticket:
-        receipt = _Receipt(edge, form, self._check, self._timeout_seconds)
+        receipt = _Receipt(edge, form, self._board.check, self._timeout_seconds)
         self._inboxes[edge].receipts.put(receipt)
         return receipt
 
     def close(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.close()
-        for inbox in self._inboxes.values():
-            inbox.close()
+        atexit.unregister(self._leave)
+        self._end()
+
+    def _leave(self) -> None:
+        """At the end of the process: delivers what was sent, and leaves no thread to the interpreter's ruin.
+
+        A thread that Gloo wakes while the interpreter shuts down aborts the process. One that still waits for a message
+        now does so because of a failure, so the process ends here and says so by its exit code.
+        """
+        if not self._end():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _end(self) -> bool:
+        """Ends the threads; False if some still wait for a peer."""
+        seconds = 0.5 if self._board.failed else 60.0
+        ends: list[_Outbox | _Inbox] = [*self._outboxes.values(), *self._inboxes.values()]
+        for end in ends:
+            end.close()
+        deadline = time.monotonic() + seconds
+        for end in ends:
+            end.thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(end.thread.is_alive() for end in ends)
 
 
 def _linger(check: Callable[[], None], seconds: float = 2.0) -> None:
@@ -146,8 +171,8 @@ class _Outbox:
         self._group = group
         self._agreed: dict[Hashable, _Specs] = {}
         self._messages: queue.SimpleQueue[tuple[bytes | None, list[Tensor]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
+        self.thread.start()
 
     def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
         """Queues `message`, with its header if it is the first of `form`."""
@@ -167,9 +192,8 @@ class _Outbox:
         self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))
 
     def close(self) -> None:
-        """Waits until everything queued has been sent."""
+        """Ends the thread after everything queued has been sent."""
         self._messages.put(None)
-        self._thread.join(timeout=10)
 
     def _run(self) -> None:
         while (item := self._messages.get()) is not None:
@@ -184,6 +208,8 @@ class _Outbox:
             except Exception as error:
                 self.error = error
                 return
+            # What has been sent is not kept alive until the next message.
+            del item, tensors
 
     def _send(self, tensor: Tensor) -> None:
         work = dist.isend(tensor.cpu().contiguous(), dst=self._edge.target, group=self._group)
@@ -200,13 +226,12 @@ class _Inbox:
         self._group = group
         self._device = device
         self._agreed: dict[Hashable, _Specs] = {}
-        self._thread = threading.Thread(target=self._run, name=f"penstock receive {edge}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"penstock receive {edge}", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
-        """Ends the thread if it is idle; one that still waits for a peer dies with the process."""
+        """Ends the thread after everything posted has come."""
         self.receipts.put(None)
-        self._thread.join(timeout=1)
 
     def _run(self) -> None:
         while (receipt := self.receipts.get()) is not None:
@@ -215,6 +240,7 @@ class _Inbox:
             except Exception as error:
                 receipt.error = error
             receipt.done.set()
+            del receipt
 
     def _receive(self, form: Hashable) -> Message:
         if form not in self._agreed:

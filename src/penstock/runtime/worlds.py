@@ -100,7 +100,7 @@ class Processes:
         return (self.rank,)
 
     def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
-        return ProcessGroup(edges, self.rank, device, self._board.check, timeout_seconds)
+        return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds)
 
     def gather(self, value: T) -> Sequence[T]:
         values: list[T | None] = [None] * self.processes
