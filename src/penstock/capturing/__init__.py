@@ -1,1 +1,16 @@
-"""capturing"""
+"""Capture: a model as a chain of layers with named values between them."""
+
+from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput, StageModule
+from penstock.capturing.doors import capture
+from penstock.capturing.randomness import microbatch_seed, seeded
+
+__all__ = [
+    "Layer",
+    "LayerChain",
+    "ModelInputs",
+    "ModelOutput",
+    "StageModule",
+    "capture",
+    "microbatch_seed",
+    "seeded",
+]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.randomness import seeded
 from penstock.errors import CaptureError
 
-__all__ = ["Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule"]
+__all__ = ["Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule", "check_constant"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +54,8 @@ class ModelInputs:
     """The tensors whose dimension 0 counts samples; the others go whole to every microbatch."""
     microbatch_size: int
     """Samples in the captured sample."""
+    fixed: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    """For a tensor's dimensions: the size that the capture holds for, None where it holds for any."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of ``model(*args, **kwargs)`` by value name.
@@ -76,11 +78,14 @@ class ModelInputs:
         tensors: dict[str, Tensor] = {}
         for name, leaf in zip(self.names, leaves, strict=True):
             if name in self.constants:
-                _check_constant(name, self.constants[name], leaf)
+                check_constant(name, self.constants[name], leaf)
             elif not isinstance(leaf, Tensor):
-                raise CaptureError(f"{name} was a tensor in sample= and is now {leaf!r}: pass a tensor, or capture again")
+                raise CaptureError(
+                    f"{name} was a tensor in sample= and is now {leaf!r}: pass a tensor, or capture again"
+                )
             else:
                 tensors[name] = leaf
+                _check_fixed(name, self.fixed.get(name, ()), leaf)
         return tensors
 
 
@@ -102,7 +107,8 @@ class ModelOutput:
     def build(self, values: Mapping[str, Tensor]) -> Any:
         """What the model returns, of the same types as the model's own output."""
         leaves = [
-            constant if name is None else values[name] for name, constant in zip(self.leaves, self.constants, strict=True)
+            constant if name is None else values[name]
+            for name, constant in zip(self.leaves, self.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.structure)
 
@@ -218,7 +224,19 @@ def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
     return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
 
 
-def _check_constant(name: str, captured: object, found: object) -> None:
+def _check_fixed(name: str, sizes: tuple[int | None, ...], tensor: Tensor) -> None:
+    if sizes and (
+        len(sizes) != tensor.dim() or any(s not in (None, n) for s, n in zip(sizes, tensor.shape, strict=True))
+    ):
+        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise CaptureError(
+            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): the model's code fixes the "
+            "other sizes. Pass such a tensor, or capture again with a sample= of the new shape"
+        )
+
+
+def check_constant(name: str, captured: object, found: object) -> None:
+    """Raises `CaptureError` unless `found`, which is not a tensor, equals what was `captured`."""
     same = captured is found or (type(captured) is type(found) and bool(captured == found))
     if not same:
         raise CaptureError(

@@ -1,0 +1,53 @@
+"""The front doors of capture: which way a model is taken apart.
+
+nn.Sequential (without hooks)    its children, run as they are
+a list, tuple or ModuleList      the user's own layers, run as they are
+any other nn.Module              traced with torch.export and cut between its own blocks
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.samples import read_sample
+from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
+from penstock.errors import CaptureError
+
+__all__ = ["capture"]
+
+
+def capture(
+    model: nn.Module | Sequence[nn.Module | Callable[..., Any]],
+    sample: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    *,
+    microbatch_size: int | None = None,
+    check: bool = True,
+) -> LayerChain:
+    """`model` as a chain of layers, in the mode (training or evaluation) that it is in.
+
+    model: an `nn.Sequential`; or a list, tuple or `nn.ModuleList` of layers, where each takes what the one before
+        returned (a tuple or list as positional arguments, a dict as keywords, anything else as the single argument);
+        or any other module.
+    sample: the arguments of one call, as a tuple (positional) or a dict (keywords). What is not a tensor in it is a
+        constant of the capture.
+    microbatch_size: samples in `sample`; by default dimension 0 of its first tensor that has dimensions. Tensors with
+        this size in dimension 0 are split into microbatches, the others go whole to every microbatch.
+    check: whether a traced model is compared with the chain on the sample, outputs and gradients.
+
+    The model's training flags, buffers and the random generators are left as they were.
+    Raises `CaptureError` with the line of the model's code that stands in the way.
+    """
+    call, inputs = read_sample(sample, microbatch_size)
+    match model:
+        case nn.ModuleList() | list() | tuple():
+            return capture_list(list(model), call, inputs)
+        case nn.Sequential() if is_plain_sequential(model):
+            return capture_sequential(model, call, inputs)
+        case nn.Module():
+            raise CaptureError("only nn.Sequential and lists of layers can be captured")
+        case _:
+            raise CaptureError(
+                f"a model must be an nn.Module or a list of layers, found {type(model).__name__}: pass the module itself"
+            )

@@ -1,0 +1,112 @@
+"""Joining layers that no cut may separate.
+
+A cut sends each value as a tensor of its own, to a process with buffers of its own. That changes what the model
+computes in two cases: a tensor and a view of it cross together and one of them is written in place later; or two layers
+write the same buffer, such as one BatchNorm that is called twice. There the layers on both sides become one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from penstock.capturing.chain import Layer
+from penstock.capturing.observation import Observation
+
+__all__ = ["JoinedLayers", "join_layers"]
+
+
+class JoinedLayers(nn.Module):
+    """Consecutive layers as one; writes in place reach the values that they were given."""
+
+    def __init__(self, layers: Sequence[Layer], inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer.module for layer in layers)
+        self.reads = tuple(layer.inputs for layer in layers)
+        self.writes = tuple(layer.outputs for layer in layers)
+        self.inputs = inputs
+        self.outputs = outputs
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(self.inputs, tensors, strict=True))
+        for layer, reads, writes in zip(self.layers, self.reads, self.writes, strict=True):
+            values.update(zip(writes, layer(*(values[name] for name in reads)), strict=True))
+        return tuple(values[name] for name in self.outputs)
+
+
+def join_layers(
+    layers: Sequence[Layer], returned: tuple[str, ...], observations: Sequence[Observation]
+) -> tuple[Layer, ...]:
+    """`layers` with those joined that a cut would separate wrongly; `returned` are the values that the model returns."""
+    needed = _needed(layers, returned)
+    forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_buffers(layers, observations)
+    joined: list[Layer] = []
+    start = 0
+    for stop in range(1, len(layers) + 1):
+        if stop not in forbidden:
+            joined.append(_join(layers[start:stop], needed[stop]))
+            start = stop
+    return tuple(joined)
+
+
+def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:
+    """For every cut, the values that are read after it."""
+    needed = [frozenset(returned)]
+    for layer in reversed(layers):
+        needed.append(needed[-1] | set(layer.inputs))
+    return needed[::-1]
+
+
+def _cuts_through_views(
+    layers: Sequence[Layer], needed: Sequence[frozenset[str]], observations: Sequence[Observation]
+) -> set[int]:
+    """The cuts which two values with the same memory cross, of which a later layer writes one."""
+    storage: dict[str, int] = {}
+    for layer, observation in zip(layers, observations, strict=True):
+        storage.update(zip(layer.outputs, map(_memory, observation.results), strict=True))
+    forbidden = set()
+    for cut in range(1, len(layers)):
+        written = {
+            _memory(observation.arguments[position])
+            for observation in observations[cut:]
+            for position in observation.mutated
+        }
+        crossing = {name for layer in layers[:cut] for name in layer.outputs} & needed[cut]
+        together = Counter(storage[name] for name in crossing)
+        if any(together[memory] > 1 for memory in written):
+            forbidden.add(cut)
+    return forbidden
+
+
+def _cuts_through_buffers(layers: Sequence[Layer], observations: Sequence[Observation]) -> set[int]:
+    """The cuts between two layers that hold the same buffer, if one of them writes it."""
+    forbidden: set[int] = set()
+    for buffer in _distinct(buffer for observation in observations for buffer in observation.mutated_buffers):
+        holders = [i for i, layer in enumerate(layers) if any(held is buffer for held in layer.module.buffers())]
+        forbidden.update(range(holders[0] + 1, holders[-1] + 1))
+    return forbidden
+
+
+def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+    written = dict.fromkeys(name for layer in layers for name in layer.outputs)
+    inputs = tuple(dict.fromkeys(name for layer in layers for name in layer.inputs if name not in written))
+    outputs = tuple(name for name in written if name in needed)
+    return Layer(
+        name=layers[0].name,
+        module=JoinedLayers(layers, inputs, outputs),
+        inputs=inputs,
+        outputs=outputs,
+        random=any(layer.random for layer in layers),
+        mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
+    )
+
+
+def _memory(tensor: Tensor) -> int:
+    # The storage object, not its address: empty tensors and meta tensors all have address 0.
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,59 @@
+"""What one run of a layer shows: whether it draws random numbers and what it writes in place.
+
+Reading it off the code would mean to trust the code's annotations; a generator that moved and a version counter that
+rose are facts.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.chain import Layer
+
+__all__ = ["Observation", "observe", "observed"]
+
+
+@dataclass(slots=True, eq=False)
+class Observation:
+    """What a layer was given, returned and did on the way."""
+
+    arguments: tuple[Tensor, ...]
+    results: tuple[Tensor, ...] = ()
+    random: bool = False
+    mutated: tuple[int, ...] = ()
+    """Positions of the `arguments` that it wrote in place."""
+    mutated_buffers: tuple[Tensor, ...] = field(default=())
+
+    def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
+        """The layer with what was seen of it."""
+        mutates = tuple(dict.fromkeys(inputs[position] for position in self.mutated))
+        return Layer(name, module, inputs, outputs, random=self.random, mutates=mutates)
+
+
+@contextmanager
+def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observation]:
+    """Watches its body run `module` on `arguments`; the observation is complete after the body."""
+    buffers = list(module.buffers())
+    versions = [tensor._version for tensor in (*arguments, *buffers)]
+    devices = {tensor.device.index for tensor in (*arguments, *buffers, *module.parameters()) if tensor.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
+    states = [generator.get_state() for generator in generators]
+    observation = Observation(tuple(arguments))
+    yield observation
+    moved = [not torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)]
+    written = [now._version != then for now, then in zip((*arguments, *buffers), versions, strict=True)]
+    observation.random = any(moved)
+    observation.mutated = tuple(position for position in range(len(arguments)) if written[position])
+    observation.mutated_buffers = tuple(b for b, w in zip(buffers, written[len(arguments) :], strict=True) if w)
+
+
+def observe(layer: Layer, values: dict[str, Tensor]) -> tuple[Layer, Observation]:
+    """Runs `layer` on `values`, adds its outputs to them, and completes it with what was seen."""
+    arguments = tuple(values[name] for name in layer.inputs)
+    with observed(layer.module, arguments) as observation:
+        observation.results = tuple(layer.module(*arguments))
+    values.update(zip(layer.outputs, observation.results, strict=True))
+    return observation.layer(layer.name, layer.module, layer.inputs, layer.outputs), observation

@@ -1,0 +1,81 @@
+"""Running a model without leaving a trace in it.
+
+Capture has to run the model: to see what its layers return, to trace it, to compare. A user who captures a model and
+then trains it without Penstock must get the numbers that he would have got without the capture.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+__all__ = ["evaluating", "preserved", "saved_buffers"]
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives back, after its body, the training flags, the buffers and the random generators as they were.
+
+    Generators: PyTorch's on the CPU and on the CUDA devices of `modules`, NumPy's and Python's global ones.
+    """
+    every = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
+    flags = [module.training for module in every]
+    registered = [dict(module._buffers) for module in every]
+    buffers = list(
+        {id(buffer): buffer for found in registered for buffer in found.values() if buffer is not None}.values()
+    )
+    contents = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
+    generators = [torch.default_generator, *_cuda_generators(every)]
+    states = [generator.get_state() for generator in generators]
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        for module, flag, found in zip(every, flags, registered, strict=True):
+            module.training = flag
+            module._buffers.clear()
+            module._buffers.update(found)
+        with torch.no_grad():
+            for buffer, version, content in contents:
+                if buffer._version != version:
+                    buffer.copy_(content)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts `modules` in evaluation mode for its body, and every submodule back as it was, whatever mode that was."""
+    every = [inner for module in modules for inner in module.modules()]
+    flags = [module.training for module in every]
+    for module in every:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, flag in zip(every, flags, strict=True):
+            module.training = flag
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of the state dict of `model`, under all their names."""
+    saved: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                saved[f"{path}.{name}" if path else name] = buffer
+    return saved
+
+
+def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
+    tensors: list[Tensor] = []
+    for module in modules:
+        tensors += [
+            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+        ]
+    return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]

@@ -1,0 +1,95 @@
+"""The example inputs that a model is captured with, read leaf by leaf.
+
+A sample says more than shapes: which arguments there are, which are constants, and which tensors hold one row for every
+sample of the microbatch, so that a minibatch can be split and the graph be traced for any batch size.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import ModelInputs
+from penstock.errors import CaptureError
+
+__all__ = ["Call", "flatten", "read_sample"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def copied(self) -> "Call":
+        """The same with tensors of its own: a model may write in its inputs, and they are the user's."""
+        args, kwargs = pytree.tree_map_only(Tensor, _copy_tensor, (self.args, dict(self.kwargs)))
+        return Call(args, kwargs)
+
+
+def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, ModelInputs]:
+    """The call that `sample` stands for and its form.
+
+    `sample`: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor.
+    `microbatch_size`: samples in it; by default dimension 0 of its first tensor that has dimensions. The tensors
+    with this size in dimension 0 are the batched ones. Raises `CaptureError` if there are none.
+    """
+    match sample:
+        case Tensor():
+            call = Call((sample,), {})
+        case Mapping():
+            call = Call((), dict(sample))
+        case tuple() | list():
+            call = Call(tuple(sample), {})
+        case _:
+            raise CaptureError(
+                f"sample= must be a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
+                f"{type(sample).__name__}: write sample=(value,) if the model takes it as its only argument"
+            )
+    leaves, structure = flatten((call.args, call.kwargs))
+    paths = [path for path, _ in pytree.tree_leaves_with_path((call.args, call.kwargs))]
+    names = tuple(_leaf_name(path) for path in paths)
+    sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
+    if size < 1 or size not in sizes:
+        raise CaptureError(
+            f"sample= needs a tensor whose dimension 0 counts samples ({microbatch_size=}), found dimensions 0 of {sizes}: "
+            "pass at least one batched tensor with at least one sample"
+        )
+    pairs = list(zip(names, leaves, strict=True))
+    inputs = ModelInputs(
+        names=names,
+        structure=structure,
+        constants={name: leaf for name, leaf in pairs if not isinstance(leaf, Tensor)},
+        batched=frozenset(
+            n for n, leaf in pairs if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == size
+        ),
+        microbatch_size=size,
+    )
+    return call, inputs
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of `tree`; dataclasses in it are made known to PyTorch's pytree on the way."""
+    while True:
+        leaves, structure = pytree.tree_flatten(tree)
+        unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
+        if not unknown:
+            return leaves, structure
+        for kind in unknown:
+            torch.export.register_dataclass(kind)
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _leaf_name(path: Sequence[Any]) -> str:
+    """``args[0]`` or ``kwargs['mask']``, with what leads to the leaf inside that argument."""
+    side = "kwargs" if path[0].idx else "args"
+    return side + pytree.keystr(tuple(path[1:]))

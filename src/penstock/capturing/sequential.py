@@ -1,0 +1,206 @@
+"""The front doors for a model that already is a chain: an `nn.Sequential`, or a list of layers.
+
+Here nothing is traced. Each layer runs as the Python that it is, so its control flow may depend on the data; one run on
+the sample shows what passes from layer to layer.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput, check_constant
+from penstock.capturing.joining import join_layers
+from penstock.capturing.observation import Observation, observed
+from penstock.capturing.preservation import preserved, saved_buffers
+from penstock.capturing.samples import Call, flatten
+from penstock.errors import CaptureError
+
+__all__ = ["EagerLayer", "capture_list", "capture_sequential", "is_plain_sequential"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """A nested value without its tensors."""
+
+    structure: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    """For every leaf, its constant; the class `Tensor` where the leaf is a tensor."""
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple["_Form", tuple[Tensor, ...]]:
+        leaves, structure = flatten(tree)
+        constants = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(structure, constants), tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if c is Tensor else c for c in self.constants], self.structure)
+
+
+class EagerLayer(nn.Module):
+    """One layer of the user's as he wrote it, between tensors."""
+
+    def __init__(self, name: str, body: nn.Module, takes: _Form, returns: _Form) -> None:
+        super().__init__()
+        self.name = name
+        self.body = body
+        self.takes = takes
+        self.returns = returns
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self.takes.fill(tensors)
+        found, results = _Form.of(self.body(*args, **kwargs))
+        if found.structure != self.returns.structure:
+            raise CaptureError(
+                f"layer {self.name} returned {self.returns.structure} when it was captured and now {found.structure}: "
+                "a layer must always return the same structure"
+            )
+        for index, (captured, now) in enumerate(zip(self.returns.constants, found.constants, strict=True)):
+            check_constant(f"leaf {index} of what layer {self.name} returns", captured, now)
+        return results
+
+
+class _Function(nn.Module):
+    """A plain callable in a list of layers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Whether `module` does nothing but run its children one after the other."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Sequential and not any(hooks)
+
+
+def capture_sequential(model: nn.Sequential, call: Call, inputs: ModelInputs) -> LayerChain:
+    """A chain with a layer for every child of `model`; nested plain Sequentials are opened.
+
+    A child is called with the one value that the child before returned, as `nn.Sequential` does.
+    """
+    return _capture(_children("", model), _pass_whole, call, inputs, model)
+
+
+def capture_list(layers: Sequence[nn.Module | Callable[..., Any]], call: Call, inputs: ModelInputs) -> LayerChain:
+    """A chain of `layers`, with parameters named ``<index>.<name>``.
+
+    The first layer takes the sample. Each other one takes what the layer before returned: a tuple or a list as
+    positional arguments, a dict as keyword arguments, anything else as the single argument.
+    """
+    modules = nn.ModuleList(layer if isinstance(layer, nn.Module) else _Function(layer) for layer in layers)
+    named = [(name, module) for name, module in modules._modules.items() if module is not None]
+    return _capture(named, _pass_spread, call, inputs, modules)
+
+
+def _children(prefix: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    # Not named_children(): it leaves out a child that stands twice.
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        if is_plain_sequential(child):
+            found += _children(f"{prefix}{name}.", child)
+        else:
+            found.append((prefix + name, child))
+    return found
+
+
+def _pass_whole(result: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (result,), {}
+
+
+def _pass_spread(result: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if type(result) in (tuple, list):
+        return tuple(result), {}
+    if type(result) is dict:
+        return (), result
+    return (result,), {}
+
+
+def _capture(
+    named: Sequence[tuple[str, nn.Module]],
+    spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+    call: Call,
+    inputs: ModelInputs,
+    model: nn.Module,
+) -> LayerChain:
+    if not named:
+        raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
+    with preserved([model]), torch.no_grad():
+        layers, output, observations = _run(named, spread, call, inputs)
+    chain = LayerChain(
+        layers=join_layers(layers, output.values, observations),
+        inputs=inputs,
+        output=output,
+        parameters=dict(model.named_parameters(remove_duplicate=False)),
+        buffers=saved_buffers(model),
+        evaluation=lambda: evaluation() if _trains(named) else chain,
+    )
+
+    @cache
+    def evaluation() -> LayerChain:
+        return _capture(_evaluation_twins(named), spread, call, inputs, model)
+
+    return chain
+
+
+def _trains(named: Sequence[tuple[str, nn.Module]]) -> bool:
+    return any(inner.training for _, module in named for inner in module.modules())
+
+
+def _evaluation_twins(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Copies of the layers in evaluation mode that hold the very same parameters and buffers.
+
+    The mode of an eager layer is a flag on its modules, so the two modes need two modules.
+    """
+    shared: dict[int, Any] = {}
+    for _, module in named:
+        shared.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return [(name, copy.deepcopy(module, shared).eval()) for name, module in named]
+
+
+def _run(
+    named: Sequence[tuple[str, nn.Module]],
+    spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+    call: Call,
+    inputs: ModelInputs,
+) -> tuple[list[Layer], ModelOutput, list[Observation]]:
+    """One run of the layers on the sample."""
+    own = call.copied()
+    args, kwargs = own.args, dict(own.kwargs)
+    names = tuple(name for name in inputs.names if name not in inputs.constants)
+    layers: list[Layer] = []
+    observations: list[Observation] = []
+    result: Any = None
+    returns, tensors = _Form.of(None)
+    for name, body in named:
+        takes, arguments = _Form.of((args, kwargs))
+        with observed(body, arguments) as observation:
+            try:
+                result = body(*args, **kwargs)
+            except Exception as error:
+                raise CaptureError(
+                    f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
+                    "layer must accept what the layer before it returns, the first one the sample"
+                ) from error
+        returns, tensors = _Form.of(result)
+        observation.results = tensors
+        outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
+        layers.append(observation.layer(name, EagerLayer(name, body, takes, returns), names, outputs))
+        observations.append(observation)
+        names = outputs
+        args, kwargs = spread(result)
+    rest = iter(names)
+    leaves = tuple(next(rest) if constant is Tensor else None for constant in returns.constants)
+    constants = tuple(None if constant is Tensor else constant for constant in returns.constants)
+    return layers, ModelOutput(returns.structure, leaves, constants), observations
