@@ -34,7 +34,9 @@ class ChainCosts:
     parameter_bytes: Matrix
     """(N+1, N+1)."""
     saved_bytes: Matrix
-    """(N+1, N+1): what one microbatch keeps until its backward."""
+    """(N+1, N+1): what each microbatch in flight keeps until its backward."""
+    recomputed_bytes: Matrix
+    """(N+1, N+1): what the one microbatch that is recomputed keeps beside that; zero without recomputation."""
     exchanged_bytes: Matrix
     """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes."""
 
@@ -51,12 +53,14 @@ def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
     saved = _sums([layer.saved_bytes for layer in layers])
     crossing = np.array([0.0, *(layer.cut_bytes for layer in layers)])
     empty = np.tri(len(layers) + 1, dtype=bool)
+    recomputed = np.zeros_like(saved)
     if recompute:
-        saved = np.broadcast_to(crossing[:, None], saved.shape).copy()
+        saved, recomputed = np.broadcast_to(crossing[:, None], saved.shape), saved
     return ChainCosts(
         np.where(empty, np.inf, seconds),
         _sums([layer.parameter_bytes for layer in layers]),
         saved,
+        recomputed,
         2 * crossing,
     )
 

@@ -3,15 +3,16 @@
 The papers say that memory is taken into account and leave the gradients and the optimizer out of their formulas
 (thesis, chapter 3); then "does it fit" is answered wrongly. Here they are terms of their own:
 
-    in flight x saved + (weight versions + 1 gradient + optimizer copies) x parameters
+    in flight x saved + recomputed + (weight versions + 1 gradient + optimizer copies) x parameters
 
+With recomputation a microbatch in flight keeps only the stage's input, and one of them, recomputed, all that it saves.
 For a stage of r replicas, with R workers in it and behind it:
 
     schedule      in flight                 weight versions
     gpipe         ceil(m / r)               1
     1f1b-flush    min(m, R) / r, up         1
     interleaved   chunks, see `peak_bytes`  1
-    1f1b          ceil(R / r)               ceil(R / r); with vertical sync that of stage 0 for all stages
+    1f1b          ceil(R / r)               ceil(R / r); with vertical sync ceil(all workers / r)
     2bw           ceil(R / r)               2
 
 Fragmentation, communication buffers and what the device's runtime takes are not in it.
@@ -54,7 +55,8 @@ def interval_bytes(
     costs: ChainCosts, in_flight: int, versions: int, optimizer_copies: float = OPTIMIZER_COPIES
 ) -> Matrix:
     """(N+1, N+1): the bytes of a stage of layers i up to and without j."""
-    return in_flight * costs.saved_bytes + (versions + 1 + optimizer_copies) * costs.parameter_bytes
+    kept = in_flight * costs.saved_bytes + costs.recomputed_bytes
+    return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
@@ -96,4 +98,6 @@ def _interleaved_bytes(plan: Plan, rank: int, costs: ChainCosts, optimizer_copie
     ranks, per_rank = plan.ranks, plan.stages_per_rank
     in_flight = min(2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1, plan.microbatches * per_rank)
     weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
-    return in_flight * max(float(costs.saved_bytes[interval]) for interval in own) + (2 + optimizer_copies) * weights
+    kept = in_flight * max(float(costs.saved_bytes[interval]) for interval in own)
+    kept += max(float(costs.recomputed_bytes[interval]) for interval in own)
+    return kept + (2 + optimizer_copies) * weights

@@ -1,0 +1,102 @@
+"""The front door of planning: its table, its defaults, and what it predicts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.planning import plan
+from penstock.values import Cluster, LayerProfile, Profile, Stage
+
+EQUAL = Profile(tuple(LayerProfile(str(index), 1.0, 2.0, 0, 10, 100) for index in range(8)), microbatch_size=5)
+FOUR = Cluster.uniform(4, 1e9)
+
+
+@pytest.mark.parametrize("planner", ["pipedream", "uniform"])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank", "seconds", "bubble"),
+    [
+        ("gpipe", 1, (8 + 4 - 1) * 6.0, 3 / 11),
+        ("1f1b-flush", 1, (8 + 4 - 1) * 6.0, 3 / 11),
+        ("interleaved", 2, (8 + 3 / 2) * 6.0, 1.5 / 9.5),
+        ("1f1b", 1, 8 * 6.0, 0.0),
+        ("2bw", 1, 8 * 6.0, 0.0),
+    ],
+)
+def test_equal_stages_take_the_closed_form_of_the_schedule(planner, schedule, per_rank, seconds, bubble):
+    """8 layers of 3 s on 4 ranks: 6 s per microbatch on each."""
+    made = plan(EQUAL, FOUR, planner=planner, schedule=schedule, microbatches=8, stages=4 * per_rank)
+
+    length = 2 // per_rank
+    assert made.stages_per_rank == per_rank
+    assert made.stages == tuple(Stage(s * length, (s + 1) * length, (s % 4,)) for s in range(8 // length))
+    assert made.microbatch_size == 5
+    assert made.predicted.bottleneck_seconds == 6.0
+    assert made.predicted.minibatch_seconds == seconds
+    assert made.predicted.samples_per_second == 8 * 5 / seconds
+    assert made.predicted.bubble == pytest.approx(bubble, abs=1e-12)
+
+
+def peaks(schedule, **options):
+    return plan(EQUAL, FOUR, planner="uniform", schedule=schedule, **options).predicted.peak_bytes
+
+
+def test_peak_bytes_count_what_is_in_flight_and_every_copy_of_the_weights():
+    """Two layers per rank: 20 bytes saved per microbatch, 200 of weights, as many of gradients, twice that of Adam."""
+    assert peaks("gpipe", microbatches=8) == (8 * 20 + 800,) * 4
+    assert peaks("1f1b-flush", microbatches=8) == tuple((4 - s) * 20 + 800 for s in range(4))
+    assert peaks("1f1b-flush", microbatches=2) == tuple(min(2, 4 - s) * 20 + 800 for s in range(4))
+    assert peaks("1f1b") == tuple((4 - s) * 20 + (4 - s + 3) * 200 for s in range(4))
+    assert peaks("1f1b", vertical_sync=True) == tuple((4 - s) * 20 + 7 * 200 for s in range(4))
+    assert peaks("2bw", microbatches=4) == tuple((4 - s) * 20 + 1000 for s in range(4))
+    assert peaks("2bw", microbatches=4, optimizer_copies=0) == tuple((4 - s) * 20 + 600 for s in range(4))
+    assert peaks("interleaved", microbatches=8) == tuple((2 * (3 - r) + 5) * 10 + 800 for r in range(4))
+
+
+def test_recompute_costs_a_forward_and_keeps_only_inputs():
+    layers = tuple(LayerProfile(str(index), 1.0, 2.0, 3, 10, 100) for index in range(4))
+    two = Cluster.uniform(2, 1e9)
+    made = plan(Profile(layers, 1), two, planner="uniform", schedule="1f1b-flush", microbatches=4, recompute=True)
+
+    assert made.recompute
+    assert made.predicted.bottleneck_seconds == 8.0
+    # Rank 0 keeps nothing of its own (its input is the batch) and what it recomputes for one microbatch.
+    assert made.predicted.peak_bytes == (2 * 0 + 20 + 800, 1 * 3 + 20 + 800)
+
+
+def test_replicas_are_planned_where_they_are_allowed():
+    made = plan(EQUAL, FOUR)
+
+    assert made.stages == (Stage(0, 8, (0, 1, 2, 3)),)
+    assert (made.schedule, made.microbatches) == ("1f1b-flush", 16)
+    assert made.predicted.bottleneck_seconds == 6.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "pipdream"}, r"planner: expected one of pipedream, uniform, .*Did you mean 'pipedream'\?"),
+        ({"schedule": "zb"}, "schedule: expected one of gpipe"),
+        ({"microbatches": 0}, "microbatches: expected a whole number, 1 or more, found 0"),
+        ({"stages_per_rank": 2}, "stages_per_rank: expected 1 under 1f1b-flush, found 2"),
+        ({"schedule": "interleaved", "stages": 7}, "stages: expected a multiple of 2 stages per rank, found 7"),
+        ({"schedule": "interleaved", "stages_per_rank": 3}, "cannot cut 8 layers into 12 stages"),
+        ({"stages": 9}, "stages: expected at most 4"),
+        ({"allreduce": "tree"}, "allreduce: expected one of ring, shared, found 'tree'"),
+    ],
+)
+def test_a_wrong_option_is_named(options, message):
+    with pytest.raises(PlanError, match=message):
+        plan(EQUAL, FOUR, **options)
+
+
+def test_a_uniform_plan_that_does_not_fit_names_the_stage():
+    with pytest.raises(PlanError, match=r"stage 0 \(layers \[0, 2\) on rank 0\) does not fit: .*9.6e-07 GB"):
+        plan(EQUAL, Cluster.uniform(4, 1e9, 959), planner="uniform", schedule="gpipe", microbatches=8)
+
+
+def test_values_and_planning_do_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import penstock.values, penstock.planning"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
