@@ -77,7 +77,7 @@ def cheapest_pipeline(
     """``A^k(start -> stop, m_k)`` with its stages. O(n^2 m^2) for n layers, vectorised over both ends of a stage.
 
     ``fits(replicas, behind)``, if given, says of every interval whether it fits in memory as a stage of so many
-    replicas with `behind` workers in it and behind it. If nothing fits the seconds are infinite and there are no stages.
+    replicas with `behind` workers in it and behind it. If nothing fits, the seconds are infinite, without stages.
 
     Plans tie often. Of those with the least seconds this takes one with the fewest stages (fewer versions of weights,
     less in flight), and of these one with the smallest sum of squared stage times: the most balanced.
