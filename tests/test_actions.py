@@ -10,14 +10,16 @@ from penstock.scheduling.actions import (
     Backward,
     Forward,
     Receive,
+    ReceiveTied,
     Send,
+    SendTied,
     Update,
     format_programs,
     parse,
     parse_programs,
 )
 
-KINDS = (Forward, Backward, Update, Send, Receive)
+KINDS = (Forward, Backward, Update, Send, Receive, SendTied, ReceiveTied)
 numbers = st.integers(min_value=0, max_value=10**6)
 actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS), numbers, numbers, numbers)
 
@@ -30,6 +32,8 @@ actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS),
         (Update(2, 3, 1), "2U3<1"),
         (Send(2, 0, 3), "2S0>3"),
         (Receive(3, 0, 2), "3R0<2"),
+        (SendTied(0, 1, 3), "0T1>3"),
+        (ReceiveTied(3, 1, 0), "3T1<0"),
     ],
 )
 def test_text_forms(action: Action, text: str) -> None:
@@ -61,5 +65,5 @@ def test_text_that_is_no_action(text: str) -> None:
 
     assert str(caught.value) == (
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send) or 3R0<2 (receive)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights)"
     )

@@ -18,12 +18,18 @@ from penstock.errors import PenstockError
 from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state, read, write
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.results import Loss, StepResult
-from penstock.runtime.setup import build_stage, check_agreement, check_plan, choose_plan, edges_of
+from penstock.runtime.setup import (
+    build_stages,
+    check_agreement,
+    check_plan,
+    choose_plan,
+    edges_of,
+    make_schedule,
+)
 from penstock.runtime.transport import Edge, Transport
-from penstock.runtime.worker import Pass, Worker
+from penstock.runtime.worker import Pass, Record, Worker
 from penstock.runtime.worlds import World, join_world
 from penstock.scheduling.schedules import Programs, Schedule, inference
-from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.scheduling.verifier import verify
 from penstock.values.plans import Plan
 from penstock.values.spans import Span
@@ -84,7 +90,7 @@ class Pipeline:
             )
             """The plan that runs."""
             check_plan(self.plan, self._chain)
-            self.schedule: Schedule = schedule_of(self.plan)
+            self.schedule: Schedule = make_schedule(self.plan, self._chain)
             """The schedule that runs."""
             verify(self.schedule, minibatches=_minibatches_to_prove(self.schedule))
             self._ranks = self._world.local(self.schedule.ranks)
@@ -93,11 +99,8 @@ class Pipeline:
             self._transport: Transport = self._world.connect(
                 edges_of(self.schedule), _device(self._chain.parameters), timeout_seconds
             )
-            self._stages = {
-                stage: build_stage(self.plan, self._chain, self.schedule, stage)
-                for rank in self._ranks
-                for stage in self.schedule.stages_of(rank)
-            }
+            local = sorted(stage for rank in self._ranks for stage in self.schedule.stages_of(rank))
+            self._stages = build_stages(self.plan, self._chain, self.schedule, local)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
             """Over this process's parameters; None if it has none to train."""
@@ -106,7 +109,7 @@ class Pipeline:
         """Minibatches stepped since the last drain: the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
-        self._spans: deque[list[Span]] = deque(maxlen=KEPT_MINIBATCHES)
+        self._records: deque[list[Record]] = deque(maxlen=KEPT_MINIBATCHES)
 
     @property
     def rank(self) -> int:
@@ -177,11 +180,11 @@ class Pipeline:
 
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
-        mine = [span for spans in list(self._spans)[-minibatches:] for span in spans]
-        spans = [span for some in self._world.gather(mine) for span in some]
-        start = min((span.start_seconds for span in spans), default=0.0)
-        shifted = (Span(s.rank, s.action, s.start_seconds - start, s.stop_seconds - start) for s in spans)
-        return Timeline(tuple(shifted), self.schedule.ranks)
+        mine = [record for records in list(self._records)[-minibatches:] for record in records]
+        records = [record for some in self._world.gather(mine) for record in some]
+        zero = min((start for _, _, start, _ in records), default=0.0)
+        spans = (Span(rank, str(action), start - zero, stop - zero) for rank, action, start, stop in records)
+        return Timeline(tuple(spans), self.schedule.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.
@@ -270,9 +273,9 @@ class Pipeline:
                 worker.execute(action)
         else:
             _take_turns(self._workers, programs)
-        spans = [span for worker in self._workers for span in worker.end()]
+        records = [record for worker in self._workers for record in worker.end()]
         if current.training:
-            self._spans.append(spans)
+            self._records.append(records)
 
     def _report_loss(self, current: Pass) -> Loss:
         """The loss of a pass, sent from the last stage to every process, or on its way from there."""
@@ -284,17 +287,17 @@ class Pipeline:
             self._transport.send(edge, "loss", (current.loss,))
         return Loss(current.loss)
 
-    def _report_outputs(self, current: Pass, microbatches: Sequence[Microbatch]) -> list[Sequence[Tensor | None]]:
+    def _report_outputs(self, current: Pass, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each microbatch, on every process."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
         forms = [("output", microbatch.signature) for microbatch in microbatches]
         if last not in self._ranks:
             tickets = [self._transport.post(Edge(last, self.rank, "reports"), form) for form in forms]
-            return [ticket.wait() for ticket in tickets]
+            return [[tensor for tensor in ticket.wait() if tensor is not None] for ticket in tickets]
         for form, output in zip(forms, current.outputs, strict=True):
             for edge in self._reports(last):
                 self._transport.send(edge, form, output)
-        return list(current.outputs)
+        return [list(output) for output in current.outputs]
 
     def _reports(self, last: int) -> list[Edge]:
         return [Edge(last, rank, "reports") for rank in range(self.schedule.ranks) if rank not in self._ranks]

@@ -6,8 +6,8 @@ supported ends with its reason instead of a hang.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from penstock.runtime.transport import Edge
 from penstock.runtime.weights import VersionedWeights
 from penstock.runtime.worker import LocalStage
 from penstock.runtime.worlds import World
+from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.values.plans import Plan
 
-__all__ = ["build_stage", "check_agreement", "check_plan", "choose_plan", "edges_of", "stage_parameters"]
+__all__ = ["build_stages", "check_agreement", "check_plan", "choose_plan", "edges_of", "make_schedule"]
 
 
 def choose_plan(
@@ -94,15 +96,25 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
             )
     if plan.recompute:
         raise PlanError("the plan recomputes activations: this version does not. Set recompute: false in the plan")
+
+
+def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
+    """The schedule of `plan`, which knows the stages of this model that share weights.
+
+    `PlanError` if they do and the schedule does not flush; `ScheduleError` if the plan's numbers do not fit it.
+    """
+    schedule = schedule_of(plan)
     shared = tied(plan, chain)
-    if shared and plan.schedule in ("1f1b", "2bw"):
+    if shared and not schedule.flushes:
+        names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"the weights {', '.join(shared)} are used by several stages {sorted(set().union(*shared.values()))}, and "
-            f"under "
-            f"{plan.schedule!r} every stage updates on its own, so the copies would drift apart. Use a flushing "
-            f"schedule "
-            "(gpipe, 1f1b-flush, interleaved), untie the weights, or plan the layers that share them into one stage"
+            f"weights are shared across stages: {names}. Under {plan.schedule!r} every stage updates at its own time, "
+            f"so "
+            "the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved), untie the "
+            "weights, or "
+            "plan the layers that share them into one stage"
         )
+    return replace(schedule, ties=tuple(sorted(set(shared.values()))))
 
 
 def tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
@@ -124,21 +136,48 @@ def stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Par
     return {name: p for name, p in _distinct(chain.parameters).items() if id(p) in used}
 
 
-def build_stage(plan: Plan, chain: LayerChain, schedule: Schedule, stage: int) -> LocalStage:
-    """What a rank holds of `stage`."""
-    start, stop = plan.stages[stage].start, plan.stages[stage].stop
-    module = chain.stage(start, stop)
-    weights = VersionedWeights(module, stage_parameters(chain, module), schedule.versions(stage))
-    return LocalStage(weights, evaluation=cache(lambda: chain.evaluation().stage(start, stop)))
+def build_stages(plan: Plan, chain: LayerChain, schedule: Schedule, local: Sequence[int]) -> dict[int, LocalStage]:
+    """What this process holds: its stages `local`, ascending."""
+    shared = tied(plan, chain)
+    stages: dict[int, LocalStage] = {}
+    lent: set[str] = set()
+    for index in local:
+        start, stop = plan.stages[index].start, plan.stages[index].stop
+        module = chain.stage(start, stop)
+        parameters = stage_parameters(chain, module)
+        weights = VersionedWeights(
+            module, parameters, schedule.versions(index), frozenset(lent.intersection(parameters))
+        )
+        # Of the stages of one process that share a weight, the first one updates it.
+        lent.update(name for name in parameters if name in shared)
+        stages[index] = LocalStage(
+            weights,
+            evaluation=cache(partial(_evaluation, chain, start, stop)),
+            ties={
+                partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
+                for partner in partners(index, schedule.ties)
+            },
+        )
+    return stages
+
+
+def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
+    return chain.evaluation().stage(start, stop)
 
 
 def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
-    """The edges that messages travel on: both ways between neighbour stages, and from the last stage to every rank."""
+    """The edges that messages travel on.
+
+    Both ways between neighbour stages and between stages that share weights, and from the last stage to every rank.
+    """
     last = schedule.rank_of(schedule.stages - 1)
     edges: dict[Edge, None] = {}
     for stage in range(schedule.stages - 1):
         here, there = schedule.rank_of(stage), schedule.rank_of(stage + 1)
         edges.update({Edge(here, there): None, Edge(there, here): None})
+    for group in schedule.ties:
+        ranks = [schedule.rank_of(stage) for stage in group]
+        edges.update({Edge(here, there): None for here in ranks for there in ranks})
     edges.update({Edge(last, rank, "reports"): None for rank in range(schedule.ranks)})
     return tuple(edge for edge in edges if edge.source != edge.target)
 

@@ -26,11 +26,22 @@ __all__ = ["VersionedWeights"]
 
 
 class VersionedWeights:
-    """`versions` slots for the parameters of `module`, which are named by `parameters`."""
+    """`versions` slots for the parameters of `module`, which are named by `parameters`.
 
-    def __init__(self, module: StageModule, parameters: Mapping[str, nn.Parameter], versions: int) -> None:
+    `lent`: those that another stage of this process uses too and updates; there must be one version only.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        parameters: Mapping[str, nn.Parameter],
+        versions: int,
+        lent: frozenset[str] = frozenset(),
+    ) -> None:
+        assert not lent or versions == 1, "stages that share weights flush"
         self.parameters = dict(parameters)
         """The optimizer's view: the model's own parameters, always the newest version."""
+        self._stepped = {name: p for name, p in parameters.items() if name not in lent}
         slots = [{name: parameter.data for name, parameter in self.parameters.items()}]
         for _ in range(1, versions):
             slots.append({name: torch.empty_like(tensor) for name, tensor in slots[0].items()})
@@ -56,7 +67,7 @@ class VersionedWeights:
         `gradients`.
         """
         current, following = self._slot(version - 1), self._slot(version)
-        for name, parameter in self.parameters.items():
+        for name, parameter in self._stepped.items():
             if following != current:
                 target = self._leaves[following][name].data
                 target.copy_(parameter.data)
@@ -65,7 +76,7 @@ class VersionedWeights:
 
     def end_update(self, gradient_version: int) -> None:
         """Forgets the gradients: those of the optimizer's parameters and those accumulated at `gradient_version`."""
-        for parameter in self.parameters.values():
+        for parameter in self._stepped.values():
             parameter.grad = None
         for leaf in self._leaves[self._slot(gradient_version)].values():
             leaf.grad = None

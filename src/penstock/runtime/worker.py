@@ -5,14 +5,15 @@ action comes next, with which version of the weights, is all in the program.
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It waits in `Receive` and nowhere else.
+  2. It waits in `Receive` and `ReceiveTied` and nowhere else.
 """
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from functools import reduce
+from typing import Any, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
@@ -24,14 +25,17 @@ from penstock.runtime.executor import StageExecutor
 from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.transport import Edge, Message, Ticket, Transport
 from penstock.runtime.weights import VersionedWeights
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, Send, Update
+from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Send, SendTied, Update
 from penstock.scheduling.schedules import Schedule
-from penstock.values.spans import Span
 
-__all__ = ["LocalStage", "Pass", "Worker"]
+__all__ = ["LocalStage", "Pass", "Record", "Worker"]
 
 POSTED_AHEAD = 2
 """Receives that are posted on an edge before they are needed: one in use and one on its way."""
+
+
+Record: TypeAlias = tuple[int, Action, float, float]
+"""The rank, what it did, and from when to when, in seconds of ``time.perf_counter``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,8 @@ class LocalStage:
     weights: VersionedWeights
     evaluation: Callable[[], StageModule]
     """The stage in evaluation mode over the newest weights. Captured on the first call."""
+    ties: Mapping[int, tuple[str, ...]]
+    """For every stage that shares weights with this one, the names of these weights."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
 
@@ -82,36 +88,37 @@ class Worker:
         self._transport = transport
         self._seed = seed
         self._pass = Pass(training=True)
-        self._record: list[tuple[Action, float, float]] = []
+        self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
-        self._due: defaultdict[Edge, deque[Receive]] = defaultdict(deque)
-        self._tickets: dict[Receive, Ticket] = {}
+        self._due: defaultdict[Edge, deque[Receive | ReceiveTied]] = defaultdict(deque)
+        self._tickets: dict[Action, Ticket] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], tuple[Hashable, Message]] = {}
         self._loss_gradients: dict[int, Tensor] = {}
+        self._tied: dict[tuple[int, int], Mapping[str, Tensor | None]] = {}
+        """What a stage (first) has got from another one (second): gradients of the weights that they share."""
 
     def begin(self, current: Pass, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
         """Prepares for `program`, which forwards `microbatches`, and posts its first receives."""
         self._pass = current
         self._microbatches.update(microbatches)
         for action in program:
-            if isinstance(action, Receive):
+            if isinstance(action, Receive | ReceiveTied):
                 self._due[self._edge_to(action)].append(action)
         for edge in self._due:
             for _ in range(POSTED_AHEAD):
                 self._post(edge)
 
-    def end(self) -> list[Span]:
-        """What the program took, in seconds of ``time.perf_counter``."""
+    def end(self) -> list[Record]:
+        """What was done since `begin`."""
         if not self._pass.training:
             self._microbatches.clear()
-        spans = [Span(self.rank, str(action), start, stop) for action, start, stop in self._record]
-        self._record.clear()
-        return spans
+        records, self._records = self._records, []
+        return records
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
-        return not isinstance(action, Receive) or self._tickets[action].ready()
+        return not isinstance(action, Receive | ReceiveTied) or self._tickets[action].ready()
 
     def execute(self, action: Action) -> None:
         """Carries out one action."""
@@ -128,6 +135,10 @@ class Worker:
                     self._send(action)
                 case Receive():
                     self._receive(action)
+                case SendTied():
+                    self._send_tied(action)
+                case ReceiveTied():
+                    self._receive_tied(action)
                 case _:
                     assert_never(action)
         except BaseException as error:
@@ -137,7 +148,7 @@ class Worker:
                 f"{layers[0]} to {layers[-1]}"
             )
             raise
-        self._record.append((action, start, time.perf_counter()))
+        self._records.append((self.rank, action, start, time.perf_counter()))
 
     def _forward(self, action: Forward) -> None:
         stage, k = self.stages[action.stage], action.microbatch
@@ -182,10 +193,42 @@ class Worker:
 
     def _update(self, action: Update) -> None:
         weights = self.stages[action.stage].weights
-        weights.begin_update(action.version, weights.gradients(action.gradient_version))
+        weights.begin_update(action.version, self._add_tied(action, weights.gradients(action.gradient_version)))
         if self._optimizer is not None:
             self._optimizer.step()
         weights.end_update(action.gradient_version)
+
+    def _add_tied(self, action: Update, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`own` gradients with those of tied weights summed over the stages that share them, in the stages' order."""
+        ties = self.stages[action.stage].ties
+        parts: dict[int, Mapping[str, Tensor | None]] = {action.stage: own}
+        for partner, names in ties.items():
+            neighbour = self.stages.get(partner)
+            if neighbour is not None and (action.stage, partner) not in self._tied:
+                # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
+                self._tied[partner, action.stage] = {name: own.get(name) for name in names}
+                self._tied[action.stage, partner] = neighbour.weights.gradients(action.gradient_version)
+            parts[partner] = self._tied.pop((action.stage, partner))
+        sums = dict(own)
+        for name in {name for names in ties.values() for name in names}:
+            sharing = sorted(s for s in parts if s == action.stage or name in ties[s])
+            gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
+            if gradients:
+                sums[name] = reduce(torch.add, gradients)
+        return sums
+
+    def _send_tied(self, action: SendTied) -> None:
+        stage = self.stages[action.stage]
+        gradients = stage.weights.gradients(action.version - 1)
+        message = tuple(gradients.get(name) for name in stage.ties[action.target])
+        edge = Edge(self.rank, self._schedule.rank_of(action.target))
+        self._transport.send(edge, ("tied", action.stage, action.target), message)
+
+    def _receive_tied(self, action: ReceiveTied) -> None:
+        message = self._tickets.pop(action).wait()
+        names = self.stages[action.stage].ties[action.source]
+        self._tied[action.stage, action.source] = dict(zip(names, message, strict=True))
+        self._post(self._edge_to(action))
 
     def _send(self, action: Send) -> None:
         form, message = self._leaving.pop((action.stage, action.microbatch, action.target))
@@ -200,10 +243,12 @@ class Worker:
         """Posts the next receive that is due on `edge`, if there is one."""
         if due := self._due[edge]:
             action = due.popleft()
-            form = self._form(action.source, action.stage, action.microbatch)
+            form: Hashable = ("tied", action.source, action.stage)
+            if isinstance(action, Receive):
+                form = self._form(action.source, action.stage, action.microbatch)
             self._tickets[action] = self._transport.post(edge, form)
 
-    def _edge_to(self, action: Receive) -> Edge:
+    def _edge_to(self, action: Receive | ReceiveTied) -> Edge:
         return Edge(self._schedule.rank_of(action.source), self.rank)
 
     def _form(self, source: int, target: int, microbatch: int) -> Hashable:

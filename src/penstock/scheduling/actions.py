@@ -14,6 +14,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2U3<1    update of stage 2: makes version 3 from gradients taken at version 1
     2S0>3    stage 2 sends what it made of microbatch 0 to stage 3 (an activation, since 3 > 2)
     3R0<2    stage 3 receives it
+    0T1>3    stage 0 sends stage 3 its gradients of the weights that they share, for the update to version 1
+    3T1<0    stage 3 receives them
 """
 
 import re
@@ -28,8 +30,11 @@ __all__ = [
     "Backward",
     "Compute",
     "Forward",
+    "Message",
     "Receive",
+    "ReceiveTied",
     "Send",
+    "SendTied",
     "Update",
     "format_programs",
     "parse",
@@ -97,15 +102,42 @@ class Receive:
         return f"{self.stage}R{self.microbatch}<{self.source}"
 
 
-Compute: TypeAlias = Forward | Backward | Update
-Action: TypeAlias = Compute | Send | Receive
+@dataclass(frozen=True, slots=True)
+class SendTied:
+    """Stage `stage` sends `target` its gradients of the weights that both use, for the update to `version`."""
 
-_FORMS: tuple[tuple[re.Pattern[str], type[Forward | Backward | Update | Send | Receive]], ...] = (
+    stage: int
+    version: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}T{self.version}>{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveTied:
+    """Stage `stage` receives those gradients from `source`."""
+
+    stage: int
+    version: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}T{self.version}<{self.source}"
+
+
+Compute: TypeAlias = Forward | Backward | Update
+Message: TypeAlias = Send | Receive | SendTied | ReceiveTied
+Action: TypeAlias = Compute | Message
+
+_FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(\d+)"), Forward),
     (re.compile(r"(\d+)B(\d+)@(\d+)"), Backward),
     (re.compile(r"(\d+)U(\d+)<(\d+)"), Update),
     (re.compile(r"(\d+)S(\d+)>(\d+)"), Send),
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
+    (re.compile(r"(\d+)T(\d+)>(\d+)"), SendTied),
+    (re.compile(r"(\d+)T(\d+)<(\d+)"), ReceiveTied),
 )
 
 
@@ -116,7 +148,7 @@ def parse(text: str) -> Action:
             return kind(*(int(number) for number in match.groups()))
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send) or 3R0<2 (receive)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights)"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Compute, Forward, Receive, Send, Update
+from penstock.scheduling.actions import Action, Backward, Compute, Forward, Receive, ReceiveTied, Send, SendTied, Update
 from penstock.scheduling.methods import Part, Promise, Shape
 from penstock.scheduling.schedules import Programs, Schedule
 
@@ -55,7 +55,7 @@ class Evidence:
 def collect(schedule: Schedule, minibatches: int, parts: Sequence[Part], pieces: Sequence[Programs]) -> Evidence:
     """Join the programs of the parts, in order; `ScheduleError` if they have not one row for each rank, or an action
     of a stage or a microbatch that is not there, or one on the wrong rank."""
-    rows: list[list[Compute | Send | Receive]] = [[] for _ in range(schedule.ranks)]
+    rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     ends: list[tuple[int, ...]] = []
     for piece in pieces:
         if len(piece) != schedule.ranks:
@@ -86,6 +86,8 @@ def _arrange(schedule: Schedule, microbatches: int, programs: Programs) -> tuple
                     turns[action.stage].append((index, action))
                 case Update():
                     turns[action.stage].append((index, action))
+                    continue
+                case SendTied() | ReceiveTied():
                     continue
                 case Send() | Receive():
                     pass

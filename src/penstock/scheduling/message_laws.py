@@ -13,123 +13,160 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias, assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, Send, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Forward,
+    Message,
+    Receive,
+    ReceiveTied,
+    Send,
+    SendTied,
+    Update,
+)
 from penstock.scheduling.evidence import Evidence, report_breach, show_row
+from penstock.scheduling.lowering import partners
 from penstock.scheduling.methods import Drain, Step
 
 __all__ = ["MESSAGE_LAWS", "require_parts"]
 
-Message: TypeAlias = tuple[int, int, int]
-"""What crosses a cut: the stage it comes from, the stage it goes to, the microbatch."""
+Need: TypeAlias = tuple[str, int, int, int]
+"""What a rank has done: F or B of a stage and a microbatch, or the receive of an activation (A) or gradient (G) of a
+microbatch, or of the gradients of tied weights (T) for a version; then the stage that it came from, else -1."""
+
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "A": "receive of the activation",
+    "G": "receive of the gradient",
+}
+
+
+def _pair(action: Action) -> Message | None:
+    """The other end of a message: the receive of a send, the send of a receive; None for what is no message."""
+    match action:
+        case Send(stage, microbatch, target):
+            return Receive(target, microbatch, stage)
+        case Receive(stage, microbatch, source):
+            return Send(source, microbatch, stage)
+        case SendTied(stage, version, target):
+            return ReceiveTied(target, version, stage)
+        case ReceiveTied(stage, version, source):
+            return SendTied(source, version, stage)
+        case Forward() | Backward() | Update():
+            return None
+        case _:
+            assert_never(action)
 
 
 def _require_neighbours(evidence: Evidence) -> None:
-    law = "only adjacent stages talk, and only when they are on different ranks"
+    law = "only adjacent stages, and stages that share weights, talk, and only when they are on different ranks"
     shape = evidence.shape
     for row in evidence.programs:
         for index, action in enumerate(row):
             match action:
                 case Send(stage=stage, target=other) | Receive(stage=stage, source=other):
-                    if abs(stage - other) != 1 or other >= shape.stages or shape.rank_of(stage) == shape.rank_of(other):
-                        expected = f"a neighbour of stage {stage} on another rank"
-                        report_breach(evidence, law, stage, index, expected, "let lower() derive the messages")
-                case Forward() | Backward() | Update():
-                    pass
-                case _:
-                    assert_never(action)
-
-
-def _require_matches(evidence: Evidence) -> None:
-    law = "every message is sent once and received once; none is left over after the drain"
-    sent: dict[Message, tuple[int, int]] = {}
-    received: dict[Message, tuple[int, int]] = {}
-    for row in evidence.programs:
-        for index, action in enumerate(row):
-            match action:
-                case Send(stage, microbatch, target):
-                    message, side = (stage, target, microbatch), sent
-                case Receive(stage, microbatch, source):
-                    message, side = (source, stage, microbatch), received
+                    allowed: tuple[int, ...] = (stage - 1, stage + 1)
+                    expected = f"a neighbour of stage {stage} on another rank"
+                case SendTied(stage=stage, target=other) | ReceiveTied(stage=stage, source=other):
+                    allowed = partners(stage, evidence.schedule.ties)
+                    expected = f"a stage on another rank that shares weights with stage {stage}"
                 case Forward() | Backward() | Update():
                     continue
                 case _:
                     assert_never(action)
-            if message in side:
-                report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
-            side[message] = action.stage, index
-    for message, (stage, index) in sent.items():
-        if message not in received:
-            source, target, microbatch = message
-            expected = f"{Receive(target, microbatch, source)} on rank {evidence.shape.rank_of(target)}"
-            report_breach(evidence, law, stage, index, expected, "receive it, or do not send it")
-    for message, (stage, index) in received.items():
-        if message not in sent:
-            source, target, microbatch = message
-            expected = f"{Send(source, microbatch, target)} on rank {evidence.shape.rank_of(source)}"
-            report_breach(evidence, law, stage, index, expected, "send it, or do not receive it")
+            if other not in allowed or other >= shape.stages or shape.rank_of(stage) == shape.rank_of(other):
+                report_breach(evidence, law, stage, index, expected, "let lower() derive the messages")
 
 
 def _require_data(evidence: Evidence) -> None:
     law = "an action comes after what it needs"
-    placement = evidence.shape.placement
     for row in evidence.programs:
-        done: set[tuple[str, int, int]] = set()
+        done: set[Need] = set()
         for index, action in enumerate(row):
-            for letter, stage, microbatch in _needs(action, placement):
-                if (letter, stage, microbatch) not in done:
-                    names = {
-                        "F": "forward",
-                        "B": "backward",
-                        "A": "receive of the activation",
-                        "G": "receive of the gradient",
-                    }
-                    expected = f"the {names[letter]} of microbatch {microbatch} on stage {stage} before {action}"
+            for need in _needs(action, evidence):
+                if need not in done:
+                    letter, stage, number, source = need
+                    what = (
+                        f"the gradients of tied weights of stage {source} for version {number}"
+                        if letter == "T"
+                        else f"the {_NAMES[letter]} of microbatch {number}"
+                    )
+                    expected = f"{what} on stage {stage} before {action}"
                     mend = "put it before, or let lower() derive the messages"
                     report_breach(evidence, law, action.stage, index, expected, mend)
             match action:
                 case Forward(stage, microbatch):
-                    done.add(("F", stage, microbatch))
+                    done.add(("F", stage, microbatch, -1))
                 case Backward(stage, microbatch):
-                    done.add(("B", stage, microbatch))
+                    done.add(("B", stage, microbatch, -1))
                 case Receive(stage, microbatch, source):
-                    done.add(("A" if source < stage else "G", stage, microbatch))
-                case Send() | Update():
+                    done.add(("A" if source < stage else "G", stage, microbatch, -1))
+                case ReceiveTied(stage, version, source):
+                    done.add(("T", stage, version, source))
+                case Send() | SendTied() | Update():
                     pass
                 case _:
                     assert_never(action)
 
 
-def _needs(action: Action, placement: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
-    """What a rank must have done before `action`: F, B, or the receive of an activation (A) or a gradient (G)."""
+def _needs(action: Action, evidence: Evidence) -> Iterator[Need]:
+    """What a rank must have done before `action`."""
+    placement = evidence.shape.placement
     match action:
         case Forward(stage, microbatch):
             if stage > 0:
                 together = placement[stage - 1] == placement[stage]
-                yield ("F", stage - 1, microbatch) if together else ("A", stage, microbatch)
+                yield ("F", stage - 1, microbatch, -1) if together else ("A", stage, microbatch, -1)
         case Backward(stage, microbatch):
-            yield "F", stage, microbatch
+            yield "F", stage, microbatch, -1
             if stage < len(placement) - 1:
                 together = placement[stage + 1] == placement[stage]
-                yield ("B", stage + 1, microbatch) if together else ("G", stage, microbatch)
+                yield ("B", stage + 1, microbatch, -1) if together else ("G", stage, microbatch, -1)
         case Send(stage, microbatch, target):
-            yield "F" if target > stage else "B", stage, microbatch
-        case Receive() | Update():
+            yield "F" if target > stage else "B", stage, microbatch, -1
+        case SendTied(stage, version):
+            yield "B", stage, version * evidence.shape.microbatches - 1, -1
+        case Update(stage, version):
+            for partner in partners(stage, evidence.schedule.ties):
+                together = placement[partner] == placement[stage]
+                last = version * evidence.shape.microbatches - 1
+                yield ("B", partner, last, -1) if together else ("T", stage, version, partner)
+        case Receive() | ReceiveTied():
             pass
         case _:
             assert_never(action)
 
 
+def _require_matches(evidence: Evidence) -> None:
+    law = "every message is sent once and received once; none is left over after the drain"
+    found: dict[Message, tuple[int, int]] = {}
+    for row in evidence.programs:
+        for index, action in enumerate(row):
+            if isinstance(action, Message):
+                if action in found:
+                    report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
+                found[action] = action.stage, index
+    for sends in (True, False):
+        for action, (stage, index) in found.items():
+            other = _pair(action)
+            if other is not None and other not in found and isinstance(action, Send | SendTied) == sends:
+                expected = f"{other} on rank {evidence.shape.rank_of(other.stage)}"
+                mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
+                report_breach(evidence, law, stage, index, expected, mend)
+
+
 def _require_fifo(evidence: Evidence) -> None:
     law = "messages are received in the order in which they were sent, on each edge between two ranks"
     placement = evidence.shape.placement
-    sends: defaultdict[tuple[int, int], list[Send]] = defaultdict(list)
-    receives: defaultdict[tuple[int, int], list[tuple[int, Receive]]] = defaultdict(list)
+    sends: defaultdict[tuple[int, int], list[Send | SendTied]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied]]] = defaultdict(list)
     for rank, row in enumerate(evidence.programs):
         for index, action in enumerate(row):
             match action:
-                case Send(target=target):
+                case Send(target=target) | SendTied(target=target):
                     sends[rank, placement[target]].append(action)
-                case Receive(source=source):
+                case Receive(source=source) | ReceiveTied(source=source):
                     receives[placement[source], rank].append((index, action))
                 case Forward() | Backward() | Update():
                     pass
@@ -137,11 +174,8 @@ def _require_fifo(evidence: Evidence) -> None:
                     assert_never(action)
     for (source_rank, rank), queue in receives.items():
         for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
-            if (send.stage, send.microbatch, send.target) != (receive.source, receive.microbatch, receive.stage):
-                expected = (
-                    f"{Receive(send.target, send.microbatch, send.stage)}, since {send} is what rank {source_rank} "
-                    f"sends next to rank {rank}"
-                )
+            if _pair(send) != receive:
+                expected = f"{_pair(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
                 mend = "order the two ranks alike"
                 report_breach(evidence, law, receive.stage, index, expected, mend)
 
@@ -151,7 +185,7 @@ def _require_progress(evidence: Evidence) -> None:
     programs = evidence.programs
     placement = evidence.shape.placement
     position = [0] * len(programs)
-    sent: set[Message] = set()
+    sent: set[Action] = set()
     for part, ends in enumerate(evidence.ends):
         waiting: dict[Message, int] = {}
         ready = list(range(len(programs)))
@@ -161,15 +195,15 @@ def _require_progress(evidence: Evidence) -> None:
             while index < end:
                 action = row[index]
                 match action:
-                    case Send(stage, microbatch, target):
-                        message = (stage, target, microbatch)
-                        sent.add(message)
-                        if message in waiting:
-                            ready.append(waiting.pop(message))
-                    case Receive(stage, microbatch, source):
-                        message = (source, stage, microbatch)
-                        if message not in sent:
-                            waiting[message] = rank
+                    case Send() | SendTied():
+                        sent.add(action)
+                        if action in waiting:
+                            ready.append(waiting.pop(action))
+                    case Receive() | ReceiveTied():
+                        due = _pair(action)
+                        assert due is not None
+                        if due not in sent:
+                            waiting[due] = rank
                             break
                     case Forward() | Backward() | Update():
                         pass
@@ -188,7 +222,7 @@ def _report_standstill(
     reasons: list[str] = []
     for rank in blocked:
         receive = evidence.programs[rank][position[rank]]
-        assert isinstance(receive, Receive)
+        assert isinstance(receive, Receive | ReceiveTied)
         reasons.append(f"rank {rank} waits for rank {placement[receive.source]}")
     within, mend = "", "send before the receive that waits for the answer"
     if evidence.parts:
@@ -220,7 +254,7 @@ def require_parts(evidence: Evidence) -> None:
             start, end = starts[number][rank], evidence.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
-                if isinstance(action, Update):
+                if isinstance(action, Update | SendTied | ReceiveTied):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
                     expected = f"in {_name(evidence, number)} " + (

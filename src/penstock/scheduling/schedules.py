@@ -26,7 +26,8 @@ class Schedule:
 
     `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries.
     `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
-    `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
+    `ties`: groups of stages that share weights; flushing methods only, since stages of the others update at different
+    times. `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
     """
 
     method: str
@@ -34,6 +35,7 @@ class Schedule:
     microbatches: int
     stages_per_rank: int = 1
     vertical_sync: bool = False
+    ties: tuple[tuple[int, ...], ...] = ()
     methods: tuple[Method, ...] = field(default=METHODS, repr=False)
     shape: Shape = field(init=False, repr=False, compare=False)
     promise: Promise = field(init=False, repr=False, compare=False)
@@ -55,6 +57,7 @@ class Schedule:
         object.__setattr__(self, "methods", (method,))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "promise", method.promise(shape))
+        _check_ties(self)
 
     @property
     def stages(self) -> int:
@@ -104,7 +107,9 @@ class Schedule:
 
     def _lower(self, part: Part) -> Programs:
         (method,) = self.methods
-        return lower((method.order(self.shape, rank, part) for rank in range(self.ranks)), self.shape.placement)
+        return lower(
+            (method.order(self.shape, rank, part) for rank in range(self.ranks)), self.shape.placement, self.ties
+        )
 
     def __str__(self) -> str:
         minibatches = 1 if self.flushes else 1 + -(-self.ranks // self.microbatches)
@@ -150,6 +155,21 @@ def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
     near = get_close_matches(str(name), names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ScheduleError(f"schedule: there is no method {name!r}; {hint}choose one of {', '.join(map(repr, names))}")
+
+
+def _check_ties(schedule: Schedule) -> None:
+    for group in schedule.ties:
+        if len(group) < 2 or list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < schedule.stages:
+            raise ScheduleError(
+                f"schedule: ties {group!r}: expected two or more different stages of 0 to {schedule.stages - 1}, "
+                "ascending; name the stages that share weights"
+            )
+        if not schedule.flushes:
+            raise ScheduleError(
+                f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and without a flush "
+                "they update at different times, so that their copies drift apart; choose a flushing schedule (gpipe, "
+                "1f1b-flush, interleaved), untie the weights, or put the layers that share them into one stage"
+            )
 
 
 def _check_count(name: str, value: int) -> None:

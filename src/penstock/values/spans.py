@@ -1,0 +1,122 @@
+"""A span: one action of one rank, from a start to a stop in seconds.
+
+The simulator predicts spans and the runtime measures them; whoever draws them must not care which. So a span holds the
+text form of its action, which this file can read without the scheduling room: values know nothing of schedules.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+
+__all__ = ["Span", "seconds_text"]
+
+# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3, 3T1<0.
+_FORM = re.compile(r"[0-9]+(?:[FB][0-9]+@|[URT][0-9]+<|[ST][0-9]+>)[0-9]+")
+_MARKS = re.compile(r"[FBUSRT@<>]")
+_WORDS = {"F": "forward", "B": "backward", "U": "update", "S": "send", "R": "receive"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rank `rank` was busy with `action`, in its text form such as ``2F0@1``, from start to stop (seconds, any origin).
+
+    A send lasts as long as its transfer, a receive as long as the rank waited for it. `ScheduleError` if the action
+    cannot be read or the span ends before it starts.
+    """
+
+    rank: int
+    action: str
+    start_seconds: float
+    stop_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ScheduleError(f"span of {self.action}: expected a rank from 0, found {self.rank}")
+        if _FORM.fullmatch(self.action) is None:
+            raise ScheduleError(
+                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3 or 3T1<0, "
+                f"found {self.action!r}: pass str(action)"
+            )
+        if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
+            raise ScheduleError(
+                f"span of {self.action} on rank {self.rank}: expected a finite start and a stop not before it, found "
+                f"{self.start_seconds!r} to {self.stop_seconds!r} seconds: read both from one clock"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds."""
+        return self.stop_seconds - self.start_seconds
+
+    @property
+    def kind(self) -> str:
+        """``forward``, ``backward``, ``update``, ``send`` or ``receive``."""
+        if self.ties:
+            return "send" if ">" in self.action else "receive"
+        return _WORDS[self.action.lstrip("0123456789")[0]]
+
+    @property
+    def ties(self) -> bool:
+        """Whether it passes gradients of weights that stages share."""
+        return "T" in self.action
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device computes (forward, backward, update) rather than communicates."""
+        return self.kind not in ("send", "receive")
+
+    @property
+    def stage(self) -> int:
+        """The stage whose action it is."""
+        return self._parts[0]
+
+    @property
+    def number(self) -> int:
+        """The microbatch; for an update, or tied gradients for it, the version that it makes."""
+        return self._parts[1]
+
+    @property
+    def reference(self) -> int:
+        """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer."""
+        return self._parts[2]
+
+    @property
+    def words(self) -> str:
+        """What happens, for people: ``forward 0``, ``update 3``, ``send 0 to stage 3``."""
+        what = f"tied gradients for version {self.number}" if self.ties else str(self.number)
+        match self.kind:
+            case "send":
+                return f"send {what} to stage {self.reference}"
+            case "receive":
+                return f"receive {what} from stage {self.reference}"
+            case kind:
+                return f"{kind} {self.number}"
+
+    @property
+    def details(self) -> dict[str, int | str]:
+        """The action and its parts by name."""
+        match self.kind:
+            case "forward" | "backward":
+                names = ("microbatch", "version")
+            case "update":
+                names = ("version", "gradient_version")
+            case "send":
+                names = ("version" if self.ties else "microbatch", "target")
+            case _:
+                names = ("version" if self.ties else "microbatch", "source")
+        return {"action": self.action, "stage": self.stage, names[0]: self.number, names[1]: self.reference}
+
+    @property
+    def _parts(self) -> tuple[int, int, int]:
+        stage, number, reference = _MARKS.split(self.action)
+        return int(stage), int(number), int(reference)
+
+
+def seconds_text(seconds: float) -> str:
+    """`seconds` to three digits in the unit that suits them: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
