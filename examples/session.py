@@ -6,8 +6,7 @@ examples show the steps apart, so that each can be seen: profile, plan, schedule
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.values import SCHEDULES
 
-__all__ = ["Options", "build", "compare", "option_parser", "processes", "read_options", "say"]
+__all__ = ["Options", "build", "compare", "join_processes", "option_parser", "read_options", "say"]
 
 BANDWIDTH = 2e9
 """Bytes per second between two processes of one machine, roughly."""
@@ -59,17 +58,10 @@ def read_options(parser: argparse.ArgumentParser) -> Options:
     return options
 
 
-@contextmanager
-def processes() -> Iterator[None]:
+def join_processes() -> None:
     """Joins the processes that torchrun started; does nothing in a process that stands alone."""
-    if "RANK" not in os.environ:
-        yield
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
 
 
 def say(text: str) -> None:

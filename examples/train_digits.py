@@ -94,15 +94,15 @@ def main() -> None:
     options = session.read_options(parser)
     pictures, labels, test_pictures, test_labels = read_digits()
 
-    with session.processes():
-        torch.manual_seed(options.seed)
-        model = ResidualNetwork(options.width)
-        sample = (pictures[: options.batch_size // options.microbatches],)
-        pipe, expected = session.build(model, sample, F.cross_entropy, options)
-        train(pipe, pictures, labels, expected, options)
-        for name, shown, wanted in (("training", pictures, labels), ("test", test_pictures, test_labels)):
-            loss = float(pipe.evaluate(shown, wanted).loss)
-            session.say(f"{name} set: loss {loss:.3f}, accuracy {accuracy(pipe, shown, wanted):.1%}")
+    session.join_processes()
+    torch.manual_seed(options.seed)
+    model = ResidualNetwork(options.width)
+    sample = (pictures[: options.batch_size // options.microbatches],)
+    pipe, expected = session.build(model, sample, F.cross_entropy, options)
+    train(pipe, pictures, labels, expected, options)
+    for name, shown, wanted in (("training", pictures, labels), ("test", test_pictures, test_labels)):
+        loss = float(pipe.evaluate(shown, wanted).loss)
+        session.say(f"{name} set: loss {loss:.3f}, accuracy {accuracy(pipe, shown, wanted):.1%}")
 
 
 if __name__ == "__main__":

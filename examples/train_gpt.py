@@ -185,23 +185,23 @@ def main() -> None:
     training, validation = read_text(options.text_bytes)
     entropy = unigram_entropy(validation)
 
-    with session.processes():
-        torch.manual_seed(options.seed)
-        generator = torch.Generator().manual_seed(options.seed)
-        model = GPT(options.context, options.width, options.heads, options.blocks)
-        sample = draw(training, options.batch_size // options.microbatches, options.context, generator)[:1]
-        pipe, expected = session.build(model, sample, loss_fn, options)
+    session.join_processes()
+    torch.manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+    model = GPT(options.context, options.width, options.heads, options.blocks)
+    sample = draw(training, options.batch_size // options.microbatches, options.context, generator)[:1]
+    pipe, expected = session.build(model, sample, loss_fn, options)
 
-        held_out = draw(validation, 64, options.context, generator)
-        session.say(f"text: {len(training):,} bytes to train on, {len(validation):,} to validate with")
-        session.say(f"validation loss before: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte")
-        train(pipe, training, expected, options, generator)
-        session.say(
-            f"validation loss after: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte "
-            f"(knowing only how frequent each byte is: {entropy:.3f}; knowing nothing: {math.log(BYTES):.3f})"
-        )
-        drawn = continue_text(pipe, held_out[0][0], options.sampled_bytes, generator)
-        session.say(f"the model continues a text of the validation files:\n{drawn.decode(errors='replace')}")
+    held_out = draw(validation, 64, options.context, generator)
+    session.say(f"text: {len(training):,} bytes to train on, {len(validation):,} to validate with")
+    session.say(f"validation loss before: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte")
+    train(pipe, training, expected, options, generator)
+    session.say(
+        f"validation loss after: {float(pipe.evaluate(*held_out).loss):.3f} nats per byte "
+        f"(knowing only how frequent each byte is: {entropy:.3f}; knowing nothing: {math.log(BYTES):.3f})"
+    )
+    drawn = continue_text(pipe, held_out[0][0], options.sampled_bytes, generator)
+    session.say(f"the model continues a text of the validation files:\n{drawn.decode(errors='replace')}")
 
 
 if __name__ == "__main__":
