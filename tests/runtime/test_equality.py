@@ -94,9 +94,10 @@ def test_two_bw_is_delayed_training() -> None:
             parameter.data = value
         for part, target in zip(x.split(3), y.split(3), strict=True):
             (F.cross_entropy(model(part), target) * 0.25).backward()
-        older, newer = newer, [
-            value - 0.05 * p.grad for value, p in zip(newer, model.parameters(), strict=True) if p.grad is not None
-        ]
+        older, newer = (
+            newer,
+            [value - 0.05 * p.grad for value, p in zip(newer, model.parameters(), strict=True) if p.grad is not None],
+        )
         model.zero_grad()
 
     tried = Case("perceptron", "2bw", 2, 4, "plain")

@@ -1,0 +1,107 @@
+"""Versions of weights in slots."""
+
+import torch
+from torch import nn
+
+from penstock.capturing.chain import Layer, StageModule
+from penstock.runtime.weights import VersionedWeights
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        self.calls += 1
+        return (self.weight * x,)
+
+
+def make(versions: int) -> tuple[Scale, VersionedWeights]:
+    """One stage of one `Scale`."""
+    module = Scale()
+    stage = StageModule([Layer("scale", module, ("x",), ("y",))], 0, ("x",), ("y",))
+    return module, VersionedWeights(stage, {"weight": module.weight}, versions)
+
+
+def update(weights: VersionedWeights, version: int, gradient_version: int, step: float) -> None:
+    """A plain gradient step, in place, as an optimizer does it."""
+    weights.begin_update(version, weights.gradients(gradient_version))
+    with torch.no_grad():
+        parameter = weights.parameters["weight"]
+        assert parameter.grad is not None
+        parameter -= step * parameter.grad
+    weights.end_update(gradient_version)
+
+
+def run(weights: VersionedWeights, version: int, x: float) -> torch.Tensor:
+    """The output of a version."""
+    return weights.module(version)([torch.tensor(x)], {})[0]
+
+
+def test_a_backward_reads_the_version_of_its_forward() -> None:
+    module, weights = make(2)
+    first = run(weights, 0, 3.0)
+    second = run(weights, 0, 5.0)
+    second.backward()
+    update(weights, 1, 0, step=0.1)
+
+    assert module.weight.item() == torch.tensor(1.0 - 0.5).item()
+    assert run(weights, 1, 1.0).item() == module.weight.item()
+    assert run(weights, 0, 1.0).item() == 1.0
+    (gradient,) = torch.autograd.grad(first, weights.module(0).layers[0].weight)
+    assert gradient.item() == 3.0
+
+
+def test_the_optimizer_sees_the_newest_version_in_the_next_slot() -> None:
+    module, weights = make(2)
+    slots = set()
+    for version in range(1, 5):
+        run(weights, version - 1, 1.0).backward()
+        update(weights, version, version - 1, step=0.25)
+        slots.add(module.weight.data_ptr())
+
+        assert module.weight.item() == 1.0 - 0.25 * version
+        assert module.weight.grad is None
+        assert weights.gradients(version - 1) == {}
+    assert len(slots) == 2
+
+
+def test_one_version_is_stepped_in_place() -> None:
+    module, weights = make(1)
+    before = module.weight.data_ptr()
+    run(weights, 0, 1.0).backward()
+    update(weights, 1, 0, step=0.25)
+
+    assert module.weight.data_ptr() == before
+    assert run(weights, 1, 1.0).item() == 0.75
+
+
+def test_buffers_are_shared_by_all_versions() -> None:
+    module, weights = make(3)
+    for version in range(3):
+        run(weights, version, 1.0)
+
+    assert module.calls.item() == 3
+
+
+def test_a_new_run_starts_from_the_newest_version() -> None:
+    module, weights = make(3)
+    for version in (1, 2):
+        run(weights, version - 1, 1.0).backward()
+        update(weights, version, version - 1, step=0.25)
+    weights.restart(2)
+
+    assert run(weights, 0, 1.0).item() == 0.5 == module.weight.item()
+
+
+def test_gradients_of_microbatches_add_up() -> None:
+    _, weights = make(2)
+    for x in (1.0, 2.0, 4.0):
+        run(weights, 0, x).backward()
+
+    assert weights.gradients(0)["weight"].item() == 7.0
+    assert weights.gradients(1) == {}
