@@ -1,1 +1,6 @@
-"""simulating"""
+"""Simulating: the timeline of a schedule, predicted from measured layers and links."""
+
+from penstock.simulating.costs import Costs, plan_costs
+from penstock.simulating.simulator import execute, simulate, telling_minibatches
+
+__all__ = ["Costs", "execute", "plan_costs", "simulate", "telling_minibatches"]

@@ -3,6 +3,7 @@
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import SCHEDULES, Plan, Prediction, Stage
 from penstock.values.profiles import LayerProfile, Profile
+from penstock.values.timelines import Span, Timeline
 
 __all__ = [
     "SCHEDULES",
@@ -13,5 +14,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Profile",
+    "Span",
     "Stage",
+    "Timeline",
 ]

@@ -1,0 +1,109 @@
+"""A timeline: what every rank did, and when, in seconds; predicted by the simulator or measured by the runtime.
+
+One type for both, so that a prediction and a measurement are drawn, compared and saved by the same code. The bubble is
+defined here and nowhere else.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ScheduleError
+from penstock.values.drawings import timeline_svg
+from penstock.values.spans import Span
+from penstock.values.traces import trace_json
+
+__all__ = ["Span", "Timeline"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline:
+    """Spans of ranks ``0 .. ranks-1``, in any order. `ScheduleError` if a span lies on no such rank.
+
+    Only forwards, backwards and updates count as busy: a rank that waits for a transfer is idle. Spans of computation
+    that overlap (rounding of a device's clock) count once, so that the bubble stays between 0 and 1.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ScheduleError(f"timeline: expected at least 1 rank, found {self.ranks}")
+        for span in self.spans:
+            if span.rank >= self.ranks:
+                raise ScheduleError(
+                    f"timeline of {self.ranks} ranks: the span of {span.action} lies on rank {span.rank}, expected one "
+                    f"of 0 to {self.ranks - 1}: pass ranks={span.rank + 1} or more"
+                )
+
+    def __repr__(self) -> str:
+        size = f"{self.ranks} ranks, {len(self.spans)} spans"
+        return f"Timeline({size}, {self.seconds:.6g} seconds, bubble {self.bubble:.1%})"
+
+    @property
+    def seconds(self) -> float:
+        """Wall time: from the first start to the last stop of any span."""
+        start, stop = self._extent
+        return stop - start
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of wall time: 1 - busy seconds / (ranks * seconds). 0 if no time passes.
+
+        It includes the fill and the drain of the pipeline; `steady_bubble` does not. The papers' ``(p-1)/m`` is
+        relative to ideal time instead: that is ``bubble / (1 - bubble)``.
+        """
+        return self._bubble(*self._extent)
+
+    @property
+    def steady_bubble(self) -> float:
+        """Idle share while the first rank both admits and retires microbatches: the fill and the drain do not count.
+
+        The stretch from the start of rank 0's first backward to the stop of its last forward; for an asynchronous
+        schedule, what a long run comes to. Equal to `bubble` where there is no such stretch (one GPipe minibatch).
+        """
+        own = [span for span in self.spans if span.rank == 0]
+        start = min((span.start_seconds for span in own if span.kind == "backward"), default=0.0)
+        stop = max((span.stop_seconds for span in own if span.kind == "forward"), default=0.0)
+        return self._bubble(start, stop) if stop > start else self.bubble
+
+    def busy_seconds(self, rank: int) -> float:
+        """Seconds in which `rank` computes."""
+        return _covered(span for span in self.spans if span.rank == rank)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing."""
+        Path(path).write_text(trace_json(self.spans, self.ranks), encoding="utf-8")
+
+    def save_svg(self, path: str | Path) -> None:
+        """Writes a picture that any browser opens: one row per rank, readable on light and dark pages."""
+        Path(path).write_text(timeline_svg(self.spans, self.ranks, self.bubble), encoding="utf-8")
+
+    @property
+    def _extent(self) -> tuple[float, float]:
+        start = min((span.start_seconds for span in self.spans), default=0.0)
+        stop = max((span.stop_seconds for span in self.spans), default=0.0)
+        return start, stop
+
+    def _bubble(self, start: float, stop: float) -> float:
+        if stop <= start:
+            return 0.0
+        ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            ranks[span.rank].append(span)
+        busy = sum(_covered(spans, start, stop) for spans in ranks)
+        return max(0.0, 1.0 - busy / (self.ranks * (stop - start)))
+
+
+def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:
+    """Seconds between `start` and `stop` in which at least one of `spans` computes."""
+    intervals = sorted((span.start_seconds, span.stop_seconds) for span in spans if span.computes)
+    total = 0.0
+    reached = start
+    for begin, end in intervals:
+        begin, end = max(begin, reached), min(end, stop)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total
