@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.exported import capture_exported
 from penstock.capturing.samples import read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
@@ -46,7 +47,7 @@ def capture(
         case nn.Sequential() if is_plain_sequential(model):
             return capture_sequential(model, call, inputs)
         case nn.Module():
-            raise CaptureError("only nn.Sequential and lists of layers can be captured")
+            return capture_exported(model, call, inputs, check)
         case _:
             raise CaptureError(
                 f"a model must be an nn.Module or a list of layers, found {type(model).__name__}: pass the module itself"

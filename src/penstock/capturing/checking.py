@@ -1,0 +1,72 @@
+"""Comparing a chain with the model that it was made from.
+
+A trace can differ from its model without any error: an `autograd.Function` loses its own backward, a Python side effect
+happens once. So the chain proves itself on the sample before anything trusts it: the same outputs, the same gradients.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.samples import Call, flatten
+from penstock.errors import CaptureError
+
+__all__ = ["check_chain"]
+
+_SEED = 20_011
+
+
+def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
+    """Raises `CaptureError` naming the output or parameter in which `chain` differs from `model` on the sample.
+
+    Both run from the same state of the generators, so dropout draws the same masks. The caller restores buffers and
+    generators. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
+    """
+    with torch.enable_grad():
+        own = call.copied()
+        torch.manual_seed(_SEED)
+        expected, _ = flatten(model(*own.args, **own.kwargs))
+        own = call.copied()
+        torch.manual_seed(_SEED)
+        stage = chain.stage(0, len(chain.layers))
+        results = stage((), chain.inputs.bind(own.args, own.kwargs))
+        found, _ = flatten(chain.output.build(dict(zip(stage.sent, results, strict=True))))
+    # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
+    pairs = list(zip(*([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in (expected, found)), strict=True))
+    for index, (a, b) in enumerate(pairs):
+        _compare(f"output {index}", a.detach(), b.detach(), model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wanted = _gradients([a for a, _ in pairs], parameters)
+    got = _gradients([b for _, b in pairs], parameters)
+    for name in parameters:
+        if (wanted[name] is None) != (got[name] is None):
+            raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
+        if wanted[name] is not None:
+            _compare(f"the gradient of parameter {name}", wanted[name], got[name], model)
+
+
+def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradients of a sum over all outputs with weights that let no element cancel another."""
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not differentiable or not parameters:
+        return dict.fromkeys(parameters)
+    weights = [torch.linspace(0.5, 1.5, max(output.numel(), 1), device=output.device) for output in differentiable]
+    seeds = [w[: o.numel()].reshape(o.shape).to(o.dtype) for w, o in zip(weights, differentiable, strict=True)]
+    found = torch.autograd.grad(differentiable, list(parameters.values()), seeds, allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _compare(what: str, expected: Tensor | None, found: Tensor | None, model: nn.Module) -> None:
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    except AssertionError as error:
+        reason = " ".join(str(error).split())
+        raise CaptureError(f"{_message(what, model)} {reason[:300]}") from error
+
+
+def _message(what: str, model: nn.Module) -> str:
+    return (
+        f"the trace of {type(model).__name__} differs from the model in {what}. Look there for a torch.autograd.Function "
+        "(tracing drops its backward) or for state kept in Python; or pass the model as nn.Sequential or as a list of "
+        "layers, which run as they are."
+    )

@@ -1,0 +1,85 @@
+"""From an exception of `torch.export` to the line of the model that caused it.
+
+Export explains itself in pages that speak of symbols and guards. Whoever wrote the model needs one line of his own code,
+the reason in a sentence, and the way out.
+"""
+
+import linecache
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+
+__all__ = ["explained", "source_line"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+_REASONS = (
+    (r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent", "its Python control flow depends on the values in a tensor"),
+    (r"marked .* as dynamic|specialized it to be a constant|Constraints violated", "it fixes the batch size, which must stay free"),
+    (r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)", "it leaves PyTorch for NumPy"),
+)
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Turns what its body raises into a `CaptureError` that names the line of `model`."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = source_line(error.__traceback__) or _line_in_text(str(error))
+        place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error)}. Rewrite that line with "
+            "tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of layers, which "
+            "run as they are"
+        ) from error
+
+
+def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
+    """File, line number and text of the innermost frame of `trace` that is neither PyTorch's nor Penstock's."""
+    found = None
+    for frame, number in traceback.walk_tb(trace):
+        file = frame.f_code.co_filename
+        if not _is_library(file):
+            found = (file, number)
+    # The outermost frames are those of whoever called capture; they do not count when nothing of the model follows.
+    inside = False
+    for frame, _ in traceback.walk_tb(trace):
+        inside = inside or frame.f_code.co_filename.startswith(_TORCH)
+        if inside and found and (frame.f_code.co_filename == found[0]):
+            return (*found, linecache.getline(*found).strip())
+    return None
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_TORCH, _PENSTOCK)) or file.startswith("<") or f"{os.sep}contextlib.py" in file
+
+
+def _line_in_text(text: str) -> tuple[str, int, str] | None:
+    """The last line of Python that is not PyTorch's among those that the message of an error quotes."""
+    found = None
+    for file, number in re.findall(r'File "([^"]+)", line (\d+)', text):
+        if not _is_library(file):
+            found = (file, int(number), linecache.getline(file, int(number)).strip())
+    return found
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    for pattern, reason in _REASONS:
+        if re.search(pattern, text):
+            return f"{reason} ({type(error).__name__})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else "no reason given"
+    return f"{type(error).__name__}: {first[:200].rstrip('.')}"

@@ -1,0 +1,160 @@
+"""One `torch.export` of a model, between flat lists of tensors.
+
+The model is traced inside a wrapper that takes the tensors among its arguments and returns the tensors in its result, so
+that nothing later has to know dataclasses, keywords or constants. The trace is made of PyTorch's own operators and keeps,
+for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
+"""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import ModelInputs
+from penstock.capturing.explanations import explained
+from penstock.capturing.samples import Call, flatten
+from penstock.errors import CaptureError
+
+__all__ = ["FlatModel", "Source", "Trace", "trace"]
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a placeholder of the trace stands for."""
+
+    name: str
+    """The value name of an input; the original name of a parameter or buffer; a made-up one for a constant."""
+    tensor: Tensor | None
+    """The model's own tensor; None for an input."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The traced graph, and what its ends mean."""
+
+    graph: GraphModule
+    sources: Mapping[Node, Source]
+    results: tuple[Any, ...]
+    """The nodes of the tensors that the model returns."""
+    fixed: Mapping[str, tuple[int | None, ...]]
+    """The sizes of the inputs that the trace holds for; None is any."""
+
+
+class FlatModel(nn.Module):
+    """The model between the tensors of its arguments and the tensors of its result."""
+
+    def __init__(self, model: nn.Module, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.model = model
+        self.form = inputs
+        self.training = model.training
+        self.leaves: tuple[Any, ...] = ()
+        """Of the last result: its leaves, with the class `Tensor` in place of every tensor."""
+        self.structure: pytree.TreeSpec | None = None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        constants = self.form.constants
+        leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
+        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
+        results, structure = flatten(self.model(*args, **kwargs))
+        object.__setattr__(self, "structure", structure)
+        object.__setattr__(self, "leaves", tuple(_form(leaf) for leaf in results))
+        return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
+
+
+def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
+    """Exports `model` for any number of samples, and for any other size that its code allows.
+
+    Raises `CaptureError` with the line of the model that cannot be traced.
+    """
+    leaves, _ = flatten((call.args, call.kwargs))
+    pairs = [(name, leaf) for name, leaf in zip(inputs.names, leaves, strict=True) if name not in inputs.constants]
+    if inputs.microbatch_size == 1:
+        # Export takes a size of 1 for a constant.
+        pairs = [(name, torch.cat([leaf, leaf]) if name in inputs.batched else leaf) for name, leaf in pairs]
+    names = tuple(name for name, _ in pairs)
+    tensors = tuple(leaf.detach() for _, leaf in pairs)
+    flat = FlatModel(model, inputs)
+    with explained(model), _known_warnings_ignored():
+        try:
+            program = _export(flat, names, tensors, inputs, Dim.AUTO)
+        except CaptureError:
+            raise
+        except Exception:
+            # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
+            program = _export(flat, names, tensors, inputs, Dim.STATIC)
+    return _read(program, model, names)
+
+
+def _export(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs, other: Any
+) -> ExportedProgram:
+    shapes = []
+    for name, tensor in zip(names, tensors, strict=True):
+        sizes: dict[int, Any] = {index: other for index in range(tensor.dim())}
+        if name in inputs.batched:
+            sizes[0] = Dim.DYNAMIC
+        shapes.append(sizes)
+    return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
+
+
+@contextmanager
+def _known_warnings_ignored() -> Iterator[None]:
+    """Ignores the warnings that PyTorch and transformers raise about themselves while tracing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|transformers)\b")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers)\b")
+        yield
+
+
+def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Trace:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    sources: dict[Node, Source] = {}
+    rest = iter(names)
+    fixed: dict[str, tuple[int | None, ...]] = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        target = (spec.target or "").removeprefix(_PREFIX)
+        match spec.kind:
+            case InputKind.PARAMETER:
+                sources[node] = Source(target, parameters[target])
+            case InputKind.BUFFER:
+                sources[node] = Source(target, buffers[target])
+            case InputKind.CONSTANT_TENSOR:
+                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target])
+            case InputKind.USER_INPUT:
+                name = next(rest)
+                sources[node] = Source(name, None)
+                fixed[name] = tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+            case _:
+                raise CaptureError(
+                    f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a layer: "
+                    "wrap the model as nn.Sequential or pass a list of layers"
+                )
+    output = next(iter(reversed(program.graph.nodes)))
+    return Trace(program.graph_module, sources, tuple(output.args[0]), fixed)
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    if isinstance(leaf, torch.SymInt):
+        raise CaptureError(
+            "the model returns a size that depends on its inputs: return the tensor, and take its size outside of the model"
+        )
+    # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that nobody could send.
+    plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return leaf if plain else None
