@@ -62,10 +62,13 @@ def simulate(
 def telling_minibatches(schedule: Schedule, minibatches: int | None = None) -> int:
     """`minibatches` if given, else as many as show what the schedule does.
 
-    One for a schedule that flushes; else enough to fill the pipe, run steadily and drain.
+    One for a schedule that flushes; else enough to fill the pipe twice and to go on after an update.
     """
     if minibatches is None:
-        return 1 if schedule.flushes else 1 + -(-2 * schedule.stages // schedule.microbatches)
+        if schedule.flushes:
+            return 1
+        microbatches = max(2 * schedule.stages, schedule.microbatches_per_update + 1)
+        return -(-microbatches // schedule.microbatches)
     if minibatches < 1:
         raise ScheduleError(f"minibatches: expected 1 or more, found {minibatches}: there is nothing to play otherwise")
     return minibatches

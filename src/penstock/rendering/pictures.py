@@ -1,0 +1,175 @@
+"""The text picture of a schedule or a timeline: what the pipeline figures of the papers show, in plain characters.
+
+A schedule has no time in it. Its picture is what the simulator makes of it when every forward and every backward takes
+one unit and the links are instant, so the picture shows the program that runs. (The papers draw backwards twice as
+long; one unit keeps the picture narrow, and the bubble's share is the same.)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import assert_never
+
+from penstock.errors import ScheduleError
+from penstock.rendering.strips import Mark, Strip, draw_strips, last_column, read_marks
+from penstock.scheduling.schedules import Schedule
+from penstock.simulating.costs import Costs
+from penstock.simulating.simulator import execute, telling_minibatches
+from penstock.values.spans import seconds_text
+from penstock.values.timelines import Timeline
+
+__all__ = ["render"]
+
+_PANELS = 4
+"""A picture that needs more panels of full width than this is cut short."""
+
+
+def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None = None, width: int = 120) -> str:
+    """The picture, at most `width` columns wide; what is longer continues in up to four panels below.
+
+    `minibatches`: how many steps of a schedule are drawn, with the drain; by default as many as show what it does. It
+    has no meaning for a timeline. `ScheduleError` if a number makes no sense.
+    """
+    if width < 40:
+        raise ScheduleError(f"render: expected a width of 40 columns or more, found {width}: nothing fits into less")
+    match schedule_or_timeline:
+        case Schedule():
+            return _render_schedule(schedule_or_timeline, telling_minibatches(schedule_or_timeline, minibatches), width)
+        case Timeline():
+            return _render_timeline(schedule_or_timeline, width)
+        case _:
+            assert_never(schedule_or_timeline)
+
+
+def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
+    timeline = execute(schedule.program(minibatches), schedule.shape.placement, Costs.unit(schedule.stages))
+    marks = read_marks(timeline)
+    # A slot takes three columns or more, so that nothing after this is ever drawn.
+    horizon = _PANELS * width / 3
+    slot = 2 + max(len(mark.label) for mark in marks if mark.span.start_seconds < horizon)
+    head = [_title(schedule, minibatches), _bubble(schedule, timeline), *_promises(schedule, marks)]
+    layout = _Layout(1 / slot, unit=slot, dot_columns=slot, width=width)
+    return "\n".join([*head, *_panels(marks, schedule.ranks, layout, "forward and backward drawn equally long")])
+
+
+def _render_timeline(timeline: Timeline, width: int) -> str:
+    whole, steady = f"{timeline.bubble:.1%}", f"{timeline.steady_bubble:.1%}"
+    head = [
+        f"timeline: {_count(timeline.ranks, 'rank')}, {seconds_text(timeline.seconds)}",
+        f"bubble: {whole} of wall time" + ("" if steady == whole else f"; {steady} without fill and drain"),
+    ]
+    marks = read_marks(timeline)
+    lengths = [mark.span.seconds for mark in marks if mark.span.kind == "forward" and mark.span.seconds > 0]
+    lengths = lengths or [mark.span.seconds for mark in marks if mark.span.seconds > 0]
+    if not lengths:
+        return "\n".join([*head, "nothing in it takes any time"])
+    shares = (timeline.busy_seconds(rank) / timeline.seconds for rank in range(timeline.ranks))
+    head.append(f"busy, rank by rank: {' '.join(f'{share:.0%}' for share in shares)}")
+    # Room for the number in the shortest forward, unless it is so short that it would stretch everything else.
+    shortest = max(min(lengths), median(lengths) / 2)
+    column_seconds = shortest / (2 + max(len(mark.label) for mark in marks))
+    layout = _Layout(column_seconds, unit=1, dot_columns=3, width=width)
+    return "\n".join([*head, *_panels(marks, timeline.ranks, layout, f"one column is {seconds_text(column_seconds)}")])
+
+
+def _title(schedule: Schedule, minibatches: int) -> str:
+    parts = [_count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch") + " a minibatch"]
+    if schedule.stages_per_rank > 1:
+        parts.insert(1, f"{schedule.stages_per_rank} stages per rank")
+    if schedule.vertical_sync:
+        parts.append("vertical sync")
+    return f"{schedule.method}: {', '.join(parts)}; {_count(minibatches, 'minibatch')} drawn"
+
+
+def _bubble(schedule: Schedule, timeline: Timeline) -> str:
+    if schedule.flushes:
+        return f"bubble: {timeline.bubble:.1%} of wall time"
+    return (
+        f"bubble: {timeline.steady_bubble:.1%} of wall time while the pipe is full; "
+        f"{timeline.bubble:.1%} of this picture, with fill and drain"
+    )
+
+
+def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
+    """What every rank must hold: the most microbatches in flight that the picture has, and the weight versions."""
+    if all(mark.span.kind == "forward" for mark in marks):
+        return
+    peaks = []
+    for rank in range(schedule.ranks):
+        held = peak = 0
+        for mark in marks:
+            if mark.span.rank == rank:
+                held += {"forward": 1, "backward": -1}.get(mark.span.kind, 0)
+                peak = max(peak, held)
+        peaks.append(peak)
+    versions = [max(map(schedule.versions, schedule.stages_of(rank))) for rank in range(schedule.ranks)]
+    yield f"microbatches in flight, rank by rank: {' '.join(map(str, peaks))}"
+    yield f"weight versions, rank by rank: {' '.join(map(str, versions))}"
+
+
+def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str) -> list[str]:
+    """What the signs of this picture mean; those that it does not use are left out."""
+    kinds = {mark.span.kind for mark in marks}
+    text = "".join(strip.text for strip in strips)
+    number = max((mark.span.number for mark in marks if mark.span.kind != "update"), default=0)
+    signs = [f" {number}  forward of microbatch {number}"]
+    signs += [f"[{number}]  its backward"] if "backward" in kinds else []
+    signs += ["U  update"] if "update" in kinds else []
+    signs += [".  idle"] if "." in text else []
+    signs += ["- =  too short for a number"] if "-" in text or "=" in text else []
+    lines = ["   ".join([*signs, f"({scale})"])]
+    old = next((mark for mark in marks if "@" in mark.label), None)
+    if old is not None:
+        version = old.label.partition("@")[2]
+        lines.append(f" {old.label}  with weights of version {version}; without @, with the newest of its stage")
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """`column_seconds`: the time of a column. `unit`: the columns that are not parted. `width`: of the page."""
+
+    column_seconds: float
+    unit: int
+    dot_columns: int
+    width: int
+
+
+def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> Iterator[str]:
+    """The lines of the strips, broken at multiples of the layout's unit, and of the legend."""
+    unit = layout.unit
+    units = -(-last_column(marks, layout.column_seconds) // unit)
+    labels = _labels(draw_strips(marks, ranks, layout.column_seconds, 0, layout.dot_columns))
+    room = max(1, (layout.width - len(labels[0]) - 1) // unit)  # one column is for a last update
+    panels = -(-units // room)
+    shown = min(panels, _PANELS)
+    # Panels of equal length look better than a last one with three columns.
+    size = unit * (room if panels > shown else -(-units // shown))
+    strips = draw_strips(marks, ranks, layout.column_seconds, min(units * unit, shown * size), layout.dot_columns)
+    drawn = min(mark.span.start_seconds for mark in marks) + (len(strips[0].text) - 1) * layout.column_seconds
+    for panel in range(shown):
+        stop = None if panel == shown - 1 else (panel + 1) * size
+        yield ""
+        for label, strip in zip(labels, strips, strict=True):
+            yield (label + strip.text[panel * size : stop]).rstrip()
+    if panels > shown:
+        yield from ("", f"... cut short: the first {shown * size / (units * unit):.1%} is drawn")
+    yield ""
+    yield from _legend([mark for mark in marks if mark.span.stop_seconds <= drawn], strips, scale)
+
+
+def _labels(strips: Sequence[Strip]) -> list[str]:
+    """``rank 0  ``, and the stage where a rank has several."""
+    split = len({strip.rank for strip in strips}) < len(strips)
+    widest = max(strip.rank for strip in strips)
+    labels = []
+    for index, strip in enumerate(strips):
+        first = index == 0 or strips[index - 1].rank != strip.rank
+        name = f"rank {strip.rank:<{len(str(widest))}}" if first else " " * (5 + len(str(widest)))
+        labels.append(f"{name} stage {strip.stage:<{len(str(strips[-1].stage))}} " if split else f"{name} ")
+    return labels
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
