@@ -161,4 +161,5 @@ def compare(pipe: penstock.Pipeline, expected: penstock.Timeline) -> None:
     else:
         # The minibatches before and after these keep the pipe full.
         predicted_bubble, measured_bubble = expected.steady_bubble, measured.steady_bubble
-    say(f"bubble (idle share of wall time): predicted {predicted_bubble:.1%}, measured {measured_bubble:.1%}")
+    alone = "" if dist.is_initialized() else ", where the ranks took turns in one process"
+    say(f"bubble (idle share of wall time): predicted {predicted_bubble:.1%}, measured {measured_bubble:.1%}{alone}")

@@ -27,7 +27,7 @@ FLOW = {
     "planning": "errors values",
     "scheduling": "errors values",
     "simulating": "errors values scheduling",
-    "rendering": "errors values scheduling",
+    "rendering": "errors values scheduling simulating",
     "capturing": "errors",
     "profiling": "errors values capturing",
     "oracle": "errors values capturing",
