@@ -351,6 +351,62 @@ def test_it_works_where_gradients_are_switched_off():
     assert found.saved_bytes == 4 * 6 * FLOAT
 
 
+# Through the front doors of capture
+
+
+def test_a_sequential_model_in_evaluation_mode_is_profiled_in_training_mode_and_given_back():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    sample = (torch.randn(4, 6),)
+    stream = torch.get_rng_state()
+    found = quick(model, sample)
+
+    assert [layer.name for layer in found.layers] == ["0", "1", "2", "3"]
+    # The mask of the dropout says that it was in training mode: it is one byte an element, or four.
+    assert found.layers[1].saved_bytes in (4 * 8, 4 * 8 * FLOAT)
+    assert (found.name, found.microbatch_size, found.device) == ("Sequential", 4, "cpu")
+    assert not any(part.training for part in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_list_of_layers():
+    found = quick([nn.Linear(6, 8), torch.relu], (torch.randn(4, 6),))
+
+    assert [layer.cut_bytes for layer in found.layers] == [4 * 8 * FLOAT] * 2
+    assert [layer.parameter_bytes for layer in found.layers] == [(6 * 8 + 8) * FLOAT, 0]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        start = hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head((hidden + start) * scale)
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_any_module_with_its_skips(keywords):
+    tokens, scale = torch.randint(11, (4, 5)), torch.ones(4, 1, 1)
+    sample = {"tokens": tokens, "scale": scale} if keywords else (tokens, scale)
+    model = Residual()
+    found = quick(model, sample)
+    hidden = 4 * 5 * 8 * FLOAT
+
+    # The embedding rides along to the last addition, wherever the cuts between the blocks fall.
+    assert max(layer.cut_bytes for layer in found.layers) >= 2 * hidden
+    assert found.layers[-1].cut_bytes == 4 * 5 * 11 * FLOAT
+    assert found.parameter_bytes == sum(p.numel() * FLOAT for p in model.parameters())
+    assert found.name == "Residual"
+
+
 # Errors
 
 

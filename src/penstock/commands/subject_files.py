@@ -83,14 +83,14 @@ def _subject(where: str, result: Any) -> Subject:
     if not _is_model(subject.model):
         raise ProfileError(
             f"{where} returned {_kind(subject.model)} as the model: {expected}; "
-            "the model is a torch.nn.Module or a list of them"
+            "the model is a torch.nn.Module or a list of layers"
         )
     return subject
 
 
 def _is_model(value: Any) -> bool:
     if isinstance(value, Sequence):
-        return bool(value) and all(isinstance(part, nn.Module) for part in value)
+        return bool(value) and all(callable(part) for part in value)
     return isinstance(value, nn.Module | LayerChain)
 
 

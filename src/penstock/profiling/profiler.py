@@ -18,7 +18,7 @@ What the numbers of a layer mean:
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.doors import capture
 from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
@@ -38,8 +39,8 @@ from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
 
-Model: TypeAlias = nn.Module | Sequence[nn.Module] | LayerChain
-Sample: TypeAlias = tuple[Any, ...] | list[Any] | Mapping[str, Any] | Tensor
+Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
+Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 
 
 def profile(
@@ -55,8 +56,8 @@ def profile(
 ) -> Profile:
     """Seconds and bytes of every layer of `model`, for one microbatch, which is `sample`.
 
-    `model` is a module, a list of modules, or a chain that was captured already; `sample` its positional arguments (a
-    tuple or list), its keyword arguments (a mapping), or its only argument (a tensor). The model is run in training
+    `model` is a module, a list of layers, or a chain that was captured already; `sample` its positional arguments (a
+    tuple), its keyword arguments (a mapping), or its only argument (a tensor). The model is run in training
     mode and left as it was found: weights, buffers, gradients, training flags, and PyTorch's random generators.
 
     The layers are run one after the other: once to count bytes, `warmup` times to warm up, `iterations` times for the
@@ -256,8 +257,6 @@ def _captured(model: Model, sample: Sample) -> LayerChain:
     for part in _modules_of(model):
         if not part.training:
             part.train()
-    from penstock.capturing import capture
-
     return capture(model, sample)
 
 
@@ -268,7 +267,7 @@ def _modules_of(model: Model) -> list[nn.Module]:
         case LayerChain():
             return [layer.module for layer in model.layers]
         case _:
-            return list(model)
+            return [part for part in model if isinstance(part, nn.Module)]
 
 
 def _device_of(model: Model) -> torch.device | None:
@@ -308,7 +307,7 @@ def _moved(model: Model, found: torch.device, target: torch.device) -> Model:
         )
     if isinstance(model, nn.Module):
         return copy.deepcopy(model).to(target)
-    return [part.to(target) for part in copy.deepcopy(list(model))]
+    return [part.to(target) if isinstance(part, nn.Module) else part for part in copy.deepcopy(list(model))]
 
 
 def _placed(sample: Sample, device: torch.device) -> Sample:

@@ -1,6 +1,6 @@
 """What a file hands to the command ``penstock profile``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ __all__ = ["Subject"]
 class Subject:
     """A model to profile, the sample to profile it on, and what to call it."""
 
-    model: nn.Module | Sequence[nn.Module] | LayerChain
-    sample: tuple[Any, ...] | list[Any] | Mapping[str, Any] | Tensor
+    model: nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
+    sample: tuple[Any, ...] | Mapping[str, Any] | Tensor
     """Example inputs of one microbatch: the positional arguments, the keyword arguments, or the only argument."""
     name: str = ""
     """Empty: the function's name in the file."""
