@@ -88,7 +88,8 @@ def code_lines(module: str, function: ast.FunctionDef | ast.AsyncFunctionDef) ->
 def exported(module: str) -> list[str] | None:
     """The names in the module's `__all__`, if it has one that is a plain list."""
     for node in TREES[module].body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if [ast.unparse(target) for target in targets] == ["__all__"]:
             return list(ast.literal_eval(node.value))
     return None
 

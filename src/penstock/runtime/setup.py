@@ -104,7 +104,7 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     `PlanError` if they do and the schedule does not flush; `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
-    shared = tied(plan, chain)
+    shared = _tied(plan, chain)
     if shared and not schedule.flushes:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
@@ -117,7 +117,7 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     return replace(schedule, ties=tuple(sorted(set(shared.values()))))
 
 
-def tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
+def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
     """The parameters that several stages use, by name, with these stages."""
     result: dict[str, tuple[int, ...]] = {}
     for name, parameter in _distinct(chain.parameters).items():
@@ -130,7 +130,7 @@ def tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:
+def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:
     """The parameters that `module` uses, each once, under the model's first name for it."""
     used = {id(parameter) for parameter in module.parameters()}
     return {name: p for name, p in _distinct(chain.parameters).items() if id(p) in used}
@@ -138,13 +138,13 @@ def stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Par
 
 def build_stages(plan: Plan, chain: LayerChain, schedule: Schedule, local: Sequence[int]) -> dict[int, LocalStage]:
     """What this process holds: its stages `local`, ascending."""
-    shared = tied(plan, chain)
+    shared = _tied(plan, chain)
     stages: dict[int, LocalStage] = {}
     lent: set[str] = set()
     for index in local:
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = chain.stage(start, stop)
-        parameters = stage_parameters(chain, module)
+        parameters = _stage_parameters(chain, module)
         weights = VersionedWeights(
             module, parameters, schedule.versions(index), frozenset(lent.intersection(parameters))
         )
