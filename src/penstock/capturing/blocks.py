@@ -22,9 +22,9 @@ __all__ = ["choose_blocks", "group_calls"]
 _LONGEST_JOINED_RUN = 4
 
 
-def choose_blocks(model: nn.Module, called: Collection[str]) -> frozenset[str]:
-    """Paths of the modules that are blocks; `called` are the paths of the modules that computed something."""
-    return frozenset(_select(model, "", frozenset(called), in_stack=False))
+def choose_blocks(model: nn.Module, working: Collection[str]) -> frozenset[str]:
+    """Paths of the modules that are blocks; `working` are the paths of the modules that compute something themselves."""
+    return frozenset(_select(model, "", frozenset(working), in_stack=False))
 
 
 def group_calls(model: nn.Module, calls: Sequence[tuple[str, str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -67,39 +67,39 @@ def _name(
     return tuple(named)
 
 
-def _select(module: nn.Module, path: str, called: frozenset[str], in_stack: bool) -> list[str]:
-    children = _children(module, path, called)
-    if not children or not _opens(module, path, called, in_stack):
+def _select(module: nn.Module, path: str, working: frozenset[str], in_stack: bool) -> list[str]:
+    children = _children(module, path, working)
+    if not children or not _opens(module, path, working, in_stack):
         return [path]
-    inner = in_stack or _is_stack(module, path, called)
+    inner = in_stack or _is_stack(module, path, working)
     found: list[str] = []
     for name, child in children:
-        found += _select(child, name, called, inner)
+        found += _select(child, name, working, inner)
     return found
 
 
-def _opens(module: nn.Module, path: str, called: frozenset[str], in_stack: bool) -> bool:
-    children = _children(module, path, called)
+def _opens(module: nn.Module, path: str, working: frozenset[str], in_stack: bool) -> bool:
+    children = _children(module, path, working)
     if _is_container(module) or path == "":
         return True
     if in_stack:
         # The module itself may do nothing between its children, else a cut would fall inside it.
         holders = [(name, child) for name, child in children if _is_container(child)]
         alone = len(children) == 1 and len(holders) == 1
-        return alone and path not in called and _is_homogeneous(holders[0][1], holders[0][0], called)
-    if "." not in path and len(children) > 0 and _is_only_child(path, called):
+        return alone and path not in working and _is_homogeneous(holders[0][1], holders[0][0], working)
+    if "." not in path and len(children) > 0 and _is_only_child(path, working):
         return True
-    return _holds_stack(module, path, called)
+    return _holds_stack(module, path, working)
 
 
-def _is_only_child(path: str, called: frozenset[str]) -> bool:
-    return all(other == path or other.startswith(path + ".") for other in called if other)
+def _is_only_child(path: str, working: frozenset[str]) -> bool:
+    return all(other == path or other.startswith(path + ".") for other in working if other)
 
 
-def _holds_stack(module: nn.Module, path: str, called: frozenset[str]) -> bool:
+def _holds_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
     return any(
-        _is_stack(child, name, called) or (not _is_stack_element(child) and _holds_stack(child, name, called))
-        for name, child in _children(module, path, called)
+        _is_stack(child, name, working) or (not _is_stack_element(child) and _holds_stack(child, name, working))
+        for name, child in _children(module, path, working)
     )
 
 
@@ -107,16 +107,16 @@ def _is_stack_element(module: nn.Module) -> bool:
     return not _is_container(module) and not any(True for _ in module.children())
 
 
-def _is_stack(module: nn.Module, path: str, called: frozenset[str]) -> bool:
+def _is_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
     """Whether it is a list of modules with children of their own, at least two of the same class if it is Sequential."""
-    composite = [type(child) for _, child in _children(module, path, called) if _is_composite(child)]
+    composite = [type(child) for _, child in _children(module, path, working) if _is_composite(child)]
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return bool(composite)
     return isinstance(module, nn.Sequential) and len(composite) > len(set(composite))
 
 
-def _is_homogeneous(module: nn.Module, path: str, called: frozenset[str]) -> bool:
-    children = [child for _, child in _children(module, path, called)]
+def _is_homogeneous(module: nn.Module, path: str, working: frozenset[str]) -> bool:
+    children = [child for _, child in _children(module, path, working)]
     return all(map(_is_composite, children)) and len({type(child) for child in children}) == 1
 
 
@@ -128,11 +128,11 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _children(module: nn.Module, path: str, called: frozenset[str]) -> list[tuple[str, nn.Module]]:
+def _children(module: nn.Module, path: str, working: frozenset[str]) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in module._modules.items():
         inner = f"{path}.{name}" if path else name
-        if child is not None and any(other == inner or other.startswith(inner + ".") for other in called):
+        if child is not None and any(other == inner or other.startswith(inner + ".") for other in working):
             found.append((inner, child))
     return found
 

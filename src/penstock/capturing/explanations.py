@@ -5,6 +5,7 @@ the reason in a sentence, and the way out.
 """
 
 import linecache
+import logging
 import os
 import re
 import traceback
@@ -23,6 +24,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _REASONS = (
+    (r"is invalid for input of size|must match the size", "it fixes the batch size, which must stay free"),
     (r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent", "its Python control flow depends on the values in a tensor"),
     (r"marked .* as dynamic|specialized it to be a constant|Constraints violated", "it fixes the batch size, which must stay free"),
     (r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)", "it leaves PyTorch for NumPy"),
@@ -32,6 +34,10 @@ _REASONS = (
 @contextmanager
 def explained(model: nn.Module) -> Iterator[None]:
     """Turns what its body raises into a `CaptureError` that names the line of `model`."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    silent = logger.disabled
+    # Before it raises, export logs the graph so far, often several times.
+    logger.disabled = True
     try:
         yield
     except CaptureError:
@@ -44,6 +50,8 @@ def explained(model: nn.Module) -> Iterator[None]:
             "tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of layers, which "
             "run as they are"
         ) from error
+    finally:
+        logger.disabled = silent
 
 
 def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:

@@ -97,7 +97,7 @@ def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[Fla
 
 
 def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]]) -> Partition:
-    blocks = choose_blocks(model, {path for stack in stacks for path, _ in stack})
+    blocks = choose_blocks(model, {stack[-1][0] for stack in stacks if stack})
     calls: dict[tuple[str, str], None] = {}
     for stack in stacks:
         found = next((entry for entry in stack if entry[0] in blocks), None)

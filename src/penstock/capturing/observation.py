@@ -1,7 +1,7 @@
 """What one run of a layer shows: whether it draws random numbers and what it writes in place.
 
-Reading it off the code would mean to trust the code's annotations; a generator that moved and a version counter that
-rose are facts.
+Reading it off the code would mean to trust the code's annotations; a generator that moved, a version counter that rose
+and a buffer that holds other numbers are facts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
+from penstock.capturing.preservation import same_content
 
 __all__ = ["Observation", "observe", "observed"]
 
@@ -37,17 +38,19 @@ class Observation:
 def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observation]:
     """Watches its body run `module` on `arguments`; the observation is complete after the body."""
     buffers = list(module.buffers())
-    versions = [tensor._version for tensor in (*arguments, *buffers)]
+    versions = [argument._version for argument in arguments]
+    contents = [buffer.detach().clone() for buffer in buffers]
     devices = {tensor.device.index for tensor in (*arguments, *buffers, *module.parameters()) if tensor.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
     states = [generator.get_state() for generator in generators]
     observation = Observation(tuple(arguments))
     yield observation
     moved = [not torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)]
-    written = [now._version != then for now, then in zip((*arguments, *buffers), versions, strict=True)]
     observation.random = any(moved)
-    observation.mutated = tuple(position for position in range(len(arguments)) if written[position])
-    observation.mutated_buffers = tuple(b for b, w in zip(buffers, written[len(arguments) :], strict=True) if w)
+    observation.mutated = tuple(i for i, version in enumerate(versions) if arguments[i]._version != version)
+    observation.mutated_buffers = tuple(
+        buffer for buffer, content in zip(buffers, contents, strict=True) if not same_content(buffer, content)
+    )
 
 
 def observe(layer: Layer, values: dict[str, Tensor]) -> tuple[Layer, Observation]:

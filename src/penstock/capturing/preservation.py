@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-__all__ = ["evaluating", "preserved", "saved_buffers"]
+__all__ = ["evaluating", "preserved", "same_content", "saved_buffers"]
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     buffers = list(
         {id(buffer): buffer for found in registered for buffer in found.values() if buffer is not None}.values()
     )
-    contents = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
+    contents = [(buffer, buffer.detach().clone()) for buffer in buffers]
     generators = [torch.default_generator, *_cuda_generators(every)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
@@ -39,8 +39,9 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(found)
         with torch.no_grad():
-            for buffer, version, content in contents:
-                if buffer._version != version:
+            for buffer, content in contents:
+                # BatchNorm writes its statistics behind the version counters; only the contents tell.
+                if not same_content(buffer, content):
                     buffer.copy_(content)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
@@ -60,6 +61,11 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(every, flags, strict=True):
             module.training = flag
+
+
+def same_content(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places included; meta tensors hold none."""
+    return first.is_meta or torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:

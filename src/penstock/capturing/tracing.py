@@ -6,14 +6,15 @@ for every operator, the stack of module calls that it ran in; that stack is what
 """
 
 import warnings
-from collections.abc import Mapping
-from contextlib import contextmanager
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
@@ -94,7 +95,11 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
             raise
         except Exception:
             # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
-            program = _export(flat, names, tensors, inputs, Dim.STATIC)
+            try:
+                program = _export(flat, names, tensors, inputs, Dim.STATIC)
+            except UserError:
+                _run_with_other_batch(flat, names, tensors, inputs)
+                raise
     return _read(program, model, names)
 
 
@@ -107,7 +112,18 @@ def _export(
         if name in inputs.batched:
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
-    return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
+    # On its way to an error, export prints pages; what matters of them is in the exception.
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
+
+
+def _run_with_other_batch(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs
+) -> None:
+    """Runs the model on one sample more than it was given: code that fixes the batch size fails at its line."""
+    grown = [torch.cat([t, t[:1]]) if name in inputs.batched else t for name, t in zip(names, tensors, strict=True)]
+    with torch.no_grad():
+        flat(*grown)
 
 
 @contextmanager
