@@ -32,6 +32,10 @@ class _Form:
     constants: tuple[Any, ...]
     """For every leaf, its constant; the class `Tensor` where the leaf is a tensor."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Form":
+        # It never changes, and a TreeSpec cannot be copied without a warning.
+        return self
+
     @classmethod
     def of(cls, tree: Any) -> tuple["_Form", tuple[Tensor, ...]]:
         leaves, structure = flatten(tree)
@@ -41,6 +45,10 @@ class _Form:
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if c is Tensor else c for c in self.constants], self.structure)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Form":
+        # The replicas of a layer share it: it never changes, and PyTorch warns when a TreeSpec is copied.
+        return self
 
 
 class EagerLayer(nn.Module):
