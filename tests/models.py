@@ -17,7 +17,7 @@ __all__ = ["SUBJECTS", "Subject", "adamw", "momentum", "plain"]
 class Perceptron(nn.Module):
     """A chain of blocks."""
 
-    def __init__(self, width: int = 6, depth: int = 4) -> None:
+    def __init__(self, width: int = 6, depth: int = 7) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
         self.head = nn.Linear(width, 3)
@@ -44,7 +44,7 @@ class Residual(nn.Module):
 class Normalized(nn.Module):
     """BatchNorm and dropout in every block."""
 
-    def __init__(self, width: int = 6, depth: int = 4) -> None:
+    def __init__(self, width: int = 6, depth: int = 7) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Residual(width) for _ in range(depth)))
         self.head = nn.Linear(width, 3)
@@ -54,7 +54,7 @@ class Normalized(nn.Module):
 
 
 class Skipping(nn.Module):
-    """The first block's output is used by the last one: a skip connection across two cuts and more."""
+    """The first block's output is used by the fourth and the last: skip connections across two cuts and more."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -62,12 +62,16 @@ class Skipping(nn.Module):
         self.second = nn.Sequential(nn.Linear(width, width), nn.Tanh())
         self.third = nn.Sequential(nn.Linear(width, width), nn.Tanh())
         self.fourth = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
+        self.fifth = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.sixth = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.seventh = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         early = self.first(x)
-        late = self.third(self.second(early))
-        return self.head(self.fourth(torch.cat([late, early], dim=-1)))
+        middle = self.fourth(torch.cat([self.third(self.second(early)), early], dim=-1))
+        late = self.sixth(self.fifth(middle))
+        return self.head(self.seventh(torch.cat([late, early], dim=-1)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Subject:
     loss_fn: Callable[[Any, Any], Tensor] = F.cross_entropy
 
 
-def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int = 12) -> Subject:
+def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int = 16) -> Subject:
     def build() -> nn.Module:
         torch.manual_seed(7)
         return kind().double()

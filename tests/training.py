@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
-import models
 from torch import Tensor
 
+import models
 import penstock
 
 __all__ = ["Case", "Outcome", "run_cases", "run_pipeline", "run_reference"]
+
+
+LAYERS = 8
+"""Of every subject."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,14 @@ class Case:
             "sample": subject.sample,
             "loss_fn": subject.loss_fn,
             "optimizer": getattr(models, self.optimizer),
-            "schedule": "1f1b" if self.schedule == "vertical" else self.schedule,
-            "vertical_sync": self.schedule == "vertical",
-            "microbatches": self.microbatches,
-            "stages": self.ranks * self.stages_per_rank,
+            "plan": penstock.Plan.uniform(
+                LAYERS,
+                self.ranks * self.stages_per_rank,
+                schedule="1f1b" if self.schedule == "vertical" else self.schedule,
+                microbatches=self.microbatches,
+                stages_per_rank=self.stages_per_rank,
+                vertical_sync=self.schedule == "vertical",
+            ),
             "seed": 3,
         }
 
@@ -69,7 +77,5 @@ def run_cases(cases: list[Case]) -> list[Outcome]:
 def run_reference(case: Case) -> Outcome:
     """The run by the oracle."""
     subject = models.SUBJECTS[case.subject]
-    reference = penstock.reference_train(
-        subject.build(), subject.batches, drain_after=case.drain_after, **case.options
-    )
+    reference = penstock.reference_train(subject.build(), subject.batches, drain_after=case.drain_after, **case.options)
     return Outcome(reference.losses, reference.state)

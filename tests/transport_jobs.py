@@ -47,7 +47,7 @@ def exchange() -> list[Any]:
 
 def exchange_changed_shapes() -> str:
     """The message of the error at the sender."""
-    transport, rank, ranks = _ring()
+    transport, rank, _ = _ring()
     message = ""
     if rank == 0:
         transport.send(Edge(0, 1), "form", (torch.zeros(2),))

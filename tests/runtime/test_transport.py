@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from processes import Pool
-from transport_jobs import exchange, exchange_changed_shapes
 
 from penstock.runtime.transport import Edge, Loopback
+from processes import Pool
+from transport_jobs import exchange, exchange_changed_shapes
 
 
 def test_loopback_keeps_the_order_of_an_edge() -> None:
@@ -51,7 +51,9 @@ def test_shapes_that_depend_on_the_data_are_refused(pool: Pool) -> None:
     sender, _ = pool.run(2, exchange_changed_shapes)
 
     assert sender == (
-        "rank 0 -> rank 1 (stages): microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
-        "the first one: [(2,) torch.float32]; now: [(3,) torch.float32]. The model's shapes or used outputs depend on its "
+        "rank 0 -> rank 1 (stages): microbatches of the same input shapes must make tensors of the same shapes. "
+        "Agreed at "
+        "the first one: [(2,) torch.float32]; now: [(3,) torch.float32]. The model's shapes or used outputs depend on "
+        "its "
         "data: make them depend on the input shapes only"
     )

@@ -1,0 +1,100 @@
+"""Jobs for the processes of the pipeline's tests."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import models
+import penstock
+
+__all__ = [
+    "build_for_three",
+    "build_with_other_plans",
+    "build_with_other_weights",
+    "evaluate_and_predict",
+    "load_checkpoint",
+    "losses_everywhere",
+    "save_checkpoint",
+]
+
+SUBJECT = models.SUBJECTS["normalized"]
+
+
+def _make(**options: object) -> penstock.Pipeline:
+    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum}
+    return penstock.Pipeline(SUBJECT.build(), **{**arguments, **options})
+
+
+def losses_everywhere(schedule: str) -> list[float]:
+    """The losses that this rank sees, read late."""
+    pipe = _make(schedule=schedule, microbatches=3)
+    losses = [pipe.step(x, y).loss for x, y in SUBJECT.batches]
+    pipe.drain()
+    numbers = [float(loss) for loss in losses]
+    pipe.close()
+    return numbers
+
+
+def evaluate_and_predict() -> tuple[float, Tensor]:
+    """After a step: the evaluation loss and the prediction that this rank sees. In one process, of three stages."""
+    alone = {} if dist.is_initialized() else {"stages": 3}
+    pipe = _make(schedule="2bw", microbatches=3, **alone)
+    x, y = SUBJECT.batches[0]
+    pipe.step(x, y)
+    loss, output = float(pipe.evaluate(x[:7], y[:7]).loss), pipe.predict(x[:7])
+    pipe.close()
+    return loss, output
+
+
+def save_checkpoint(directory: str) -> list[float]:
+    """Two steps, a checkpoint, and the losses of the steps after it."""
+    pipe = _make(schedule="2bw", microbatches=4, optimizer=models.adamw)
+    for x, y in SUBJECT.batches[:2]:
+        pipe.step(x, y)
+    pipe.save(directory)
+    return _finish(pipe)
+
+
+def load_checkpoint(directory: str) -> list[float]:
+    """The losses of the steps after the checkpoint."""
+    pipe = _make(schedule="2bw", microbatches=4, optimizer=models.adamw, seed=5)
+    pipe.load(directory)
+    return _finish(pipe)
+
+
+def _finish(pipe: penstock.Pipeline) -> list[float]:
+    losses = [float(pipe.step(x, y).loss) for x, y in SUBJECT.batches[2:]]
+    pipe.drain()
+    pipe.close()
+    return losses
+
+
+def _refusal(**options: object) -> str:
+    try:
+        _make(**options)
+    except penstock.PlanError as error:
+        return str(error)
+    return "built"
+
+
+def build_with_other_weights() -> str:
+    """Each rank seeds differently."""
+    torch.manual_seed(dist.get_rank())
+    model = models.Perceptron().double()
+    try:
+        penstock.Pipeline(model, sample=SUBJECT.sample, loss_fn=F.cross_entropy, optimizer=models.momentum)
+    except penstock.PlanError as error:
+        return str(error)
+    return "built"
+
+
+def build_with_other_plans() -> str:
+    """Each rank plans differently."""
+    cut = 1 + dist.get_rank()
+    return _refusal(plan=penstock.Plan((penstock.Stage(0, cut, (0,)), penstock.Stage(cut, 8, (1,)))))
+
+
+def build_for_three() -> str:
+    """Two processes, three stages."""
+    return _refusal(stages=3)
