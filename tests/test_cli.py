@@ -328,12 +328,18 @@ def test_simulate_says_what_the_function_says_and_writes_the_files(here, capsys)
     timeline = penstock.simulate(plan, profile, cluster, minibatches=2)
 
     assert out.startswith(penstock.render(timeline))
-    assert f"bubble {timeline.bubble:.1%} of wall time" in out
+    assert f"{timeline.bubble:.1%} of wall time" in out
     assert out.endswith("wrote trace.json\nwrote timeline.svg\n")
     assert json.loads(Path("trace.json").read_text())
     assert Path("timeline.svg").read_text().startswith("<svg")
     machine = json.loads(printed(capsys, *argv, "--json"))
     assert (machine["seconds"], machine["bubble"], machine["ranks"]) == (timeline.seconds, timeline.bubble, 2)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(here, capsys):
+    error = refused(capsys, "simulate", "plan.yaml", "profile.json", "--svg", "nowhere/timeline.svg")
+
+    assert error == "nowhere/timeline.svg: No such file or directory; give another path"
 
 
 def test_simulate_with_instant_links_has_the_bubble_of_the_formula(here, capsys):

@@ -37,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output (`| head`) has gone: no more to say, and no more to flush at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        print(f"penstock: error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # what a shell reports of a process that was interrupted
     return 0
 
 

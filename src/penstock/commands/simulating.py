@@ -4,7 +4,7 @@ import argparse
 
 from penstock.commands.command import Command, given, print_json
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
-from penstock.commands.quantities import parse_count, seconds_text
+from penstock.commands.quantities import parse_count
 
 __all__ = ["SIMULATE"]
 
@@ -40,10 +40,6 @@ def _run(arguments: argparse.Namespace) -> None:
         print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy})
         return
     print(render(timeline))
-    print(
-        f"{seconds_text(timeline.seconds)}, bubble {timeline.bubble:.1%} of wall time "
-        f"({timeline.steady_bubble:.1%} without fill and drain)"
-    )
     for path in (arguments.trace, arguments.svg):
         if path:
             print(f"wrote {path}")
