@@ -46,10 +46,6 @@ class _Form:
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if c is Tensor else c for c in self.constants], self.structure)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Form":
-        # The replicas of a layer share it: it never changes, and PyTorch warns when a TreeSpec is copied.
-        return self
-
 
 class EagerLayer(nn.Module):
     """One layer of the user's as he wrote it, between tensors."""
