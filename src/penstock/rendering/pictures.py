@@ -103,7 +103,8 @@ def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
                 peak = max(peak, held)
         peaks.append(peak)
     versions = [max(map(schedule.versions, schedule.stages_of(rank))) for rank in range(schedule.ranks)]
-    yield f"microbatches in flight, rank by rank: {' '.join(map(str, peaks))}"
+    where = " over its stages" if schedule.stages_per_rank > 1 else ""
+    yield f"microbatches in flight{where}, rank by rank: {' '.join(map(str, peaks))}"
     yield f"weight versions, rank by rank: {' '.join(map(str, versions))}"
 
 
@@ -121,7 +122,9 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str) -> list[
     old = next((mark for mark in marks if "@" in mark.label), None)
     if old is not None:
         version = old.label.partition("@")[2]
-        lines.append(f" {old.label}  with weights of version {version}; without @, with the newest of its stage")
+        lines.append(
+            f" {old.label}  with weights of version {version}, not its stage's newest; without @, with the newest"
+        )
     return lines
 
 
