@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from pieces import assert_equals_model, every_split, run_pieces
 from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
 from penstock.errors import CaptureError
+from pieces import assert_equals_model, every_split, run_pieces
 
 WIDTH = 4
 
@@ -22,6 +22,10 @@ WIDTH = 4
 def data(samples: int, *sizes: int) -> Tensor:
     generator = torch.Generator().manual_seed(samples)
     return torch.randn(samples, *sizes, generator=generator, dtype=torch.float64)
+
+
+def positive(samples: int) -> Tensor:
+    return data(samples, WIDTH).gt(0).long()
 
 
 def double(model: nn.Module) -> nn.Module:
@@ -151,7 +155,7 @@ CASES: list[Any] = [
     pytest.param(sequential, lambda n: Call((data(n, WIDTH),), {}), id="sequential"),
     pytest.param(Images, lambda n: Call((data(n, 3, 6, 6),), {}), id="images"),
     pytest.param(Plain, lambda n: Call((data(n, WIDTH),), {}), id="long skips"),
-    pytest.param(Masked, lambda n: Call((), {"x": data(n, WIDTH), "mask": data(n, WIDTH).gt(0).long(), "scale": 0.5}), id="keywords"),
+    pytest.param(Masked, lambda n: Call((), {"x": data(n, WIDTH), "mask": positive(n), "scale": 0.5}), id="keywords"),
     pytest.param(Masked, lambda n: Call((data(n, WIDTH), None), {}), id="none"),
     pytest.param(Structured, lambda n: Call((Batch(data(n, WIDTH), torch.tensor(0.5).double()),), {}), id="dataclass"),
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
@@ -164,7 +168,7 @@ def test_the_chain_equals_the_model_at_every_cut(build: Callable[[], nn.Module],
     model = double(build())
     chain = capture(model, call(3).kwargs or call(3).args)
 
-    assert len(chain.layers) >= 3
+    assert len(chain.layers) >= 2
     for samples in (3, 5):
         assert_equals_model(chain, model, call(samples))
     evaluation = chain.evaluation()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pieces import assert_equals_model, every_split, run_pieces
 from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
+from pieces import assert_equals_model, every_split, run_pieces
 
 VOCABULARY, LENGTH, WIDTH = 50, 8, 16
 

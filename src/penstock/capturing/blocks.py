@@ -1,7 +1,8 @@
 """The model's own blocks: where its layers begin and end.
 
 Rules, from the root of the module tree down:
-  1. A container (ModuleList, ModuleDict, Sequential) is opened: its children are looked at one by one.
+  1. A container (ModuleList, ModuleDict, Sequential) is opened: its children are looked at one by one. Not so one that
+     is itself an element of a stack, such as Sequential(Linear, Tanh), unless it holds modules of one class.
   2. The root is opened, and a root's only child that does anything.
   3. A module that holds a stack (a ModuleList of modules with children of their own) is opened, unless it is itself an
      element of a stack: a transformer's block is not opened though it may hold lists.
@@ -23,7 +24,7 @@ _LONGEST_JOINED_RUN = 4
 
 
 def choose_blocks(model: nn.Module, working: Collection[str]) -> frozenset[str]:
-    """Paths of the modules that are blocks; `working` are the paths of the modules that compute something themselves."""
+    """Paths of the modules that are blocks; `working` are those of the modules that compute something themselves."""
     return frozenset(_select(model, "", frozenset(working), in_stack=False))
 
 
@@ -80,8 +81,10 @@ def _select(module: nn.Module, path: str, working: frozenset[str], in_stack: boo
 
 def _opens(module: nn.Module, path: str, working: frozenset[str], in_stack: bool) -> bool:
     children = _children(module, path, working)
-    if _is_container(module) or path == "":
+    if path == "":
         return True
+    if _is_container(module):
+        return not in_stack or _is_homogeneous(module, path, working)
     if in_stack:
         # The module itself may do nothing between its children, else a cut would fall inside it.
         holders = [(name, child) for name, child in children if _is_container(child)]
@@ -108,7 +111,7 @@ def _is_stack_element(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module, path: str, working: frozenset[str]) -> bool:
-    """Whether it is a list of modules with children of their own, at least two of the same class if it is Sequential."""
+    """Whether it is a list of modules with children of their own; in a Sequential, two of the same class."""
     composite = [type(child) for _, child in _children(module, path, working) if _is_composite(child)]
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return bool(composite)

@@ -230,8 +230,8 @@ def _check_fixed(name: str, sizes: tuple[int | None, ...], tensor: Tensor) -> No
     ):
         expected = ", ".join("any" if size is None else str(size) for size in sizes)
         raise CaptureError(
-            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): the model's code fixes the "
-            "other sizes. Pass such a tensor, or capture again with a sample= of the new shape"
+            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): the model's code fixes "
+            "the other sizes. Pass such a tensor, or capture again with a sample= of the new shape"
         )
 
 
@@ -240,6 +240,6 @@ def check_constant(name: str, captured: object, found: object) -> None:
     same = captured is found or (type(captured) is type(found) and bool(captured == found))
     if not same:
         raise CaptureError(
-            f"{name} was {captured!r} when the model was captured and is now {found!r}. A value that is not a tensor is "
-            "fixed by the capture: pass the same one, or capture again with the new one in sample="
+            f"{name} was {captured!r} when the model was captured and is now {found!r}. A value that is not a tensor "
+            "is fixed by the capture: pass the same one, or capture again with the new one in sample="
         )

@@ -32,7 +32,9 @@ def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
         results = stage((), chain.inputs.bind(own.args, own.kwargs))
         found, _ = flatten(chain.output.build(dict(zip(stage.sent, results, strict=True))))
     # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
-    pairs = list(zip(*([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in (expected, found)), strict=True))
+    pairs = list(
+        zip(*([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in (expected, found)), strict=True)
+    )
     for index, (a, b) in enumerate(pairs):
         _compare(f"output {index}", a.detach(), b.detach(), model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -66,7 +68,7 @@ def _compare(what: str, expected: Tensor | None, found: Tensor | None, model: nn
 
 def _message(what: str, model: nn.Module) -> str:
     return (
-        f"the trace of {type(model).__name__} differs from the model in {what}. Look there for a torch.autograd.Function "
-        "(tracing drops its backward) or for state kept in Python; or pass the model as nn.Sequential or as a list of "
+        f"the trace of {type(model).__name__} differs from the model in {what}. Look there for a "
+        "torch.autograd.Function (tracing drops its backward) or for state kept in Python; or pass the model as nn.Sequential or as a list of "
         "layers, which run as they are."
     )

@@ -30,14 +30,18 @@ def call_stacks(steps: Sequence[Node]) -> list[list[tuple[str, str]]]:
     stacks: list[list[tuple[str, str]]] = []
     last: list[tuple[str, str]] = []
     for step in steps:
-        entries = [(value[0], key) for key, value in step.meta.get("nn_module_stack", {}).items() if key.startswith(_ROOT)]
+        entries = [
+            (value[0], key) for key, value in step.meta.get("nn_module_stack", {}).items() if key.startswith(_ROOT)
+        ]
         # A step that PyTorch added itself has no stack: it belongs where it stands.
         last = [(path.removeprefix(_WRAPPER).removeprefix("."), key) for path, key in entries if path] or last
         stacks.append(last)
     return stacks
 
 
-def cut(trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition) -> list[Layer]:
+def cut(
+    trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
+) -> list[Layer]:
     """The layers of `partition`; their random draws and writes in place are not known yet."""
     bounds = _bounds(trace, dependence, stacks, partition)
     steps = dependence.steps
@@ -86,8 +90,8 @@ def _bounds(
         high = min((first[other] for other in first if other > index), default=len(stacks))
         if high < low:
             raise CaptureError(
-                f"the blocks {partition[index][0]} and {partition[index + 1][0]} run in another order than when the model "
-                "was first traced (in evaluation mode, for example): pass the model as a list of layers"
+                f"the blocks {partition[index][0]} and {partition[index + 1][0]} run in another order than when the "
+                "model was first traced (in evaluation mode, for example): pass the model as a list of layers"
             )
         best = min(range(low, high + 1), key=lambda position: (crossing[position], -position))
         bounds.append(max(best, bounds[-1]))
@@ -135,7 +139,9 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
     for node in graph.nodes:
         # The traced tensors are of no use any more, and a copy of the layer would copy them.
         node.meta = {}
-    return Layer(name, GraphModule(attributes, graph, "TracedLayer"), tuple(inputs.values()), tuple(n.name for n in sent))
+    return Layer(
+        name, GraphModule(attributes, graph, "TracedLayer"), tuple(inputs.values()), tuple(n.name for n in sent)
+    )
 
 
 def _attribute(graph: Graph, node: Node, trace: Trace, attributes: dict[str, Tensor | nn.Module]) -> Node:

@@ -1,7 +1,7 @@
 """Which operators of a trace belong to one place, and which can be repeated wherever they are needed.
 
-A *step* is an operator that must run once, in its layer: it touches a parameter, a random generator or a buffer that the
-model writes, or it depends on a step. Everything else follows from the model's inputs and constants alone: masks,
+A *step* is an operator that must run once, in its layer: it touches a parameter, a random generator or a buffer that
+the model writes, or it depends on a step. Everything else follows from the model's inputs and constants alone: masks,
 position tables, sizes. It is computed again in every layer that reads it, so that it never crosses a cut.
 """
 
@@ -52,7 +52,11 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
     nodes = list(trace.graph.graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     operators = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
-    bound = {n for n, source in trace.sources.items() if id(source.tensor) in parameters or id(source.tensor) in written_buffers}
+    bound = {
+        n
+        for n, source in trace.sources.items()
+        if id(source.tensor) in parameters or id(source.tensor) in written_buffers
+    }
     families = _families(nodes)
     writers = [node for node in operators if is_mutating(node)]
     while True:

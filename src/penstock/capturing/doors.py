@@ -50,5 +50,6 @@ def capture(
             return capture_exported(model, call, inputs, check)
         case _:
             raise CaptureError(
-                f"a model must be an nn.Module or a list of layers, found {type(model).__name__}: pass the module itself"
+                f"a model must be an nn.Module or a list of layers, found {type(model).__name__}: pass the module "
+                "itself"
             )

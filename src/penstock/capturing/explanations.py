@@ -1,7 +1,7 @@
 """From an exception of `torch.export` to the line of the model that caused it.
 
-Export explains itself in pages that speak of symbols and guards. Whoever wrote the model needs one line of his own code,
-the reason in a sentence, and the way out.
+Export explains itself in pages that speak of symbols and guards. Whoever wrote the model needs one line of his own
+code, the reason in a sentence, and the way out.
 """
 
 import linecache
@@ -25,9 +25,18 @@ _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _REASONS = (
     (r"is invalid for input of size|must match the size", "it fixes the batch size, which must stay free"),
-    (r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent", "its Python control flow depends on the values in a tensor"),
-    (r"marked .* as dynamic|specialized it to be a constant|Constraints violated", "it fixes the batch size, which must stay free"),
-    (r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)", "it leaves PyTorch for NumPy"),
+    (
+        r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
+        "its Python control flow depends on the values in a tensor",
+    ),
+    (
+        r"marked .* as dynamic|specialized it to be a constant|Constraints violated",
+        "it fixes the batch size, which must stay free",
+    ),
+    (
+        r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)",
+        "it leaves PyTorch for NumPy",
+    ),
 )
 
 
@@ -46,9 +55,9 @@ def explained(model: nn.Module) -> Iterator[None]:
         where = source_line(error.__traceback__) or _line_in_text(str(error))
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error)}. Rewrite that line with "
-            "tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of layers, which "
-            "run as they are"
+            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error)}. Rewrite that line "
+            "with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of layers, "
+            "which run as they are"
         ) from error
     finally:
         logger.disabled = silent

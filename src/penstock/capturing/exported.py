@@ -36,8 +36,8 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
             evaluated, _ = _capture(model, call, inputs, partition, check)
         if [layer.name for layer in evaluated.layers] != [layer.name for layer in chain.layers]:
             raise CaptureError(
-                f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list of "
-                "layers"
+                f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list "
+                "of layers"
             )
         return replace(evaluated, evaluation=lambda: evaluation())
 
@@ -90,8 +90,8 @@ def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[Fla
             flat(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
         except Exception as error:
             raise CaptureError(
-                f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold arguments "
-                "that the model accepts"
+                f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
+                "arguments that the model accepts"
             ) from error
     return flat, {id(buffer) for buffer in observation.mutated_buffers}
 

@@ -37,7 +37,7 @@ class JoinedLayers(nn.Module):
 def join_layers(
     layers: Sequence[Layer], returned: tuple[str, ...], observations: Sequence[Observation]
 ) -> tuple[Layer, ...]:
-    """`layers` with those joined that a cut would separate wrongly; `returned` are the values that the model returns."""
+    """`layers` with those joined that a cut would separate wrongly; `returned` is what the model returns."""
     needed = _needed(layers, returned)
     forbidden = _cuts_through_views(layers, needed, observations) | _cuts_through_buffers(layers, observations)
     joined: list[Layer] = []

@@ -58,8 +58,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
     size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
     if size < 1 or size not in sizes:
         raise CaptureError(
-            f"sample= needs a tensor whose dimension 0 counts samples ({microbatch_size=}), found dimensions 0 of {sizes}: "
-            "pass at least one batched tensor with at least one sample"
+            f"sample= needs a tensor whose dimension 0 counts samples ({microbatch_size=}), found dimensions 0 of "
+            f"{sizes}: pass at least one batched tensor with at least one sample"
         )
     pairs = list(zip(names, leaves, strict=True))
     inputs = ModelInputs(

@@ -1,8 +1,8 @@
 """One `torch.export` of a model, between flat lists of tensors.
 
-The model is traced inside a wrapper that takes the tensors among its arguments and returns the tensors in its result, so
-that nothing later has to know dataclasses, keywords or constants. The trace is made of PyTorch's own operators and keeps,
-for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
+The model is traced inside a wrapper that takes the tensors among its arguments and returns the tensors in its result,
+so that nothing later has to know dataclasses, keywords or constants. The trace is made of PyTorch's own operators and
+keeps, for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
 """
 
 import warnings
@@ -154,14 +154,22 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)
-                fixed[name] = tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+                fixed[name] = tuple(_known_size(size) for size in node.meta["val"].shape)
             case _:
                 raise CaptureError(
-                    f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a layer: "
-                    "wrap the model as nn.Sequential or pass a list of layers"
+                    f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a "
+                    "layer: wrap the model as nn.Sequential or pass a list of layers"
                 )
     output = next(iter(reversed(program.graph.nodes)))
     return Trace(program.graph_module, sources, tuple(output.args[0]), fixed)
+
+
+def _known_size(size: int | torch.SymInt) -> int | None:
+    """The size that export settled on, possibly after it had made it a symbol."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else None
 
 
 def _form(leaf: Any) -> Any:
@@ -169,7 +177,8 @@ def _form(leaf: Any) -> Any:
         return Tensor
     if isinstance(leaf, torch.SymInt):
         raise CaptureError(
-            "the model returns a size that depends on its inputs: return the tensor, and take its size outside of the model"
+            "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
+            "the model"
         )
     # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that nobody could send.
     plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
