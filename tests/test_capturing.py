@@ -141,6 +141,79 @@ class Shared(nn.Module):
         return self.last(h)
 
 
+class ThreeLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.three = nn.Linear(WIDTH, WIDTH)
+
+
+class WritesInput(ThreeLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.three(self.two(self.one(x) + x) + x)
+
+
+class WritesPieces(ThreeLayers):
+    """A tensor made of nothing but sizes, filled by one layer after the other; a mask that is written on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, mask = torch.zeros_like(x), torch.zeros_like(x)
+        mask[:, 1] = 1
+        for index, layer in enumerate((self.one, self.two, self.three)):
+            x = layer(x) + mask
+            mask[:, index] = 2
+            result[:, index] = x[:, index]
+        return result
+
+
+class WritesBuffer(ThreeLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.one(x)
+        self.count.add_(h.detach().mean(0))
+        h = self.two(h) * self.scale
+        return self.three(h.relu_() + self.count) * self.scale, self.scale
+
+
+class WritesView(ThreeLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        flat = h.view(-1)
+        g = self.two(x)
+        h.relu_()
+        return self.three(g) + flat.view(-1, WIDTH)
+
+
+class Numbers(ThreeLayers):
+    """A number that no cut can carry, and an unused, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        number = h.sum().item()
+        return self.three(self.two(h) * number) / number
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
 def sequential() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
@@ -158,6 +231,12 @@ CASES: list[Any] = [
     pytest.param(Masked, lambda n: Call((), {"x": data(n, WIDTH), "mask": positive(n), "scale": 0.5}), id="keywords"),
     pytest.param(Masked, lambda n: Call((data(n, WIDTH), None), {}), id="none"),
     pytest.param(Structured, lambda n: Call((Batch(data(n, WIDTH), torch.tensor(0.5).double()),), {}), id="dataclass"),
+    pytest.param(WritesInput, lambda n: Call((data(n, WIDTH),), {}), id="writes its input"),
+    pytest.param(WritesPieces, lambda n: Call((data(n, WIDTH),), {}), id="writes pieces"),
+    pytest.param(WritesBuffer, lambda n: Call((data(n, WIDTH),), {}), id="writes a buffer"),
+    pytest.param(WritesView, lambda n: Call((data(n, WIDTH),), {}), id="writes a view"),
+    pytest.param(Numbers, lambda n: Call((data(n, WIDTH),), {}), id="numbers"),
+    pytest.param(Stacked, lambda n: Call((data(n, 5, 8),), {}), id="torch's own encoder"),
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
     pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
 ]  # fmt: skip

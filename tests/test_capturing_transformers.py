@@ -47,8 +47,8 @@ def bert(dropout: float) -> nn.Module:
 
 def vit(dropout: float) -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 

@@ -1,5 +1,6 @@
 """The chain of layers itself: cuts, stages, what is written in place, who holds what."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def chain_of(*layers: tuple[tuple[str, ...], str, tuple[str, ...]], returns: tup
 def run(chain: LayerChain, x: Tensor, *bounds: int) -> Any:
     values: tuple[Tensor, ...] = ()
     names: tuple[str, ...] = ()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         stage = chain.stage(start, stop)
         values = stage([value.clone() for value in values], {"args[0]": x})
         names = stage.sent

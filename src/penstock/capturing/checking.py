@@ -4,10 +4,14 @@ A trace can differ from its model without any error: an `autograd.Function` lose
 happens once. So the chain proves itself on the sample before anything trusts it: the same outputs, the same gradients.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -19,32 +23,42 @@ _SEED = 20_011
 def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
     """Raises `CaptureError` naming the output or parameter in which `chain` differs from `model` on the sample.
 
-    Both run from the same state of the generators, so dropout draws the same masks. The caller restores buffers and
-    generators. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
+    Both run from the same state of the generators, so dropout draws the same masks. Buffers and generators are
+    left as they were. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
-    with torch.enable_grad():
-        own = call.copied()
-        torch.manual_seed(_SEED)
-        expected, _ = flatten(model(*own.args, **own.kwargs))
-        own = call.copied()
-        torch.manual_seed(_SEED)
-        stage = chain.stage(0, len(chain.layers))
-        results = stage((), chain.inputs.bind(own.args, own.kwargs))
-        found, _ = flatten(chain.output.build(dict(zip(stage.sent, results, strict=True))))
-    # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
-    pairs = list(
-        zip(*([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in (expected, found)), strict=True)
-    )
-    for index, (a, b) in enumerate(pairs):
-        _compare(f"output {index}", a.detach(), b.detach(), model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wanted = _gradients([a for a, _ in pairs], parameters)
-    got = _gradients([b for _, b in pairs], parameters)
+    stage = chain.stage(0, len(chain.layers))
+
+    def whole(own: Call) -> Any:
+        return model(*own.args, **own.kwargs)
+
+    def chained(own: Call) -> Any:
+        results = stage((), chain.inputs.bind(own.args, own.kwargs))
+        return chain.output.build(dict(zip(stage.sent, results, strict=True)))
+
+    expected, wanted = _run(whole, model, call, parameters)
+    found, got = _run(chained, model, call, parameters)
+    for index, (a, b) in enumerate(zip(expected, found, strict=True)):
+        _compare(f"output {index}", a, b, model)
     for name in parameters:
         if (wanted[name] is None) != (got[name] is None):
             raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
         if wanted[name] is not None:
             _compare(f"the gradient of parameter {name}", wanted[name], got[name], model)
+
+
+def _run(
+    function: Callable[[Call], Any], model: nn.Module, call: Call, parameters: dict[str, nn.Parameter]
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """The output tensors and the gradients of one pass."""
+    # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
+    with preserved([model]), torch.enable_grad():
+        torch.manual_seed(_SEED)
+        leaves, _ = flatten(function(call.copied()))
+        # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        gradients = _gradients(outputs, parameters)
+        return [output.detach().clone() for output in outputs], gradients
 
 
 def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -69,6 +83,6 @@ def _compare(what: str, expected: Tensor | None, found: Tensor | None, model: nn
 def _message(what: str, model: nn.Module) -> str:
     return (
         f"the trace of {type(model).__name__} differs from the model in {what}. Look there for a "
-        "torch.autograd.Function (tracing drops its backward) or for state kept in Python; or pass the model as nn.Sequential or as a list of "
-        "layers, which run as they are."
+        "torch.autograd.Function (tracing drops its backward) or for state kept in Python; or pass the model as "
+        "nn.Sequential or as a list of layers, which run as they are."
     )

@@ -6,7 +6,6 @@ parameters, and brings along the free operators that it reads.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
@@ -43,25 +42,15 @@ def cut(
     trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
 ) -> list[Layer]:
     """The layers of `partition`; their random draws and writes in place are not known yet."""
-    bounds = _bounds(trace, dependence, stacks, partition)
-    steps = dependence.steps
     layers = []
-    for (name, _), (start, stop) in zip(partition, pairwise(bounds), strict=True):
-        later = set(steps[stop:])
-        own = steps[start:stop]
-        sent = [step for step in own if any(_reads(user, later, trace) for user in _users(step, trace))]
-        if stop == len(steps):
+    for name, start, stop in _intervals(trace, dependence, stacks, partition):
+        later = set(dependence.steps[stop:])
+        own = dependence.steps[start:stop]
+        sent = [step for step in own if any(user in later or user.op == "output" for user in step.users)]
+        if stop == len(dependence.steps):
             sent += [node for node in dict.fromkeys(trace.results) if _made_last(node, dependence, trace)]
         layers.append(_layer(name, own, tuple(dict.fromkeys(sent)), trace, dependence))
     return layers
-
-
-def _users(step: Node, trace: Trace) -> list[Node]:
-    return list(step.users)
-
-
-def _reads(user: Node, later: set[Node], trace: Trace) -> bool:
-    return user in later or user.op == "output"
 
 
 def _made_last(node: Node, dependence: Dependence, trace: Trace) -> bool:
@@ -70,10 +59,13 @@ def _made_last(node: Node, dependence: Dependence, trace: Trace) -> bool:
     return source.tensor is not None if source else node in dependence.free
 
 
-def _bounds(
+def _intervals(
     trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
-) -> list[int]:
-    """For every layer the position of its first step, and the number of steps at the end."""
+) -> list[tuple[str, int, int]]:
+    """Every layer's name, the position of its first step, and that after its last.
+
+    A layer joins the one before it where only a number could be sent, such as the result of ``.item()``.
+    """
     group = {key: index for index, (_, keys) in enumerate(partition) for key in keys}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -84,9 +76,10 @@ def _bounds(
                 last[group[key]] = position
                 break
     crossing = _crossing(dependence, len(stacks))
-    bounds = [0]
+    intervals: list[tuple[str, int, int]] = []
+    start, name = 0, partition[0][0]
     for index in range(len(partition) - 1):
-        low = max((last[other] + 1 for other in last if other <= index), default=bounds[-1])
+        low = max((last[other] + 1 for other in last if other <= index), default=start)
         high = min((first[other] for other in first if other > index), default=len(stacks))
         if high < low:
             raise CaptureError(
@@ -94,8 +87,11 @@ def _bounds(
                 "model was first traced (in evaluation mode, for example): pass the model as a list of layers"
             )
         best = min(range(low, high + 1), key=lambda position: (crossing[position], -position))
-        bounds.append(max(best, bounds[-1]))
-    return [*bounds, len(stacks)]
+        best = max(best, start)
+        if crossing[best] < float("inf"):
+            intervals.append((name, start, best))
+            start, name = best, partition[index + 1][0]
+    return [*intervals, (name, start, len(stacks))]
 
 
 def _crossing(dependence: Dependence, count: int) -> list[float]:

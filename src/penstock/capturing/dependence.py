@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from penstock.capturing.tracing import Trace
+from penstock.capturing.tracing import Trace, is_mutating
 
-__all__ = ["Dependence", "depend", "is_mutating", "size_bytes"]
+__all__ = ["Dependence", "depend", "size_bytes"]
 
 _ASSERTIONS = ("_assert", "sym_constrain")
 
@@ -77,12 +77,6 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
             for member in families[_memory(writer.args[0])]:
                 by_node[member] = by_node.get(member, frozenset()) | {writer}
     return Dependence(order, tuple(node for node in operators if node in fixed and node in live), free, by_node)
-
-
-def is_mutating(node: Node) -> bool:
-    """Whether the operator declares that it writes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
 
 
 def size_bytes(node: Node) -> float:

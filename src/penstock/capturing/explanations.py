@@ -56,8 +56,8 @@ def explained(model: nn.Module) -> Iterator[None]:
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
             f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error)}. Rewrite that line "
-            "with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of layers, "
-            "which run as they are"
+            "with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of "
+            "layers, which run as they are"
         ) from error
     finally:
         logger.disabled = silent

@@ -75,8 +75,7 @@ def _capture(
         evaluation=lambda: chain,
     )
     if check:
-        with preserved([model]):
-            check_chain(model, chain, call)
+        check_chain(model, chain, call)
     return chain, _joined_partition(partition, joined)
 
 

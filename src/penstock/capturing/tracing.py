@@ -6,7 +6,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -25,7 +25,7 @@ from penstock.capturing.explanations import explained
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
-__all__ = ["FlatModel", "Source", "Trace", "trace"]
+__all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
 
 _PREFIX = "model."
 
@@ -103,6 +103,31 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
     return _read(program, model, names)
 
 
+def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]) -> None:
+    """Lets the trace write in copies of its inputs: every layer starts from the batch as the user gave it."""
+    written = {
+        argument.meta["val"].untyped_storage()._cdata
+        for node in program.graph.nodes
+        if is_mutating(node) and isinstance(argument := node.args[0], Node)
+    }
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for node in inputs:
+        value = node.meta["val"]
+        if value.untyped_storage()._cdata in written:
+            with program.graph.inserting_before(first):
+                copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+            node.replace_all_uses_with(copy)
+            copy.args = (node,)
+            copy.meta = dict(node.meta)
+            node.meta["val"] = None
+
+
+def is_mutating(node: Node) -> bool:
+    """Whether the operator declares that it writes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
 def _export(
     flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs, other: Any
 ) -> ExportedProgram:
@@ -160,6 +185,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
                     f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a "
                     "layer: wrap the model as nn.Sequential or pass a list of layers"
                 )
+    _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     output = next(iter(reversed(program.graph.nodes)))
     return Trace(program.graph_module, sources, tuple(output.args[0]), fixed)
 
