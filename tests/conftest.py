@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -46,7 +46,10 @@ def test_schedules_compare_hash_and_pickle_by_value() -> None:
 def test_text() -> None:
     made = Schedule("1f1b", 2, 1)
 
-    assert repr(made) == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=())"
+    assert (
+        repr(made)
+        == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=())"
+    )
     assert str(made) == (
         "1f1b: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 0U3<1\n"

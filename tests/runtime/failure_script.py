@@ -1,9 +1,11 @@
 """A training script that goes wrong on purpose: ``python failure_script.py SCENARIO FAILING_RANK``."""
 
+import math
 import os
 import signal
 import sys
 import time
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +16,20 @@ import penstock
 class Layer(nn.Module):
     """A linear layer that fails at its third forward if it is told to."""
 
+    forwards_left: ClassVar[float] = math.inf
+    """Before the failing one."""
+
     def __init__(self, fails: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.fails = fails
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training and x.requires_grad | (x.shape[0] == 2)
-        if self.fails and self.armed and self.calls >= 3:
-            self.fail()
+        if self.fails:
+            Layer.forwards_left -= 1
+            if Layer.forwards_left < 0:
+                self.fail()
         return torch.tanh(self.linear(x))
-
-    armed = False
 
     def fail(self) -> None:
         """What the scenario asks for."""
@@ -54,7 +57,7 @@ def main() -> None:
         microbatches=4,
         timeout_seconds=4.0 if scenario == "freeze" else 60.0,
     )
-    Layer.armed = True
+    Layer.forwards_left = 6
     x = torch.randn(8, 4)
     for step in range(5):
         if step == 2 and rank == failing:

@@ -27,6 +27,7 @@ class FailureBoard:
         self._store = store
         self._rank = rank
         self._ranks = ranks
+        self._reachable = True
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
 
@@ -37,6 +38,8 @@ class FailureBoard:
         """
         self.failed = True
         record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
+        if not self._reachable:
+            return
         # A store that cannot be reached means that the process that holds it is gone: there is nobody to tell.
         with contextlib.suppress(RuntimeError):
             if json.loads(self._store.compare_set(_FAILURE, "", record))["rank"] != self._rank:
@@ -47,6 +50,8 @@ class FailureBoard:
 
     def check(self) -> None:
         """Raises `TransportError` with the failed rank's traceback if another rank has reported a failure."""
+        if not self._reachable:
+            return
         try:
             if not self._store.check([_FAILURE]):
                 return
@@ -56,7 +61,9 @@ class FailureBoard:
             if not self.failed:
                 self._store.add(_READERS, 1)
         except RuntimeError:
-            # The store went down with its process; the broken connection to that process tells the rest.
+            # The store went down with its process; the broken connection to that process tells the rest. It is not
+            # asked again, since torch prints a long warning each time.
+            self._reachable = False
             return
         self.failed = True
         raise TransportError(

@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -52,7 +52,7 @@ class _Receipt:
 
     edge: Edge
     form: Hashable
-    check: Callable[[], None]
+    board: FailureBoard
     timeout_seconds: float
     done: threading.Event = field(default_factory=threading.Event)
     message: Message = ()
@@ -64,8 +64,9 @@ class _Receipt:
     def wait(self) -> Message:
         deadline = time.monotonic() + self.timeout_seconds
         while not self.done.wait(_POLL_SECONDS):
-            self.check()
+            self.board.check()
             if time.monotonic() > deadline:
+                self.board.failed = True
                 raise TransportError(
                     f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It "
                     f"hangs, is "
@@ -73,13 +74,7 @@ class _Receipt:
                     "timeout_seconds= if its work may take that long"
                 )
         if self.error is not None:
-            # The peer may have had the time to say why.
-            _linger(self.check)
-            raise TransportError(
-                f"rank {self.edge.source} closed its connection to rank {self.edge.target} ({self.edge}). It was "
-                f"probably "
-                f"killed (out of memory?) or left the training loop earlier: look at its log. Gloo says: {self.error}"
-            ) from self.error
+            raise _broken(self.board, self.edge, self.edge.source, self.error)
         return self.message
 
 
@@ -114,16 +109,11 @@ class ProcessGroup:
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         outbox = self._outboxes[edge]
         if outbox.error is not None:
-            _linger(self._board.check)
-            raise TransportError(
-                f"rank {edge.target} closed its connection to rank {edge.source} ({edge}). It was probably killed (out "
-                f"of "
-                f"memory?) or left the training loop earlier: look at its log. Gloo says: {outbox.error}"
-            ) from outbox.error
+            raise _broken(self._board, edge, edge.target, outbox.error)
         outbox.put(form, message)
 
     def post(self, edge: Edge, form: Hashable) -> Ticket:
-        receipt = _Receipt(edge, form, self._board.check, self._timeout_seconds)
+        receipt = _Receipt(edge, form, self._board, self._timeout_seconds)
         self._inboxes[edge].receipts.put(receipt)
         return receipt
 
@@ -154,12 +144,20 @@ class ProcessGroup:
         return not any(end.thread.is_alive() for end in ends)
 
 
-def _linger(check: Callable[[], None], seconds: float = 2.0) -> None:
-    """Calls `check` for a while: a broken connection is often noticed before its cause has been written down."""
-    deadline = time.monotonic() + seconds
+def _broken(board: FailureBoard, edge: Edge, peer: int, error: Exception) -> TransportError:
+    """The error for a connection that `peer` has broken; raises the cause instead if a rank tells it."""
+    # A broken connection is often noticed before its cause has been written down.
+    deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        check()
+        board.check()
         time.sleep(0.05)
+    board.failed = True
+    result = TransportError(
+        f"rank {peer} closed its connection to this rank ({edge}). It was probably killed (out of memory?) or left the "
+        f"training loop earlier: look at its log. Gloo says: {error}"
+    )
+    result.__cause__ = error
+    return result
 
 
 class _Outbox:

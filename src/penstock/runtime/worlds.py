@@ -8,7 +8,8 @@ import os
 import sys
 import traceback
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -82,7 +83,8 @@ class Processes:
         self.processes = dist.get_world_size()
         self.rank = dist.get_rank()
         # A group of its own for Python objects: the default group may be NCCL's, which takes GPU tensors only.
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        with _explained():
+            self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
         # There is no public way to the store of the default group (torch 2.11 to 2.13).
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
@@ -100,11 +102,13 @@ class Processes:
         return (self.rank,)
 
     def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
-        return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds)
+        with _explained():
+            return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds)
 
     def gather(self, value: T) -> Sequence[T]:
         values: list[T | None] = [None] * self.processes
-        dist.all_gather_object(values, value, group=self.group)
+        with _explained():
+            dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # all_gather_object has filled every entry
 
     def report(self, place: str, error: BaseException) -> None:
@@ -119,6 +123,19 @@ class Processes:
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
         self._previous_hook(kind, error, trace)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Gives an error of a collective, which names a socket, a meaning."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(
+            "another rank ended or failed while all ranks were setting up or gathering something: look at the other "
+            "ranks' "
+            f"logs. torch.distributed says: {error}"
+        ) from error
 
 
 def join_world() -> World:
