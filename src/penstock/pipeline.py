@@ -127,7 +127,7 @@ class Pipeline:
             microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches)
         with self._guarded("in a step"):
             first = self._minibatch * self.schedule.microbatches
-            current = Pass(training=True, microbatches_before=self._microbatches_before)
+            current = Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
             self._run(current, microbatches, first, self.schedule.step(self._minibatch))
             self._minibatch += 1
             return StepResult(self._report_loss(current))
@@ -140,7 +140,7 @@ class Pipeline:
         if self.schedule.flushes or self._minibatch == 0:
             return
         with self._guarded("in a drain"):
-            current = Pass(training=True, microbatches_before=self._microbatches_before)
+            current = Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
             self._run(current, (), 0, self.schedule.drain(self._minibatch))
             microbatches = self._minibatch * self.schedule.microbatches
             for stage in self._stages.values():
@@ -237,7 +237,7 @@ class Pipeline:
 
     def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor]) -> Worker:
         stages = {stage: self._stages[stage] for stage in self.schedule.stages_of(rank)}
-        return Worker(rank, self.schedule, stages, self._chain, loss_fn, self.optimizer, self._transport, self._seed)
+        return Worker(rank, self.schedule, stages, self._chain, loss_fn, self.optimizer, self._transport)
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages.

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_files
 from torch.distributed.checkpoint.state_dict_saver import save as save_files
+from torch.utils import _pytree as pytree
 
 from penstock.errors import CheckpointError
 from penstock.runtime.worlds import World
@@ -84,7 +85,8 @@ def load_named_state(
                 )
             described.update(options[name])
             if name in states:
-                current["state"][position] = states[name]
+                # A copy: the optimizer would go on in the caller's tensors.
+                current["state"][position] = pytree.tree_map_only(Tensor, torch.clone, dict(states[name]))
             position += 1
     optimizer.load_state_dict(current)
 

@@ -55,6 +55,8 @@ class Pass:
     """One minibatch, or one batch of an evaluation, and what it leaves on the rank of the last stage."""
 
     training: bool
+    seed: int = 0
+    """Of the random layers."""
     microbatches_before: int = 0
     """Microbatches trained before the present run of the schedule."""
     keeps_outputs: bool = False
@@ -77,7 +79,6 @@ class Worker:
         loss_fn: Callable[[Any, Any], Tensor],
         optimizer: torch.optim.Optimizer | None,
         transport: Transport,
-        seed: int,
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -86,7 +87,6 @@ class Worker:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._transport = transport
-        self._seed = seed
         self._pass = Pass(training=True)
         self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
@@ -164,7 +164,7 @@ class Worker:
                     self._put(action.stage, k, 1, outputs)
             return
         module = stage.weights.module(action.version)
-        seed = microbatch_seed(self._seed, self._pass.microbatches_before + k)
+        seed = microbatch_seed(self._pass.seed, self._pass.microbatches_before + k)
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
             outputs = module(received, microbatch.inputs, seed)
