@@ -1,5 +1,6 @@
 """Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
 
+import gc
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 import models
 import penstock
 
-__all__ = ["Case", "Outcome", "run_cases", "run_pipeline", "run_reference"]
+__all__ = ["Case", "Outcome", "count_tensors", "run_cases", "run_pipeline", "run_reference"]
 
 
 LAYERS = 8
@@ -67,6 +68,21 @@ def run_pipeline(case: Case) -> Outcome:
     outcome = Outcome(tuple(float(loss) for loss in losses), {name: tensor.clone() for name, tensor in state.items()})
     pipe.close()
     return outcome
+
+
+def count_tensors(case: Case, steps: int) -> list[int]:
+    """How many tensors are alive after each of some steps."""
+    subject = models.SUBJECTS[case.subject]
+    pipe = penstock.Pipeline(subject.build(), **case.options)
+    counts = []
+    for step in range(steps):
+        x, y = subject.batches[step % len(subject.batches)]
+        float(pipe.step(x, y).loss)
+        gc.collect()
+        counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+    pipe.drain()
+    pipe.close()
+    return counts
 
 
 def run_cases(cases: list[Case]) -> list[Outcome]:
