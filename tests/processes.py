@@ -1,7 +1,7 @@
 """A pool of real processes that the tests share.
 
-Starting a process and importing torch takes seconds, so the pool starts once and runs many jobs. Each job gets a process
-group of its own over Gloo, which is gone when the job ends. Jobs are functions of importable modules.
+Starting a process and importing torch takes seconds, so the pool starts once and runs many jobs. Each job gets a
+process group of its own over Gloo, which is gone when the job ends. Jobs are functions of importable modules.
 """
 
 import multiprocessing

@@ -3,7 +3,7 @@
 import gc
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import models
 import penstock
@@ -26,13 +26,14 @@ class Case:
     optimizer: str = "momentum"
     stages_per_rank: int = 1
     drain_after: tuple[int, ...] = ()
+    device: str = "cpu"
 
     @property
     def options(self) -> dict[str, object]:
         """The arguments that the pipeline and the oracle share."""
         subject = models.SUBJECTS[self.subject]
         return {
-            "sample": subject.sample,
+            "sample": tuple(tensor.to(self.device) for tensor in subject.sample),
             "loss_fn": subject.loss_fn,
             "optimizer": getattr(models, self.optimizer),
             "plan": penstock.Plan.uniform(
@@ -46,6 +47,15 @@ class Case:
             "seed": 3,
         }
 
+    def build(self) -> nn.Module:
+        """The model."""
+        return models.SUBJECTS[self.subject].build().to(self.device)
+
+    @property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets."""
+        return [(x.to(self.device), y.to(self.device)) for x, y in models.SUBJECTS[self.subject].batches]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,10 +67,9 @@ class Outcome:
 
 def run_pipeline(case: Case) -> Outcome:
     """The run by `Pipeline`: all ranks here, or this process's part of them."""
-    subject = models.SUBJECTS[case.subject]
-    pipe = penstock.Pipeline(subject.build(), **case.options)
+    pipe = penstock.Pipeline(case.build(), **case.options)
     losses = []
-    for number, (x, y) in enumerate(subject.batches):
+    for number, (x, y) in enumerate(case.batches):
         losses.append(pipe.step(x, y).loss)
         if number in case.drain_after:
             pipe.drain()
@@ -72,11 +81,10 @@ def run_pipeline(case: Case) -> Outcome:
 
 def count_tensors(case: Case, steps: int) -> list[int]:
     """How many tensors are alive after each of some steps."""
-    subject = models.SUBJECTS[case.subject]
-    pipe = penstock.Pipeline(subject.build(), **case.options)
+    pipe, batches = penstock.Pipeline(case.build(), **case.options), case.batches
     counts = []
     for step in range(steps):
-        x, y = subject.batches[step % len(subject.batches)]
+        x, y = batches[step % len(batches)]
         float(pipe.step(x, y).loss)
         gc.collect()
         counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
@@ -92,6 +100,5 @@ def run_cases(cases: list[Case]) -> list[Outcome]:
 
 def run_reference(case: Case) -> Outcome:
     """The run by the oracle."""
-    subject = models.SUBJECTS[case.subject]
-    reference = penstock.reference_train(subject.build(), subject.batches, drain_after=case.drain_after, **case.options)
+    reference = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **case.options)
     return Outcome(reference.losses, reference.state)

@@ -1,0 +1,41 @@
+"""The runtime on a GPU: ``pytest -m gpu`` where there is one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from processes import Pool
+from training import Case, Outcome, run_pipeline, run_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CASE = Case("normalized", "1f1b-flush", 2, 4, "adamw", device="cuda:0")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "1f1b", "vertical", "2bw")
+
+
+def case(schedule: str) -> Case:
+    """The case under another schedule."""
+    return replace(CASE, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1)
+
+
+def assert_close(expected: Outcome, actual: Outcome) -> None:
+    """Equal but for the order in which CUDA kernels add, which is theirs to choose."""
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-9, atol=1e-9)
+    for name, tensor in actual.state.items():
+        torch.testing.assert_close(tensor.cpu(), expected.state[name].cpu(), rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_process(schedule: str) -> None:
+    assert_close(run_reference(case(schedule)), run_pipeline(case(schedule)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_processes_share_the_device(pool: Pool, schedule: str) -> None:
+    expected = run_reference(case(schedule))
+    for part in pool.run(2, run_pipeline, case(schedule)):
+        assert_close(expected, part)
