@@ -311,8 +311,7 @@ class Pipeline:
         if self._failed:
             raise PenstockError(
                 f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
-                f"Pipeline "
-                "and load a state dict"
+                "Pipeline and load a state dict"
             )
         try:
             yield

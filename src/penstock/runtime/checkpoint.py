@@ -49,14 +49,12 @@ def load_tensors(state: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
         if name not in model:
             raise CheckpointError(
                 f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole or of "
-                f"all "
-                "ranks together"
+                "all ranks together"
             )
         if model[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the "
-                f"model: load "
-                "the state of the same model"
+                "model: load the state of the same model"
             )
     with torch.no_grad():
         for name, tensor in held.items():

@@ -53,8 +53,7 @@ def split(form: ModelInputs, inputs: Any, target: Any, count: int) -> tuple[Micr
     if samples < count:
         raise PenstockError(
             f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} "
-            f"samples, "
-            f"or build the Pipeline with microbatches={max(samples, 1)} or fewer"
+            f"samples, or build the Pipeline with microbatches={max(samples, 1)} or fewer"
         )
     _check_target(target, samples)
     sizes = [samples // count + (index < samples % count) for index in range(count)]
@@ -106,8 +105,7 @@ def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
     if not counts:
         raise PenstockError(
             "no input has a batch dimension: nothing in sample= has as its dimension 0 the number of samples. Pass "
-            "inputs "
-            "whose first dimension counts samples"
+            "inputs whose first dimension counts samples"
         )
     if len(set(counts.values())) > 1:
         raise PenstockError(

@@ -69,9 +69,8 @@ class _Receipt:
                 self.board.failed = True
                 raise TransportError(
                     f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It "
-                    f"hangs, is "
-                    "stopped, or has left the training loop earlier than this rank: look at its log, or pass a larger "
-                    "timeout_seconds= if its work may take that long"
+                    "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
+                    "pass a larger timeout_seconds= if its work may take that long"
                 )
         if self.error is not None:
             raise _broken(self.board, self.edge, self.edge.source, self.error)
@@ -182,10 +181,8 @@ class _Outbox:
         elif agreed != specs:
             raise TransportError(
                 f"{self._edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
-                f"the "
-                f"first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs depend "
-                f"on "
-                "its data: make them depend on the input shapes only"
+                f"the first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs "
+                "depend on its data: make them depend on the input shapes only"
             )
         self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))
 

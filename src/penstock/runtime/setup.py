@@ -43,10 +43,8 @@ def choose_plan(
     if isinstance(plan, str):
         raise PlanError(
             f"plan={plan!r}: expected a penstock.Plan. Load a file with penstock.Plan.load(...), or make a plan on one "
-            f"rank "
-            "with penstock.plan(penstock.profile(model, sample), cluster) and give it to all (automatic planning is "
-            "yet to "
-            "come)"
+            "rank with penstock.plan(penstock.profile(model, sample), cluster) and give it to all (automatic planning "
+            "is yet to come)"
         )
     if plan is None:
         per_rank = _stages_per_rank(schedule, stages, processes)
@@ -59,14 +57,23 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-    given = {"schedule": schedule, "microbatches": microbatches, "stages": stages}
-    planned = {"schedule": plan.schedule, "microbatches": plan.microbatches, "stages": len(plan.stages)}
+    given = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "stages": stages,
+        "vertical_sync": vertical_sync or None,
+    }
+    planned = {
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "stages": len(plan.stages),
+        "vertical_sync": plan.vertical_sync,
+    }
     for name, value in given.items():
         if value is not None and value != planned[name]:
             raise PlanError(
                 f"{name}={value!r} contradicts the plan, which has {name} {planned[name]!r}: leave {name}= out, or "
-                f"change "
-                "the plan"
+                "change the plan"
             )
     return plan
 
@@ -85,8 +92,7 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
-            f"of "
-            "this model"
+            "of this model"
         )
     for index, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:
@@ -109,10 +115,8 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
             f"weights are shared across stages: {names}. Under {plan.schedule!r} every stage updates at its own time, "
-            f"so "
-            "the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved), untie the "
-            "weights, or "
-            "plan the layers that share them into one stage"
+            "so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved), untie the "
+            "weights, or plan the layers that share them into one stage"
         )
     return replace(schedule, ties=tuple(sorted(set(shared.values()))))
 
@@ -209,8 +213,7 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain) -> None:
         if different:
             raise PlanError(
                 f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
-                f"build "
-                "the whole model identically: call torch.manual_seed(...) with one seed before building it"
+                "build the whole model identically: call torch.manual_seed(...) with one seed before building it"
             )
 
 

@@ -274,9 +274,8 @@ class Worker:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise PenstockError(
-                f"loss_fn(output, target) must return one number as a tensor, the mean over the microbatch's samples; "
-                f"it "
-                f"returned {found}. Reduce it, for instance with .mean()"
+                "loss_fn(output, target) must return one number as a tensor, the mean over the microbatch's samples; "
+                f"it returned {found}. Reduce it, for instance with .mean()"
             )
         return loss
 

@@ -96,8 +96,7 @@ class Processes:
         if ranks != self.processes:
             raise PlanError(
                 f"the plan is for {ranks} rank(s) and {self.processes} process(es) were started: start as many "
-                f"processes as "
-                f"the plan has ranks (torchrun --nproc-per-node {ranks}), or plan for {self.processes}"
+                f"processes as the plan has ranks (torchrun --nproc-per-node {ranks}), or plan for {self.processes}"
             )
         return (self.rank,)
 
@@ -133,8 +132,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         raise TransportError(
             "another rank ended or failed while all ranks were setting up or gathering something: look at the other "
-            "ranks' "
-            f"logs. torch.distributed says: {error}"
+            f"ranks' logs. torch.distributed says: {error}"
         ) from error
 
 
