@@ -41,6 +41,7 @@ def exchange() -> list[Any]:
             described = None if part is None else [part.tolist(), str(part.dtype), part.requires_grad]
             message.append(described)  # type: ignore[arg-type]
         found.append(tuple(message))
+    transport.flush()
     transport.close()
     return found
 

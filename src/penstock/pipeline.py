@@ -7,6 +7,7 @@ then hands programs to the workers step by step. What happens inside a step is t
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import capture
 from penstock.errors import PenstockError
+from penstock.profiling.profiler import profile as measure
 from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state, read, write
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.results import Loss, StepResult
@@ -32,6 +34,7 @@ from penstock.runtime.worlds import World, join_world
 from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verifier import verify
 from penstock.values.plans import Plan
+from penstock.values.profiles import Profile
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
 
@@ -83,6 +86,7 @@ class Pipeline:
     ) -> None:
         self._world: World = join_world()
         self._failed = ""
+        self._sample = sample
         with self._guarded("building the pipeline"):
             self._chain = capture(model, sample)
             self.plan = choose_plan(
@@ -111,6 +115,11 @@ class Pipeline:
         """Microbatches trained before the present run."""
         self._records: deque[list[Record]] = deque(maxlen=KEPT_MINIBATCHES)
 
+    @cached_property
+    def profile(self) -> Profile:
+        """The layers of the model as measured on this process's device, on the first use."""
+        return measure(self._chain, self._sample, progress=False)
+
     @property
     def rank(self) -> int:
         """The rank of this process; 0 in a single process."""
@@ -127,7 +136,7 @@ class Pipeline:
             microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches)
         with self._guarded("in a step"):
             first = self._minibatch * self.schedule.microbatches
-            current = Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
+            current = self._training_pass()
             self._run(current, microbatches, first, self.schedule.step(self._minibatch))
             self._minibatch += 1
             return StepResult(self._report_loss(current))
@@ -135,18 +144,18 @@ class Pipeline:
     def drain(self) -> None:
         """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
 
-        Does nothing for schedules that flush.
+        A schedule that flushes has nothing left to compute. Whatever the schedule, when this returns all that this rank
+        had to send has been sent, so that its process may leave the process group.
         """
-        if self.schedule.flushes or self._minibatch == 0:
-            return
         with self._guarded("in a drain"):
-            current = Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
-            self._run(current, (), 0, self.schedule.drain(self._minibatch))
-            microbatches = self._minibatch * self.schedule.microbatches
-            for stage in self._stages.values():
-                stage.weights.restart(newest=microbatches // self.schedule.microbatches_per_update)
-            self._microbatches_before += microbatches
-            self._minibatch = 0
+            if not self.schedule.flushes and self._minibatch > 0:
+                self._run(self._training_pass(), (), 0, self.schedule.drain(self._minibatch))
+                microbatches = self._minibatch * self.schedule.microbatches
+                for stage in self._stages.values():
+                    stage.weights.restart(newest=microbatches // self.schedule.microbatches_per_update)
+                self._microbatches_before += microbatches
+                self._minibatch = 0
+            self._transport.flush()
 
     def evaluate(self, inputs: Any, target: Any) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
@@ -234,6 +243,9 @@ class Pipeline:
         """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
         self._transport.close()
         self._world.leave()
+
+    def _training_pass(self) -> Pass:
+        return Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
 
     def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor]) -> Worker:
         stages = {stage: self._stages[stage] for stage in self.schedule.stages_of(rank)}

@@ -217,6 +217,24 @@ def test_the_timeline_holds_what_was_run() -> None:
     assert 0 <= timeline.bubble < 1
 
 
+def test_the_profile_is_of_the_models_layers() -> None:
+    pipe = make()
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    profile = pipe.profile
+
+    assert [layer.name for layer in profile.layers] == [*(f"blocks.{index}" for index in range(7)), "head"]
+    assert profile.layers[-1].parameter_bytes == 8 * (6 * 3 + 3)
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_timeline_before_the_first_step() -> None:
+    timeline = make().timeline()
+
+    assert timeline.spans == ()
+    assert timeline.seconds == 0
+
+
 def test_processes_must_agree(pool: Pool) -> None:
     for message in pool.run(2, build_with_other_weights):
         assert "start from different weights" in message

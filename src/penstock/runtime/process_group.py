@@ -116,6 +116,14 @@ class ProcessGroup:
         self._inboxes[edge].receipts.put(receipt)
         return receipt
 
+    def flush(self) -> None:
+        for edge, outbox in self._outboxes.items():
+            sent = outbox.mark()
+            while not sent.wait(_POLL_SECONDS):
+                self._board.check()
+                if outbox.error is not None:
+                    raise _broken(self._board, edge, edge.target, outbox.error)
+
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._end()
@@ -167,7 +175,8 @@ class _Outbox:
         self._edge = edge
         self._group = group
         self._agreed: dict[Hashable, _Specs] = {}
-        self._messages: queue.SimpleQueue[tuple[bytes | None, list[Tensor]] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[bytes | None, list[Tensor]] | threading.Event | None]
+        self._messages = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
         self.thread.start()
 
@@ -186,12 +195,21 @@ class _Outbox:
             )
         self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))
 
+    def mark(self) -> threading.Event:
+        """An event that is set when everything queued so far has been sent."""
+        sent = threading.Event()
+        self._messages.put(sent)
+        return sent
+
     def close(self) -> None:
         """Ends the thread after everything queued has been sent."""
         self._messages.put(None)
 
     def _run(self) -> None:
         while (item := self._messages.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             header, tensors = item
             try:
                 if header is not None:

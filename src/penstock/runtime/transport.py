@@ -56,6 +56,9 @@ class Transport(Protocol):
     def post(self, edge: Edge, form: Hashable) -> Ticket:
         """Posts the receive of the next message on `edge`, which is of `form`."""
 
+    def flush(self) -> None:
+        """Waits until every message has been handed to the network."""
+
     def close(self) -> None:
         """Ends the transport; messages that were sent are delivered first."""
 
@@ -99,6 +102,9 @@ class Loopback:
         queue = self._queues[edge]
         queue.posted += 1
         return _LoopbackTicket(edge, queue.arrived, queue.posted - 1)
+
+    def flush(self) -> None:
+        """A message has arrived when it is sent."""
 
     def close(self) -> None:
         self._queues.clear()
