@@ -177,22 +177,21 @@ class LayerChain:
     def cut(self, index: int) -> tuple[str, ...]:
         """The values that cross the cut before layer `index`, in the order in which they were written.
 
-        ``cut(0)`` is empty: the model's inputs are not sent. ``cut(len(layers))`` is what the output is built from.
+        ``cut(0)`` is empty: the model's inputs are not sent. ``cut(len(layers))`` is what the output is built from, in
+        the order of ``output.values``.
         """
         return self._cuts[index]
 
     @cached_property
     def _cuts(self) -> tuple[tuple[str, ...], ...]:
         cuts = []
-        for index in range(len(self.layers) + 1):
+        for index in range(len(self.layers)):
             needed = set(self.output.values)
             for layer in self.layers[index:]:
                 needed.update(layer.inputs)
             written = dict.fromkeys(name for layer in self.layers[:index] for name in layer.outputs)
             cuts.append(tuple(name for name in written if name in needed))
-        # An output may be one of the model's inputs as it stands.
-        passed = tuple(name for name in self.output.values if name not in cuts[-1])
-        return (*cuts[:-1], cuts[-1] + passed)
+        return (*cuts, self.output.values)
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Layers `start` up to `stop` as one module over the model's own parameters."""

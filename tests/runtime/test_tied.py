@@ -1,0 +1,95 @@
+"""Weights that several stages share: one gradient, the sum over the stages, and one value everywhere."""
+
+import pytest
+import torch
+
+import penstock
+from processes import Pool
+from training import Outcome
+from transformer_jobs import (
+    LAYERS,
+    SUBJECTS,
+    Run,
+    make_pipeline,
+    run_in_pipeline,
+    run_plainly,
+    run_reference,
+    run_these,
+)
+
+# On two ranks of two stages each, "every-second" shares a weight between stages of one rank (0 and 2), "three-sharing"
+# between stages of one rank and one of the other (0, 2 and 3).
+RUNS = [
+    *(Run(subject, "1f1b-flush", 2) for subject in ("gpt2-tied", "bert-tied")),
+    *(Run(subject, "gpipe", 3) for subject in ("gpt2-tied", "bert-tied")),
+    *(Run(subject, "interleaved", 4, stages_per_rank=2) for subject in ("gpt2-tied", "bert-tied")),
+    *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe")),
+    *(
+        Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4))
+        for subject in ("every-second", "three-sharing")
+    ),
+]
+
+
+def ident(run: Run) -> str:
+    return f"{run.subject}-{run.schedule}-{run.stages}"
+
+
+def assert_equal(expected: Outcome, actual: Outcome) -> None:
+    """Every loss and every tensor of `actual` is exactly the expected one."""
+    assert expected.losses == actual.losses
+    for name, tensor in actual.state.items():
+        assert torch.equal(expected.state[name], tensor), name
+
+
+@pytest.mark.parametrize("run", RUNS, ids=ident)
+def test_one_process(run: Run) -> None:
+    actual, plain = run_in_pipeline(run), run_plainly(run.subject)
+
+    assert_equal(run_reference(run), actual)
+    assert set(actual.state) == set(SUBJECTS[run.subject].build().state_dict())
+    # A tolerance: the unsplit model sums the uses of a weight microbatch by microbatch, the stages each sum their own
+    # use over the microbatches first.
+    assert actual.losses == pytest.approx(plain.losses, rel=1e-12)
+    for name, tensor in plain.state.items():
+        torch.testing.assert_close(actual.state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes(pool: Pool, ranks: int) -> None:
+    runs = [run for run in RUNS if run.stages == ranks * run.stages_per_rank]
+    outcomes = pool.run(ranks, run_these, runs)
+    for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
+        expected = run_reference(run)
+        for part in parts:
+            assert_equal(expected, part)
+
+        assert set(expected.state) == {name for part in parts for name in part.state}
+        # Each rank has its copies of the shared weights under all their names, and they are equal.
+        shared = {name for part in parts for name in part.state if sum(name in other.state for other in parts) > 1}
+        assert shared or run.subject == "every-second"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_without_a_flush_stages_may_not_share(schedule: str) -> None:
+    with pytest.raises(penstock.PlanError) as caught:
+        make_pipeline(Run("gpt2-tied", schedule, 3))
+
+    assert str(caught.value) == (
+        f"weights are shared across stages: transformer.wte.weight (stages 0, 2). Under {schedule!r} every stage "
+        "updates at its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, "
+        "interleaved), untie the weights, or plan the layers that share them into one stage"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_layers_of_one_stage_may_share_under_every_schedule(schedule: str) -> None:
+    run = Run("neighbours", schedule, 3, cuts=(2, 5))
+
+    assert make_pipeline(run).schedule.ties == ()
+    assert_equal(run_reference(run), run_in_pipeline(run))
+
+
+def test_the_subjects_have_the_layers_they_are_planned_for() -> None:
+    for name, layers in LAYERS.items():
+        assert len(penstock.capture(SUBJECTS[name].build(), SUBJECTS[name].sample, check=False).layers) == layers

@@ -1,0 +1,250 @@
+"""Hugging Face models as they are, and their training runs: by the pipeline, by the oracle and by a plain loop.
+
+Also jobs for the processes of the pool. Sizes are small, the weights random, everything in float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import models
+import penstock
+from training import Outcome
+
+__all__ = [
+    "SUBJECTS",
+    "Run",
+    "Subject",
+    "make_pipeline",
+    "run_in_pipeline",
+    "run_plainly",
+    "run_reference",
+    "run_these",
+]
+
+VOCABULARY, LENGTH, WIDTH, SAMPLES, STEPS, MICROBATCHES = 50, 8, 16, 9, 3, 4
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its batches and its loss."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], Inputs]
+    """Of as many samples."""
+    classes: int
+    """The target is a class of as many, for each position of the output."""
+    positions: tuple[int, ...] = ()
+    """The output's dimensions between samples and classes."""
+
+    def build(self) -> nn.Module:
+        """The model, the same at each call."""
+        torch.manual_seed(0)
+        return self.make().double().train()
+
+    @property
+    def batches(self) -> list[tuple[Inputs, Tensor]]:
+        """Nine samples each: four microbatches of them are not equally large."""
+        torch.manual_seed(1)
+        return [
+            (self.inputs(SAMPLES), torch.randint(0, self.classes, (SAMPLES, *self.positions))) for _ in range(STEPS)
+        ]
+
+    @property
+    def sample(self) -> Inputs:
+        """Keyword arguments of one microbatch."""
+        torch.manual_seed(2)
+        return self.inputs(2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a subject. `cuts`: the first layers of the stages but the first; () for equal numbers."""
+
+    subject: str
+    schedule: str
+    stages: int
+    stages_per_rank: int = 1
+    cuts: tuple[int, ...] = ()
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    """Cross entropy on the model's own output object."""
+    return F.cross_entropy(output.logits.flatten(0, -2), target.flatten())
+
+
+def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
+    """The pipeline of a run: all of it here, or this process's part."""
+    subject = SUBJECTS[run.subject]
+    return penstock.Pipeline(subject.build(), **{"sample": subject.sample, **_options(run), **options})
+
+
+def run_in_pipeline(run: Run) -> Outcome:
+    """The run by `Pipeline`."""
+    pipe = make_pipeline(run)
+    losses = [pipe.step(inputs, target).loss for inputs, target in SUBJECTS[run.subject].batches]
+    pipe.drain()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    outcome = Outcome(tuple(float(loss) for loss in losses), state)
+    pipe.close()
+    return outcome
+
+
+def run_these(runs: list[Run]) -> list[Outcome]:
+    """Several runs, one after the other, in the present process group."""
+    return [run_in_pipeline(run) for run in runs]
+
+
+@cache
+def run_reference(run: Run) -> Outcome:
+    """The run by the oracle."""
+    subject = SUBJECTS[run.subject]
+    reference = penstock.reference_train(subject.build(), subject.batches, sample=subject.sample, **_options(run))
+    return Outcome(reference.losses, reference.state)
+
+
+@cache
+def run_plainly(subject: str) -> Outcome:
+    """A training loop over the unsplit eager model, as its users write it."""
+    chosen = SUBJECTS[subject]
+    model = chosen.build()
+    optimizer = models.adamw(list(model.parameters()))
+    losses = []
+    for inputs, target in chosen.batches:
+        total = 0.0
+        parts = {name: tensor.tensor_split(MICROBATCHES) for name, tensor in inputs.items()}
+        for k, part in enumerate(target.tensor_split(MICROBATCHES)):
+            loss = loss_fn(model(**{name: pieces[k] for name, pieces in parts.items()}), part)
+            share = len(part) / len(target)
+            loss.backward(torch.tensor(share, dtype=loss.dtype))
+            total += loss.item() * share
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return Outcome(tuple(losses), {name: tensor.detach() for name, tensor in model.state_dict().items()})
+
+
+def _options(run: Run) -> dict[str, Any]:
+    options = {"loss_fn": loss_fn, "optimizer": models.adamw, "seed": 5}
+    if not run.cuts and run.stages_per_rank == 1:
+        return {**options, "schedule": run.schedule, "stages": run.stages, "microbatches": MICROBATCHES}
+    layers = LAYERS[run.subject]
+    bounds = (0, *run.cuts, layers)
+    if not run.cuts:
+        bounds = tuple(layers * stage // run.stages for stage in range(run.stages + 1))
+    ranks = run.stages // run.stages_per_rank
+    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], (s % ranks,)) for s in range(run.stages))
+    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=MICROBATCHES)
+    return {**options, "plan": plan}
+
+
+def _text(samples: int) -> Inputs:
+    return {"input_ids": torch.randint(0, VOCABULARY, (samples, LENGTH))}
+
+
+def _padded(samples: int) -> Inputs:
+    """Every sample of another length."""
+    lengths = 2 + torch.arange(samples) % (LENGTH - 1)
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    return {**_text(samples), "attention_mask": mask}
+
+
+def _translation(samples: int) -> Inputs:
+    return {**_text(samples), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, 6))}
+
+
+def _image(samples: int) -> Inputs:
+    return {"pixel_values": torch.randn(samples, 3, 16, 16, dtype=torch.float64)}
+
+
+def _gpt2(tied: bool) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama(key_value_heads: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=key_value_heads, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert(tied: bool, **dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, tie_word_embeddings=tied, **dropout,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def _vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, num_labels=5,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+class Sharing(nn.Module):
+    """Blocks in which one matrix is used again and again, in the blocks `shared`."""
+
+    def __init__(self, blocks: int, shared: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks))
+        for index in shared[1:]:
+            self.blocks[index][1].weight = self.blocks[shared[0]][1].weight
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> transformers.utils.ModelOutput:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.head(hidden))
+
+
+_WORDS = {"classes": VOCABULARY, "positions": (LENGTH,)}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+SUBJECTS = {
+    "gpt2": Subject(lambda: _gpt2(tied=False), _text, **_WORDS),
+    "llama": Subject(lambda: _llama(key_value_heads=4), _text, **_WORDS),
+    "llama-grouped": Subject(lambda: _llama(key_value_heads=2), _text, **_WORDS),
+    "bert": Subject(lambda: _bert(tied=False, **_NO_DROPOUT), _padded, **_WORDS),
+    "bert-dropout": Subject(lambda: _bert(tied=False), _padded, **_WORDS),
+    "vit": Subject(_vit, _image, classes=5),
+    "t5": Subject(_t5, _translation, classes=VOCABULARY, positions=(6,)),
+    "resnet": Subject(_resnet, _image, classes=5),
+    "gpt2-tied": Subject(lambda: _gpt2(tied=True), _text, **_WORDS),
+    "bert-tied": Subject(lambda: _bert(tied=True, **_NO_DROPOUT), _padded, **_WORDS),
+    "neighbours": Subject(lambda: Sharing(4, (2, 3)), _text, **_WORDS),
+    "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), _text, **_WORDS),
+    "every-second": Subject(lambda: Sharing(4, (0, 2)), _text, **_WORDS),
+}
+
+LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6}
+"""Of the subjects that are planned by hand."""
