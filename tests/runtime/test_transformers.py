@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers train unchanged in stages, with the numbers of the oracle and of the plain loop."""
+"""Models of Hugging Face train unchanged in stages, with the numbers of the oracle and of the plain loop."""
 
 import pytest
 import torch

@@ -54,8 +54,8 @@ class ModelInputs:
     """The tensors whose dimension 0 counts samples; the others go whole to every microbatch."""
     microbatch_size: int
     """Samples in the captured sample."""
-    fixed: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
-    """For a tensor's dimensions: the size that the capture holds for, None where it holds for any."""
+    sizes: Mapping[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+    """For a tensor's dimensions: the least and the greatest size that the capture holds for, None where none is."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of ``model(*args, **kwargs)`` by value name.
@@ -85,7 +85,7 @@ class ModelInputs:
                 )
             else:
                 tensors[name] = leaf
-                _check_fixed(name, self.fixed.get(name, ()), leaf)
+                _check_sizes(name, self.sizes.get(name, ()), leaf)
         return tensors
 
 
@@ -223,15 +223,25 @@ def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
     return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
 
 
-def _check_fixed(name: str, sizes: tuple[int | None, ...], tensor: Tensor) -> None:
-    if sizes and (
-        len(sizes) != tensor.dim() or any(s not in (None, n) for s, n in zip(sizes, tensor.shape, strict=True))
-    ):
-        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+def _check_sizes(name: str, sizes: tuple[tuple[int, int | None], ...], tensor: Tensor) -> None:
+    if not sizes:
+        return
+    fits = len(sizes) == tensor.dim() and all(
+        least <= size and (most is None or size <= most)
+        for (least, most), size in zip(sizes, tensor.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(_size_text(least, most) for least, most in sizes)
         raise CaptureError(
-            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): the model's code fixes "
-            "the other sizes. Pass such a tensor, or capture again with a sample= of the new shape"
+            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): for other sizes the "
+            "model's code may do something else. Pass such a tensor, or capture again with a sample= of the new shape"
         )
+
+
+def _size_text(least: int, most: int | None) -> str:
+    if most is None:
+        return f"at least {least}" if least else "any"
+    return str(least) if least == most else f"{least} to {most}" if least else f"at most {most}"
 
 
 def check_constant(name: str, captured: object, found: object) -> None:

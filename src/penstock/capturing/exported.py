@@ -68,7 +68,7 @@ def _capture(
     joined = _observe(model, layers, output, call, inputs)
     chain = LayerChain(
         layers=joined,
-        inputs=replace(inputs, fixed=traced.fixed),
+        inputs=replace(inputs, sizes=traced.sizes),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=saved_buffers(model),

@@ -5,6 +5,7 @@ so that nothing later has to know dataclasses, keywords or constants. The trace 
 keeps, for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -48,8 +49,8 @@ class Trace:
     sources: Mapping[Node, Source]
     results: tuple[Any, ...]
     """The nodes of the tensors that the model returns."""
-    fixed: Mapping[str, tuple[int | None, ...]]
-    """The sizes of the inputs that the trace holds for; None is any."""
+    sizes: Mapping[str, tuple[tuple[int, int | None], ...]]
+    """For the dimensions of every input: the least and the greatest size that the trace holds for; None is no bound."""
 
 
 class FlatModel(nn.Module):
@@ -89,18 +90,57 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
     tensors = tuple(leaf.detach() for _, leaf in pairs)
     flat = FlatModel(model, inputs)
     with explained(model), _known_warnings_ignored():
+        program = _export_as_freely_as_possible(flat, names, tensors, inputs)
+    return _read(program, model, names)
+
+
+def _export_as_freely_as_possible(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs
+) -> ExportedProgram:
+    """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
+    with _hidden_from_the_model() as asked:
         try:
-            program = _export(flat, names, tensors, inputs, Dim.AUTO)
+            return _export(flat, names, tensors, inputs, Dim.AUTO)
         except CaptureError:
             raise
         except Exception:
-            # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
-            try:
-                program = _export(flat, names, tensors, inputs, Dim.STATIC)
-            except UserError:
-                _run_with_other_batch(flat, names, tensors, inputs)
-                raise
-    return _read(program, model, names)
+            pass
+    try:
+        if asked:
+            return _export(flat, names, tensors, inputs, Dim.AUTO)
+    except Exception:
+        pass
+    # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
+    try:
+        return _export(flat, names, tensors, inputs, Dim.STATIC)
+    except UserError:
+        _run_with_other_batch(flat, names, tensors, inputs)
+        raise
+
+
+@contextmanager
+def _hidden_from_the_model() -> Iterator[list[str]]:
+    """Answers code that is not PyTorch's, when it asks whether it is exported, with no; yields who asked.
+
+    A model that asks computes something else when it is exported: transformers then always gives attention a mask, in
+    place of ``is_causal=True``, since an exported graph is used with caches and one token at a time. That is another
+    kernel, a slower one, and another order of additions than in the eager model that is to be trained.
+    """
+    asked: list[str] = []
+    truth = torch.compiler.is_exporting
+
+    def is_exporting() -> bool:
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        if name.partition(".")[0] == "torch":
+            return truth()
+        asked.append(name)
+        return False
+
+    torch.compiler.is_exporting = is_exporting
+    try:
+        yield asked
+    finally:
+        torch.compiler.is_exporting = truth
 
 
 def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]) -> None:
@@ -133,7 +173,8 @@ def _export(
 ) -> ExportedProgram:
     shapes = []
     for name, tensor in zip(names, tensors, strict=True):
-        sizes: dict[int, Any] = {index: other for index in range(tensor.dim())}
+        # Export fixes a size of 0 or 1 whatever it is told, but when it was told otherwise it warns.
+        sizes: dict[int, Any] = {index: other if size > 1 else Dim.STATIC for index, size in enumerate(tensor.shape)}
         if name in inputs.batched:
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
@@ -166,7 +207,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
     buffers = dict(model.named_buffers(remove_duplicate=False))
     sources: dict[Node, Source] = {}
     rest = iter(names)
-    fixed: dict[str, tuple[int | None, ...]] = {}
+    sizes: dict[str, tuple[tuple[int, int | None], ...]] = {}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix(_PREFIX)
         match spec.kind:
@@ -179,7 +220,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)
-                fixed[name] = tuple(_known_size(size) for size in node.meta["val"].shape)
+                sizes[name] = tuple(_bounds(size, program) for size in node.meta["val"].shape)
             case _:
                 raise CaptureError(
                     f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a "
@@ -187,15 +228,22 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
                 )
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     output = next(iter(reversed(program.graph.nodes)))
-    return Trace(program.graph_module, sources, tuple(output.args[0]), fixed)
+    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes)
 
 
-def _known_size(size: int | torch.SymInt) -> int | None:
-    """The size that export settled on, possibly after it had made it a symbol."""
+def _bounds(size: int | torch.SymInt, program: ExportedProgram) -> tuple[int, int | None]:
+    """The sizes that the trace holds for: what the model's code asked of this one, such as ``if length < 512``."""
     if isinstance(size, int):
-        return size
+        return size, size
     expression = size.node.expr
-    return int(expression) if expression.is_number else None
+    if expression.is_number:
+        return int(expression), int(expression)
+    found = program.range_constraints.get(expression)
+    if found is None:
+        return 0, None
+    # Export starts from "at least 2" without having been asked.
+    least = int(found.lower) if found.lower.is_Integer and found.lower > 2 else 0
+    return least, int(found.upper) if found.upper.is_Integer else None
 
 
 def _form(leaf: Any) -> Any:

@@ -1,0 +1,84 @@
+"""What a trace holds for, and which of a model's paths it takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing import LayerChain, capture
+from penstock.errors import CaptureError
+
+
+class Two(nn.Module):
+    """Two layers; what else they do is for the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Branching(Two):
+    """Does something else with long inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.tanh() if 3 < x.shape[1] < 10 else y
+
+
+class Asking(Two):
+    """Does something else when it is exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if torch.compiler.is_exporting() else y.tanh()
+
+
+class Careful(Two):
+    """Looks into its tensors, but not when it is exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.tanh() if torch.compiler.is_exporting() or bool((x < 1e9).all()) else y
+
+
+def data(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
+
+
+def run(chain: LayerChain, x: Tensor) -> Tensor:
+    (result,) = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x,), {}))
+    return result
+
+
+def test_a_length_at_which_the_model_branches_otherwise_is_refused() -> None:
+    model = Branching()
+    chain = capture(model, (data(2, 5, 4),))
+    for length in (4, 9):
+        assert torch.equal(run(chain, data(3, length, 4)), model(data(3, length, 4)))
+
+    for length in (3, 10):
+        with pytest.raises(CaptureError) as caught:
+            run(chain, data(2, length, 4))
+        assert str(caught.value) == (
+            f"args[0] has shape (2, {length}, 4), but the capture holds for (any, 4 to 9, 4): for other sizes the "
+            "model's code may do something else. Pass such a tensor, or capture again with a sample= of the new shape"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(Asking, (3, 5, 4)), (Careful, (3, 5, 4)), (Two, (1, 4)), (Two, (2, 1, 4)), (Two, (1, 1, 4))]
+)
+def test_a_trace_does_what_the_eager_model_does_and_says_nothing(
+    kind: type[nn.Module], sizes: tuple[int, ...], capfd: Any
+) -> None:
+    model, truth = kind(), torch.compiler.is_exporting
+    chain = capture(model, (data(*sizes),))
+
+    assert torch.equal(run(chain, data(4, *sizes[1:])), model(data(4, *sizes[1:])))
+    assert torch.compiler.is_exporting is truth
+    assert capfd.readouterr() == ("", "")
