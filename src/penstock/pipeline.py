@@ -31,7 +31,9 @@ from penstock.runtime.setup import (
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worker import Pass, Record, Worker
 from penstock.runtime.worlds import World, join_world
-from penstock.scheduling.schedules import Programs, Schedule, inference
+from penstock.scheduling.actions import Action
+from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verifier import verify
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -137,7 +139,7 @@ class Pipeline:
         with self._guarded("in a step"):
             first = self._minibatch * self.schedule.microbatches
             current = self._training_pass()
-            self._run(current, microbatches, first, self.schedule.step(self._minibatch))
+            self._run(current, microbatches, first, self.schedule, Step(self._minibatch))
             self._minibatch += 1
             return StepResult(self._report_loss(current))
 
@@ -149,7 +151,7 @@ class Pipeline:
         """
         with self._guarded("in a drain"):
             if not self.schedule.flushes and self._minibatch > 0:
-                self._run(self._training_pass(), (), 0, self.schedule.drain(self._minibatch))
+                self._run(self._training_pass(), (), 0, self.schedule, Drain(self._minibatch))
                 microbatches = self._minibatch * self.schedule.microbatches
                 for stage in self._stages.values():
                     stage.weights.restart(newest=microbatches // self.schedule.microbatches_per_update)
@@ -270,12 +272,15 @@ class Pipeline:
             microbatches = split(self._chain.inputs, inputs, target, chunks(self._chain.inputs, inputs))
         with self._guarded("in an evaluation"):
             current = Pass(training=False, keeps_outputs=keeps_outputs)
-            program = inference(self.schedule.ranks, self.schedule.stages_per_rank, len(microbatches)).step(0)
-            self._run(current, microbatches, 0, program)
+            forwards = inference(self.schedule.ranks, self.schedule.stages_per_rank, len(microbatches))
+            self._run(current, microbatches, 0, forwards, Step(0))
             return current, microbatches
 
-    def _run(self, current: Pass, microbatches: Sequence[Microbatch], first: int, programs: Programs) -> None:
-        """Has the workers of this process carry out their programs; `microbatches` are numbered from `first`."""
+    def _run(
+        self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
+    ) -> None:
+        """Has the workers of this process carry out `part` of `schedule`; `microbatches` are numbered from `first`."""
+        programs = {rank: schedule.row(rank, part) for rank in self._ranks}
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(current, numbered, programs[worker.rank])
@@ -334,7 +339,7 @@ class Pipeline:
             raise
 
 
-def _take_turns(workers: Sequence[Worker], programs: Programs) -> None:
+def _take_turns(workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]]) -> None:
     """Runs the programs of several ranks in one process: in turn, one action each, whoever need not wait."""
     queues = [(worker, deque(programs[worker.rank])) for worker in workers]
     while any(queue for _, queue in queues):

@@ -93,23 +93,26 @@ class Schedule:
     def step(self, minibatch: int) -> Programs:
         """Each rank's actions for `minibatch` (from 0): its forwards, and the backwards and updates due by then."""
         _check_count("minibatch", minibatch)
-        return self._lower(Step(minibatch))
+        return self._rows(Step(minibatch))
 
     def drain(self, minibatches: int) -> Programs:
         """Each rank's actions that finish what is in flight after `minibatches` steps; empty for flushing methods."""
         _check_count("minibatches", minibatches)
-        return self._lower(Drain(minibatches))
+        return self._rows(Drain(minibatches))
 
     def program(self, minibatches: int) -> Programs:
         """Each rank's actions for `minibatches` whole steps and the drain."""
         parts = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
         return tuple(tuple(action for part in parts for action in part[rank]) for rank in range(self.ranks))
 
-    def _lower(self, part: Part) -> Programs:
+    def row(self, rank: int, part: Part) -> tuple[Action, ...]:
+        """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
-        return lower(
-            (method.order(self.shape, rank, part) for rank in range(self.ranks)), self.shape.placement, self.ties
-        )
+        (actions,) = lower([method.order(self.shape, rank, part)], self.shape.placement, self.ties)
+        return actions
+
+    def _rows(self, part: Part) -> Programs:
+        return tuple(self.row(rank, part) for rank in range(self.ranks))
 
     def __str__(self) -> str:
         minibatches = 1 if self.flushes else 1 + -(-self.ranks // self.microbatches)
