@@ -210,8 +210,8 @@ def _copy(weights: Mapping[str, nn.Parameter]) -> Weights:
 
 def _cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[tuple[dict[str, Tensor], Any, int]]:
     """`count` microbatches of (inputs by value name, target, samples); the first ones take the remainder."""
-    arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    tensors = chain.inputs.bind(arguments, inputs if isinstance(inputs, dict) else {})
+    arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    tensors = chain.inputs.bind(arguments, inputs if isinstance(inputs, Mapping) else {})
     samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
 
     def pieces(tensor: Tensor) -> list[Tensor]:

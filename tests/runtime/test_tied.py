@@ -30,6 +30,9 @@ RUNS = [
     ),
 ]
 
+LEFT_OUT = [run for run in RUNS if run.subject == "bert-tied" and run.schedule != "1f1b-flush"]
+"""Not repeated in several processes."""
+
 
 def ident(run: Run) -> str:
     return f"{run.subject}-{run.schedule}-{run.stages}"
@@ -57,7 +60,7 @@ def test_one_process(run: Run) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes(pool: Pool, ranks: int) -> None:
-    runs = [run for run in RUNS if run.stages == ranks * run.stages_per_rank]
+    runs = [run for run in RUNS if run.stages == ranks * run.stages_per_rank and run not in LEFT_OUT]
     outcomes = pool.run(ranks, run_these, runs)
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
         expected = run_reference(run)

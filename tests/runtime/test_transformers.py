@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from processes import Pool
 from training import Outcome
 from transformer_jobs import SUBJECTS, Run, make_pipeline, run_in_pipeline, run_plainly, run_reference, run_these
 
-FLUSHING = ("1f1b-flush", "gpipe")
-UNTIED = ("gpt2", "llama", "llama-grouped", "bert", "bert-dropout", "vit")
+
+def promised(run: Run) -> Outcome:
+    """What the oracle says of a run. Under `1f1b` alone the numbers depend on the stages, when no weight is shared."""
+    if run.schedule == "1f1b":
+        return run_reference(run)
+    return run_reference(Run(run.subject, "2bw" if run.schedule == "2bw" else "1f1b-flush", 2))
 
 
 def assert_equal(expected: Outcome, actual: Outcome) -> None:
@@ -20,13 +25,11 @@ def assert_equal(expected: Outcome, actual: Outcome) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("subject", UNTIED)
+@pytest.mark.parametrize("subject", ["gpt2", "llama", "bert-dropout", "vit"])
 def test_one_process(subject: str, stages: int) -> None:
     for schedule in ("1f1b-flush", "gpipe", "1f1b", "2bw"):
         run = Run(subject, schedule, stages)
-        # Both flushing schedules promise the same numbers.
-        expected = run_reference(Run(subject, "1f1b-flush", stages) if schedule in FLUSHING else run)
-        actual = run_in_pipeline(run)
+        expected, actual = promised(run), run_in_pipeline(run)
 
         assert_equal(expected, actual)
         assert set(expected.state) == set(actual.state)
@@ -34,7 +37,7 @@ def test_one_process(subject: str, stages: int) -> None:
 
 @pytest.mark.parametrize("subject", ["gpt2", "llama", "llama-grouped", "bert", "vit"])
 def test_the_flush_equals_the_unsplit_model(subject: str) -> None:
-    plain, split = run_plainly(subject), run_reference(Run(subject, "1f1b-flush", 3))
+    plain, split = run_plainly(subject), run_in_pipeline(Run(subject, "1f1b-flush", 3))
 
     assert set(plain.state) == set(split.state)
     assert_equal(plain, split)
@@ -46,7 +49,7 @@ def test_several_processes(pool: Pool, subject: str, ranks: int, schedules: tupl
     runs = [Run(subject, schedule, ranks) for schedule in schedules]
     outcomes = pool.run(ranks, run_these, runs)
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
-        expected = run_reference(Run(subject, "1f1b-flush", ranks) if run.schedule in FLUSHING else run)
+        expected = promised(run)
         for part in parts:
             assert_equal(expected, part)
 
@@ -66,7 +69,8 @@ def test_a_prediction_is_the_model_s_own_output(subject: str) -> None:
     inputs = SUBJECTS[subject].inputs(2)
     with torch.no_grad():
         expected = whole(**inputs)
-    found = pipe.predict(inputs)
+    # As a tokenizer returns it: a mapping, and no dict.
+    found = pipe.predict(transformers.BatchEncoding(inputs))
 
     assert type(found) is type(expected)
     assert found.loss is None

@@ -34,10 +34,10 @@ class Microbatch:
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`inputs` as ``(args, kwargs)``: a tuple is positional arguments, a dict is keywords, all else is one argument."""
+    """`inputs` as ``(args, kwargs)``: a tuple is positional arguments, a mapping is keywords, all else one argument."""
     if isinstance(inputs, tuple):
         return inputs, {}
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs,), {}
 
