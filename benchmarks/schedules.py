@@ -73,6 +73,8 @@ class Row:
     median: float
     least: float
     most: float
+    processor: float
+    """Of processor time in both processes together, threads included: what other work on the machine changes least."""
     share_of_ideal: float
     speedup_over_torch: float | None
 
@@ -166,43 +168,60 @@ def contenders(size: Size, microbatches: int) -> list[Contender]:
     ]
 
 
-def measure(ways: Sequence[Contender], repeats: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds per step: for every contender `repeats` measurements of `steps` steps each, in turn."""
-    milliseconds: dict[str, list[float]] = {way.name: [] for way in ways}
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one contender, in milliseconds per step, one for each round."""
+
+    wall: list[float]
+    processor: list[float]
+    """In this process."""
+
+
+def measure(ways: Sequence[Contender], repeats: int, steps: int) -> dict[str, Times]:
+    """`repeats` rounds, in which every contender takes `steps` steps in its turn."""
+    times = {way.name: Times([], []) for way in ways}
     for way in ways:
         for _ in range(WARM_UP_STEPS):
             way.step()
     for _ in range(repeats):
         for way in ways:
             dist.barrier()
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 way.step()
             dist.barrier()
-            milliseconds[way.name].append((time.perf_counter() - start) / steps * 1e3)
-    return milliseconds
+            times[way.name].wall.append((time.perf_counter() - wall) / steps * 1e3)
+            times[way.name].processor.append((time.process_time() - processor) / steps * 1e3)
+    return times
 
 
-def rows_of(ways: Sequence[Contender], milliseconds: dict[str, list[float]]) -> list[Row]:
-    """Ratios are medians over the rounds: what is noise to a whole round is none to its ratios."""
+def rows_of(ways: Sequence[Contender], times: dict[str, Times]) -> list[Row]:
+    """Medians over the rounds, ratios too: what slows a whole round down leaves its ratios alone. Collective."""
     rows = []
+    single = times[ways[0].name].wall
     for way in ways:
-        mine = milliseconds[way.name]
-        shares = [way.ideal * single / own for single, own in zip(milliseconds[ways[0].name], mine, strict=True)]
+        mine = times[way.name].wall
+        share = statistics.median(way.ideal * alone / own for alone, own in zip(single, mine, strict=True))
         speedup = None
         if way.peer is not None:
-            pairs = zip(milliseconds[way.peer], mine, strict=True)
+            pairs = zip(times[way.peer].wall, mine, strict=True)
             speedup = statistics.median(theirs / own for theirs, own in pairs)
-        rows.append(Row(way.name, statistics.median(mine), min(mine), max(mine), statistics.median(shares), speedup))
+        processor = torch.tensor(times[way.name].processor, dtype=torch.float64)
+        dist.all_reduce(processor)
+        spent = statistics.median(processor.tolist())
+        rows.append(Row(way.name, statistics.median(mine), min(mine), max(mine), spent, share, speedup))
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'ms per step':24}{'median':>9}{'least':>9}{'most':>9}{'of ideal':>10}{'over torch':>12}"]
+    lines = [
+        f"{'ms per step':24}{'median':>9}{'least':>9}{'most':>9}{'processor':>11}{'of ideal':>10}{'over torch':>12}"
+    ]
     for row in rows:
         speedup = "" if row.speedup_over_torch is None else f"{row.speedup_over_torch:.2f}x"
         lines.append(
-            f"{row.name:24}{row.median:9.2f}{row.least:9.2f}{row.most:9.2f}{row.share_of_ideal:10.0%}{speedup:>12}"
+            f"{row.name:24}{row.median:9.2f}{row.least:9.2f}{row.most:9.2f}{row.processor:11.2f}"
+            f"{row.share_of_ideal:10.0%}{speedup:>12}"
         )
     return "\n".join(lines)
 
