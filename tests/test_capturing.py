@@ -214,6 +214,17 @@ class Stacked(nn.Module):
         return self.head(self.encoder(x))
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)[0])[0])
+
+
 def sequential() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
@@ -237,6 +248,7 @@ CASES: list[Any] = [
     pytest.param(WritesView, lambda n: Call((data(n, WIDTH),), {}), id="writes a view"),
     pytest.param(Numbers, lambda n: Call((data(n, WIDTH),), {}), id="numbers"),
     pytest.param(Stacked, lambda n: Call((data(n, 5, 8),), {}), id="torch's own encoder"),
+    pytest.param(Recurrent, lambda n: Call((data(n, 5, WIDTH),), {}), id="recurrent"),
     pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
     pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
 ]  # fmt: skip

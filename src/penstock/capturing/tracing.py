@@ -198,6 +198,8 @@ def _known_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|transformers)\b")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers)\b")
+        # Recurrent modules keep a list of their own parameters, which export takes for state that the model invents.
+        warnings.filterwarnings("ignore", category=UserWarning, message=r"The tensor attributes? .*\._flat_weights\[")
         yield
 
 
