@@ -185,7 +185,6 @@ def test_only_the_worker_reads_actions_in_the_torch_half() -> None:
 
 
 def test_only_lowering_makes_communication() -> None:
-    """The law of messages makes one too, to name the other end of a message that lacks it; it returns no program."""
     messages = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
     makers = {
         module
@@ -195,7 +194,7 @@ def test_only_lowering_makes_communication() -> None:
     }
 
     assert {"Receive", "Send"} <= messages
-    assert makers - {"penstock.scheduling.message_laws"} == {"penstock.scheduling.lowering"}
+    assert makers == {"penstock.scheduling.lowering"}
 
 
 def test_every_reader_of_actions_is_complete() -> None:

@@ -57,7 +57,8 @@ class Pipeline:
         optimizer: called once with the list of this process's parameters; returns a ``torch.optim.Optimizer``.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``1f1b`` or ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
-        stages: how many stages (default: one for each process, two with ``interleaved``).
+        stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
+            are as many ranks as stages (half as many with ``interleaved``).
         plan: the stages, schedule and microbatches in one; instead of the three before.
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
         seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.

@@ -21,6 +21,7 @@ from penstock.scheduling.actions import (
     Backward,
     Compute,
     Forward,
+    Message,
     Receive,
     ReceiveTied,
     Send,
@@ -28,7 +29,7 @@ from penstock.scheduling.actions import (
     Update,
 )
 
-__all__ = ["lower", "partners"]
+__all__ = ["counterpart", "lower", "partners"]
 
 
 def lower(
@@ -44,6 +45,21 @@ def lower(
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The stages that share weights with `stage`, ascending."""
     return tuple(sorted({other for group in ties if stage in group for other in group} - {stage}))
+
+
+def counterpart(message: Message) -> Message:
+    """The other end of a message: the receive of a send, the send of a receive."""
+    match message:
+        case Send(stage, microbatch, target):
+            return Receive(target, microbatch, stage)
+        case Receive(stage, microbatch, source):
+            return Send(source, microbatch, stage)
+        case SendTied(stage, version, target):
+            return ReceiveTied(target, version, stage)
+        case ReceiveTied(stage, version, source):
+            return SendTied(source, version, stage)
+        case _:
+            assert_never(message)
 
 
 def _lower_row(row: Iterable[Compute], placement: Sequence[int], ties: Sequence[Sequence[int]]) -> Iterator[Action]:

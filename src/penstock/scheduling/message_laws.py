@@ -25,7 +25,7 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.evidence import Evidence, report_breach, show_row
-from penstock.scheduling.lowering import partners
+from penstock.scheduling.lowering import counterpart, partners
 from penstock.scheduling.methods import Drain, Step
 
 __all__ = ["MESSAGE_LAWS", "require_parts"]
@@ -40,23 +40,6 @@ _NAMES = {
     "A": "receive of the activation",
     "G": "receive of the gradient",
 }
-
-
-def _pair(action: Action) -> Message | None:
-    """The other end of a message: the receive of a send, the send of a receive; None for what is no message."""
-    match action:
-        case Send(stage, microbatch, target):
-            return Receive(target, microbatch, stage)
-        case Receive(stage, microbatch, source):
-            return Send(source, microbatch, stage)
-        case SendTied(stage, version, target):
-            return ReceiveTied(target, version, stage)
-        case ReceiveTied(stage, version, source):
-            return SendTied(source, version, stage)
-        case Forward() | Backward() | Update():
-            return None
-        case _:
-            assert_never(action)
 
 
 def _require_neighbours(evidence: Evidence) -> None:
@@ -149,8 +132,8 @@ def _require_matches(evidence: Evidence) -> None:
                 found[action] = action.stage, index
     for sends in (True, False):
         for action, (stage, index) in found.items():
-            other = _pair(action)
-            if other is not None and other not in found and isinstance(action, Send | SendTied) == sends:
+            other = counterpart(action)
+            if other not in found and isinstance(action, Send | SendTied) == sends:
                 expected = f"{other} on rank {evidence.shape.rank_of(other.stage)}"
                 mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
                 report_breach(evidence, law, stage, index, expected, mend)
@@ -174,8 +157,8 @@ def _require_fifo(evidence: Evidence) -> None:
                     assert_never(action)
     for (source_rank, rank), queue in receives.items():
         for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
-            if _pair(send) != receive:
-                expected = f"{_pair(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
+            if counterpart(send) != receive:
+                expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
                 mend = "order the two ranks alike"
                 report_breach(evidence, law, receive.stage, index, expected, mend)
 
@@ -200,8 +183,7 @@ def _require_progress(evidence: Evidence) -> None:
                         if action in waiting:
                             ready.append(waiting.pop(action))
                     case Receive() | ReceiveTied():
-                        due = _pair(action)
-                        assert due is not None
+                        due = counterpart(action)
                         if due not in sent:
                             waiting[due] = rank
                             break
