@@ -11,14 +11,12 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.commands.quantities import (
-    bandwidth_text,
-    bytes_text,
     parse_bandwidth,
     parse_bytes,
     parse_count,
-    seconds_text,
 )
 from penstock.values import Cluster, LayerProfile, Plan, Profile
+from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
 
 SUBJECT = """
 from dataclasses import dataclass

@@ -323,7 +323,7 @@ def test_measurement_that_begins_in_the_middle_of_a_run_takes_its_first_version_
 
 
 def test_timeline_without_time() -> None:
-    assert render(Timeline((), 2)) == "timeline: 2 ranks, 0 us\nbubble: 0.0% of wall time\nnothing in it takes any time"
+    assert render(Timeline((), 2)) == "timeline: 2 ranks, 0\nbubble: 0.0% of wall time\nnothing in it takes any time"
 
 
 def test_rank_that_does_nothing_has_a_row() -> None:

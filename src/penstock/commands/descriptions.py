@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
-from penstock.commands.quantities import bandwidth_text, bytes_text, seconds_text
 from penstock.values import LinkLevels, LinkMatrix
+from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile

@@ -1,4 +1,4 @@
-"""Numbers with units, as a person types them and reads them.
+"""Numbers with units, as a person types them.
 
 Inside Penstock everything is seconds, bytes, and bytes per second; only the command line knows other units.
 """
@@ -6,7 +6,7 @@ Inside Penstock everything is seconds, bytes, and bytes per second; only the com
 import argparse
 import re
 
-__all__ = ["bandwidth_text", "bytes_text", "parse_bandwidth", "parse_bytes", "parse_count", "seconds_text"]
+__all__ = ["parse_bandwidth", "parse_bytes", "parse_count"]
 
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -41,28 +41,3 @@ def parse_count(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count: expected a whole number, 1 or more")
     return int(text)
-
-
-def seconds_text(seconds: float) -> str:
-    """``1.23 ms``: three digits and a unit."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return "0" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
-
-
-def bytes_text(size: float) -> str:
-    """``1.23 MB``: three digits and a decimal unit."""
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= scale:
-            return f"{_three_digits(size / scale)} {unit}"
-    return "0" if size == 0 else f"{_three_digits(size)} B"
-
-
-def bandwidth_text(bandwidth: float) -> str:
-    """``12 GB/s``."""
-    return f"{bytes_text(bandwidth)}/s"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from statistics import median
 
-from penstock.values.spans import Span, seconds_text
+from penstock.values.quantities import seconds_text
+from penstock.values.spans import Span
 
 __all__ = ["timeline_svg"]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.errors import PlanError
 from penstock.values.documents import Place, number_text, read_yaml, suggestion, text_of, write_text
+from penstock.values.quantities import bytes_text
 
 __all__ = ["SCHEDULES", "Plan", "Prediction", "Stage"]
 
@@ -197,7 +198,7 @@ class Plan:
                 f"predicted: {expected.minibatch_seconds:.4g} s per minibatch",
                 f"  {expected.samples_per_second:.4g} samples/s",
                 f"  slowest stage or link {expected.bottleneck_seconds:.4g} s per microbatch",
-                f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {max(expected.peak_bytes) / 1e9:.3g} GB",
+                f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {bytes_text(max(expected.peak_bytes))}",
             ]
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Span", "seconds_text"]
+__all__ = ["Span"]
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3, 3T1<0.
 _FORM = re.compile(r"[0-9]+(?:[FB][0-9]+@|[URT][0-9]+<|[ST][0-9]+>)[0-9]+")
@@ -112,11 +112,3 @@ class Span:
     def _parts(self) -> tuple[int, int, int]:
         stage, number, reference = _MARKS.split(self.action)
         return int(stage), int(number), int(reference)
-
-
-def seconds_text(seconds: float) -> str:
-    """`seconds` to three digits in the unit that suits them: ``1.23 s``, ``45.6 ms``, ``789 us``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= 0.9995 * scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
