@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.checkpoint import load_named_state, load_tensors, named_state, read, write
+from penstock.runtime.checkpoint import named_state, read, restore, write
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.results import Loss, StepResult
 from penstock.runtime.setup import (
@@ -99,7 +99,7 @@ class Pipeline:
             check_plan(self.plan, self._chain)
             self.schedule: Schedule = make_schedule(self.plan, self._chain)
             """The schedule that runs."""
-            verify(self.schedule, minibatches=_minibatches_to_prove(self.schedule))
+            verify(self.schedule)
             self._ranks = self._world.local(self.schedule.ranks)
             check_agreement(self._world, self.plan, self._chain)
             self._seed = seed
@@ -217,9 +217,7 @@ class Pipeline:
         Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
         """
         self.drain()
-        load_tensors(state, self._held())
-        load_named_state(state, self.optimizer, self.named_parameters())
-        progress = state["pipeline"]
+        progress = restore(state, self._held(), self.optimizer, self.named_parameters())
         self._microbatches_before, self._minibatch, self._seed = progress["microbatches"], 0, progress["seed"]
 
     def save(self, directory: str | Path) -> None:
@@ -351,11 +349,6 @@ def _take_turns(workers: Sequence[Worker], programs: Mapping[int, Sequence[Actio
                 progress = True
         # The verifier has proved that some rank can always go on.
         assert progress, "deadlock in a verified schedule"
-
-
-def _minibatches_to_prove(schedule: Schedule) -> int:
-    """Enough minibatches for warm-up, two in the steady state, and the drain."""
-    return 3 if schedule.flushes else 3 + -(-schedule.ranks // schedule.microbatches)
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:

@@ -149,6 +149,11 @@ def test_state_that_does_not_fit() -> None:
         pipe.load_state_dict({**state, "model": lacking})
     with pytest.raises(penstock.CheckpointError, match=r"head\.bias has shape \(4,\) in the state dict and \(3,\)"):
         pipe.load_state_dict({**state, "model": {**whole, "head.bias": torch.zeros(4)}})
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with pytest.raises(penstock.CheckpointError, match=r"the optimizer's state has no 'blocks\.0\.linear\.weight'"):
+        pipe.load_state_dict({**state, "model": zeros, "optimizer": {}})
+    with pytest.raises(penstock.CheckpointError, match="the state dict has no part 'pipeline'"):
+        pipe.load_state_dict({"model": zeros, "optimizer": state["optimizer"]})
     for name, tensor in pipe.state_dict()["model"].items():
         assert torch.equal(tensor, whole[name]), name
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CheckpointError
 from penstock.runtime.worlds import World
 
-__all__ = ["load_named_state", "load_tensors", "named_state", "read", "write"]
+__all__ = ["named_state", "read", "restore", "write"]
 
 
 def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -42,9 +42,29 @@ def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str
     return result
 
 
-def load_tensors(state: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Copies ``state["model"]`` into the tensors of `held`, by name, after checking them all."""
-    model = _part(state, "model")
+def restore(
+    state: Mapping[str, Any],
+    held: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+) -> Mapping[str, Any]:
+    """Copies ``state["model"]`` into the tensors of `held`, gives the optimizer of `parameters` what `named_state`
+    collected, and returns ``state["pipeline"]``.
+
+    `CheckpointError`, before anything is changed, if a part is missing or of another shape.
+    """
+    model, progress = _part(state, "model"), _part(state, "pipeline")
+    _check_tensors(model, held)
+    if optimizer is not None:
+        # Through the optimizer's own loader, which moves and casts the state as this optimizer wants it.
+        optimizer.load_state_dict(_by_position(_part(state, "optimizer"), optimizer, parameters))
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(model[name])
+    return progress
+
+
+def _check_tensors(model: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
     for name, tensor in held.items():
         if name not in model:
             raise CheckpointError(
@@ -56,21 +76,14 @@ def load_tensors(state: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
                 f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the "
                 "model: load the state of the same model"
             )
-    with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(model[name])
 
 
-def load_named_state(
-    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """Gives the optimizer of `parameters` what `named_state` collected."""
-    if optimizer is None:
-        return
-    saved = _part(state, "optimizer")
+def _by_position(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """What `named_state` collected, as the optimizer's own state dict has it."""
     options, states = saved.get("options", {}), saved.get("state", {})
     names = {id(parameter): name for name, parameter in parameters.items()}
-    # Through the optimizer's own loader, which moves and casts the state as this optimizer wants it.
     current = optimizer.state_dict()
     position = 0
     for group, described in zip(optimizer.param_groups, current["param_groups"], strict=True):
@@ -79,14 +92,14 @@ def load_named_state(
             if name not in options:
                 raise CheckpointError(
                     f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks "
-                    f"together"
+                    "together"
                 )
             described.update(options[name])
             if name in states:
                 # A copy: the optimizer would go on in the caller's tensors.
                 current["state"][position] = pytree.tree_map_only(Tensor, torch.clone, dict(states[name]))
             position += 1
-    optimizer.load_state_dict(current)
+    return current
 
 
 def write(state: Mapping[str, Any], directory: str | Path, world: World) -> None:
@@ -153,9 +166,10 @@ def _alone_without_warning() -> Iterator[None]:
         yield
 
 
-def _part(state: Mapping[str, Any], name: str) -> Any:
+def _part(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if name not in state:
         raise CheckpointError(
             f"the state dict has no part {name!r}: expected what Pipeline.state_dict() returns, found {sorted(state)}"
         )
-    return state[name]
+    part: Mapping[str, Any] = state[name]
+    return part
