@@ -66,11 +66,10 @@ def reference_train(
 
     Sources: PipeDream (SOSP 2019), section 3.3; PipeDream-2BW (ICML 2021), section 3.1.
     """
+    chain = capture(copy.deepcopy(model), sample)
     if plan is None:
-        chain = capture(copy.deepcopy(model), sample)
         plan = Plan.uniform(len(chain.layers), stages, microbatches=microbatches)
     else:
-        chain = capture(copy.deepcopy(model), sample)
         schedule, microbatches, vertical_sync = plan.schedule, plan.microbatches, plan.vertical_sync
     if plan.layers != len(chain.layers):
         raise PlanError(
@@ -196,8 +195,8 @@ class _Training:
     def state(self) -> dict[str, Tensor]:
         """The final weights and buffers under all the model's names."""
         weights = {name: p.detach() for stage in self._stages for name, p in stage.newest.items()}
-        unused = {name: p.detach() for name, p in self._chain.parameters.items()}
-        named = {name: weights.get(self._names[id(p)], unused[name]) for name, p in self._chain.parameters.items()}
+        # What no layer uses is as it was.
+        named = {name: weights.get(self._names[id(p)], p.detach()) for name, p in self._chain.parameters.items()}
         return {**named, **self._chain.buffers}
 
 
