@@ -9,10 +9,13 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Command", "given", "print_json"]
+if TYPE_CHECKING:
+    from penstock.values import Plan, Profile
+
+__all__ = ["Command", "deliver", "given", "print_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,18 @@ class Command:
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of the options `names` that were given; what was not is left to the library's own default."""
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def deliver(made: "Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
+    """Writes what a command made to the file of ``--output``, if any, and prints it: `text`, or JSON with ``--json``."""
+    if arguments.output:
+        made.save(arguments.output)
+    if arguments.json:
+        print_json(asdict(made))
+        return
+    print(text)
+    if arguments.output:
+        print(f"wrote {arguments.output}")
 
 
 def print_json(value: object) -> None:

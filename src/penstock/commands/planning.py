@@ -1,9 +1,8 @@
 """``penstock plan``: cut a model into stages."""
 
 import argparse
-from dataclasses import asdict
 
-from penstock.commands.command import Command, given, print_json
+from penstock.commands.command import Command, deliver, given
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 
@@ -50,14 +49,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
     made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
-    if arguments.output:
-        made.save(arguments.output)
-    if arguments.json:
-        print_json(asdict(made))
-        return
-    print(made)
-    if arguments.output:
-        print(f"wrote {arguments.output}")
+    deliver(made, str(made), arguments)
 
 
 PLAN = Command(

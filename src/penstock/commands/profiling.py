@@ -1,9 +1,8 @@
 """``penstock profile``: measure a model layer by layer."""
 
 import argparse
-from dataclasses import asdict
 
-from penstock.commands.command import Command, given, print_json
+from penstock.commands.command import Command, deliver, given
 from penstock.commands.quantities import parse_count
 
 __all__ = ["PROFILE"]
@@ -42,14 +41,7 @@ def _run(arguments: argparse.Namespace) -> None:
         name=arguments.name or subject.name,
         **given(arguments, "iterations", "warmup", "device", "progress"),
     )
-    if arguments.output:
-        measured.save(arguments.output)
-    if arguments.json:
-        print_json(asdict(measured))
-        return
-    print(describe_profile(measured))
-    if arguments.output:
-        print(f"wrote {arguments.output}")
+    deliver(measured, describe_profile(measured), arguments)
 
 
 PROFILE = Command(
