@@ -39,7 +39,7 @@ def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def deliver(made: "Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
-    """Writes what a command made to the file of ``--output``, if any, and prints it: `text`, or JSON with ``--json``."""
+    """Writes what a command made to the file of ``--output``, if any, and prints it: `text`, or JSON if asked."""
     if arguments.output:
         made.save(arguments.output)
     if arguments.json:
