@@ -24,7 +24,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 FLOW = {
     "errors": "",
     "values": "errors",
-    "planning": "errors values",
+    "planning": "errors values scheduling simulating",
     "scheduling": "errors values",
     "simulating": "errors values scheduling",
     "rendering": "errors values scheduling simulating",
