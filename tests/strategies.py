@@ -24,33 +24,47 @@ bandwidths = st.floats(1e-3, 1e15)
 memories = st.one_of(st.none(), st.floats(1, 1e15))
 
 
+latencies = st.one_of(st.just(0.0), st.floats(0, 10))
+
+
 @st.composite
 def clusters(draw):
     if draw(st.booleans()):
-        levels = st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3)
-        return Cluster.hierarchical(draw(levels), draw(memories))
+        levels = draw(st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3))
+        some = st.one_of(latencies, st.lists(latencies, min_size=len(levels), max_size=len(levels)))
+        return Cluster.hierarchical(levels, draw(memories), draw(some))
     size = draw(st.integers(1, 4))
-    row = st.lists(bandwidths, min_size=size, max_size=size)
-    return Cluster.from_matrix(draw(st.lists(row, min_size=size, max_size=size)), draw(memories))
+
+    def matrix(values):
+        return st.lists(st.lists(values, min_size=size, max_size=size), min_size=size, max_size=size)
+
+    some = st.one_of(latencies, matrix(latencies))
+    return Cluster.from_matrix(draw(matrix(bandwidths)), draw(memories), draw(some))
 
 
 @st.composite
 def predictions(draw, ranks):
     values = st.floats(0, allow_nan=False)
     peaks = draw(st.lists(values, min_size=ranks, max_size=ranks))
-    return Prediction(draw(values), draw(values), draw(values), tuple(peaks), draw(st.floats(0, 1)))
+    limit = draw(st.one_of(st.just(""), names))
+    return Prediction(draw(values), draw(values), draw(values), tuple(peaks), draw(st.floats(0, 1)), limit)
 
 
 @st.composite
 def plans(draw):
     """Straight, replicated and interleaved plans, with and without a prediction."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "1f1b", "2bw"]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw"]))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    parallel = draw(st.integers(1, 2))
     if schedule == "interleaved":
-        ranks = draw(st.sampled_from([p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]))
-        holders = [(stage % ranks,) for stage in range(len(lengths))]
+        around = draw(st.sampled_from([p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]))
+        replicas = parallel * draw(st.integers(1, 3))
+        ranks = around * replicas
+        dealt = draw(st.permutations(range(ranks)))
+        at = [tuple(dealt[place * replicas : (place + 1) * replicas]) for place in range(around)]
+        holders = [at[stage % around] for stage in range(len(lengths))]
     else:
-        replicas = [draw(st.integers(1, 3)) for _ in lengths]
+        replicas = [parallel * draw(st.integers(1, 3)) for _ in lengths]
         ranks = sum(replicas)
         dealt = iter(draw(st.permutations(range(ranks))))
         holders = [tuple(next(dealt) for _ in range(count)) for count in replicas]
@@ -66,4 +80,6 @@ def plans(draw):
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.one_of(st.none(), predictions(ranks))),
+        draw(st.sampled_from(["round-robin", "split"])),
+        parallel,
     )

@@ -21,7 +21,17 @@ import yaml
 
 from penstock.errors import PenstockError
 
-__all__ = ["Place", "number_text", "read_json", "read_text", "read_yaml", "suggestion", "text_of", "write_text"]
+__all__ = [
+    "Place",
+    "number_text",
+    "quoted_text",
+    "read_json",
+    "read_text",
+    "read_yaml",
+    "suggestion",
+    "text_of",
+    "write_text",
+]
 
 Value = TypeVar("Value")
 
@@ -175,6 +185,12 @@ def number_text(value: float) -> str:
     """`value` as YAML 1.1 reads it back exactly."""
     text: str = yaml.safe_dump(value).split("\n", 1)[0]
     return text
+
+
+def quoted_text(value: str) -> str:
+    """`value` on one line as YAML reads it back exactly."""
+    text: str = yaml.safe_dump(value, default_style='"', width=float("inf"))
+    return text.rstrip("\n")
 
 
 def text_of(value: object) -> str:

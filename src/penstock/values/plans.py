@@ -5,25 +5,34 @@ are made from it.
 
 Laws of this file:
   1. The stages tile the layers: stage 0 starts at layer 0, every other one where the one before it stops.
-  2. Each rank from 0 on holds one stage; under `interleaved` rank r of p holds the stages s with s mod p = r.
+  2. Each rank from 0 on holds one stage; under `interleaved` the stages are dealt out in turn, so that stage s is where
+     stage s mod p is, and all stages have equally many replicas.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Literal, TypeAlias, cast, get_args
 
 from penstock.errors import PlanError
-from penstock.values.documents import Place, number_text, read_yaml, suggestion, text_of, write_text
+from penstock.values.documents import Place, number_text, quoted_text, read_yaml, suggestion, text_of, write_text
 from penstock.values.quantities import bytes_text
 
-__all__ = ["SCHEDULES", "Plan", "Prediction", "Stage"]
+__all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage"]
 
 _FORMAT = "penstock-plan/1"
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw")
 """The names that `Plan.schedule` can take."""
+
+Routing: TypeAlias = Literal["round-robin", "split"]
+"""How microbatches meet the replicas of a stage. ``round-robin``: replica k mod r takes microbatch k, as in 1F1B-RR of
+PipeDream (SOSP'19, section 3.2); d replicas of every stage are then d parallel pipelines. ``split``: every microbatch
+is split evenly over all replicas (SPP, INFOCOM 2022)."""
+
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +80,15 @@ class Prediction:
     """Per rank."""
     bubble: float
     """Idle share of wall time, 0 to 1."""
+    limit: str = ""
+    """What keeps the plan from being faster, in words: a stage, a link, the memory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_bytes", tuple(self.peak_bytes))
-        values = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "peak_bytes"]
+        if not isinstance(self.limit, str):
+            raise PlanError(f"limit: expected words, found {text_of(self.limit)}: leave it out")
+        numbers = [field.name for field in fields(self) if field.name not in ("peak_bytes", "limit")]
+        values = [(name, getattr(self, name)) for name in numbers]
         values += [(f"peak_bytes[{rank}]", value) for rank, value in enumerate(self.peak_bytes)]
         for name, value in values:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
@@ -91,12 +105,15 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: str = "1f1b-flush"
     microbatches: int = 1
-    """In one minibatch."""
+    """In one minibatch, over all replicas."""
     microbatch_size: int | None = None
     """Samples in one microbatch; None leaves it to the batch that is passed to the pipeline."""
     vertical_sync: bool = False
     recompute: bool = False
     predicted: Prediction | None = None
+    routing: Routing = "round-robin"
+    tensor_parallel: int = 1
+    """So many consecutive ranks of a stage hold one replica together (``t`` of PTD-P)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -105,7 +122,12 @@ class Plan:
                 f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
                 f"{suggestion(str(self.schedule), SCHEDULES)}Choose one of them"
             )
-        for name in ("microbatches", "microbatch_size"):
+        if self.routing not in ROUTINGS:
+            raise PlanError(
+                f"routing: expected one of {', '.join(ROUTINGS)}, found {text_of(self.routing)}. "
+                f"{suggestion(str(self.routing), ROUTINGS)}Choose one of them"
+            )
+        for name in ("microbatches", "microbatch_size", "tensor_parallel"):
             value = getattr(self, name)
             if not (value is None and name == "microbatch_size") and not _is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
@@ -115,6 +137,7 @@ class Plan:
                     f"{name}: expected true or false, found {text_of(getattr(self, name))}: give one of them"
                 )
         _check_tiling(self.stages)
+        _check_replicas(self.stages, self.tensor_parallel)
         _check_ranks(self.stages, interleaved=self.schedule == "interleaved")
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
@@ -177,7 +200,12 @@ class Plan:
     @property
     def stages_per_rank(self) -> int:
         """``v``: 1 for all schedules but `interleaved`."""
-        return len(self.stages) // self.ranks if self.schedule == "interleaved" else 1
+        return len(self.stages) // len({stage.ranks for stage in self.stages})
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """``r`` of every stage: its ranks, or groups of `tensor_parallel` ranks."""
+        return tuple(len(stage.ranks) // self.tensor_parallel for stage in self.stages)
 
     @property
     def layers(self) -> int:
@@ -187,6 +215,8 @@ class Plan:
     def __str__(self) -> str:
         size = "" if self.microbatch_size is None else f" of {self.microbatch_size}"
         options = "".join(f", {name}" for name in ("vertical_sync", "recompute") if getattr(self, name))
+        options += ", split microbatches" if self.routing == "split" else ""
+        options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}"]
         rows = [("stage", "layers", "ranks")]
         rows += [(str(i), f"[{s.start}, {s.stop})", _ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
@@ -200,6 +230,7 @@ class Plan:
                 f"  slowest stage or link {expected.bottleneck_seconds:.4g} s per microbatch",
                 f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {bytes_text(max(expected.peak_bytes))}",
             ]
+            lines += [f"  limited by {expected.limit}"] if expected.limit else []
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -208,14 +239,19 @@ class Plan:
         if self.microbatch_size is not None:
             lines.append(f"microbatch_size: {self.microbatch_size}")
         lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(self.recompute).lower()}"]
+        lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
+        lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
         lines.append("stages: # layers from start up to and without stop")
         lines += [f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}" for s in self.stages]
         if self.predicted is not None:
             lines.append("predicted:")
-            for field in fields(Prediction):
-                value = getattr(self.predicted, field.name)
-                text = number_text(value) if field.name != "peak_bytes" else f"[{', '.join(map(number_text, value))}]"
-                lines.append(f"  {field.name}: {text}")
+            for name, value in asdict(self.predicted).items():
+                if name == "peak_bytes":
+                    lines.append(f"  {name}: [{', '.join(map(number_text, value))}]")
+                elif name != "limit":
+                    lines.append(f"  {name}: {number_text(value)}")
+                elif value:
+                    lines.append(f"  {name}: {quoted_text(value)}")
         write_text(path, "\n".join(lines) + "\n", PlanError)
 
     @classmethod
@@ -230,8 +266,12 @@ class Plan:
         microbatches = places["microbatches"].integer() if "microbatches" in places else 1
         size = places["microbatch_size"].integer() if "microbatch_size" in places else None
         sync, recompute = (name in places and places[name].boolean() for name in ("vertical_sync", "recompute"))
+        routing = cast(Routing, places["routing"].text()) if "routing" in places else "round-robin"
+        parallel = places["tensor_parallel"].integer() if "tensor_parallel" in places else 1
         predicted = _read_prediction(places["predicted"]) if "predicted" in places else None
-        return place.build(lambda: cls(stages, schedule, microbatches, size, sync, recompute, predicted))
+        return place.build(
+            lambda: cls(stages, schedule, microbatches, size, sync, recompute, predicted, routing, parallel)
+        )
 
 
 def _read_stage(place: Place) -> Stage:
@@ -242,10 +282,11 @@ def _read_stage(place: Place) -> Stage:
 
 
 def _read_prediction(place: Place) -> Prediction:
-    places = place.mapping([field.name for field in fields(Prediction)])
+    places = place.mapping([field.name for field in fields(Prediction) if field.name != "limit"], ["limit"])
     peaks = tuple(peak.number() for peak in places.pop("peak_bytes").items())
+    limit = places.pop("limit").text() if "limit" in places else ""
     numbers = {name: inner.number() for name, inner in places.items()}
-    return place.build(lambda: Prediction(peak_bytes=peaks, **numbers))
+    return place.build(lambda: Prediction(peak_bytes=peaks, limit=limit, **numbers))
 
 
 def _check_tiling(stages: tuple[Stage, ...]) -> None:
@@ -263,6 +304,15 @@ def _check_tiling(stages: tuple[Stage, ...]) -> None:
         expected = stage.stop
 
 
+def _check_replicas(stages: tuple[Stage, ...], tensor_parallel: int) -> None:
+    for index, stage in enumerate(stages):
+        if len(stage.ranks) % tensor_parallel:
+            raise PlanError(
+                f"stages[{index}].ranks: expected a multiple of {tensor_parallel} ranks (tensor_parallel), found "
+                f"{len(stage.ranks)} in {stage}: give every replica all its ranks"
+            )
+
+
 def _check_ranks(stages: tuple[Stage, ...], *, interleaved: bool) -> None:
     held = [rank for stage in stages for rank in stage.ranks]
     ranks = max(held) + 1
@@ -272,28 +322,43 @@ def _check_ranks(stages: tuple[Stage, ...], *, interleaved: bool) -> None:
             f"stages: expected ranks 0 to {ranks - 1} to hold a stage each, found none on {_ranks_text(missing)}: "
             "number the ranks from 0 without gaps"
         )
+    around = _positions(stages, ranks) if interleaved else len(stages)
+    before: dict[int, int] = {}
     for index, stage in enumerate(stages):
         at = f"stages[{index}].ranks: "
-        if interleaved:
-            if stage.ranks != (index % ranks,):
+        if index >= around:
+            expected = stages[index % around].ranks
+            if stage.ranks != expected:
                 raise PlanError(
-                    f"{at}expected [{index % ranks}] (interleaved: stage s on rank s mod {ranks}), "
+                    f"{at}expected {list(expected)} (interleaved: stage s where stage s mod {around} is), "
                     f"found {list(stage.ranks)} in {stage}: deal the stages to the ranks in turn"
                 )
             continue
-        before = {rank: other for other in range(index) for rank in stages[other].ranks}
-        for position, rank in enumerate(stage.ranks):
-            if rank in before or rank in stage.ranks[:position]:
-                holder = before.get(rank, index)
+        for rank in stage.ranks:
+            if rank in before:
                 raise PlanError(
-                    f"{at}rank {rank} is used twice: expected each rank once, found it in stage {holder} and in "
+                    f"{at}rank {rank} is used twice: expected each rank once, found it in stage {before[rank]} and in "
                     f"{stage}. Give stage {index} another rank (several stages on a rank need schedule interleaved)"
                 )
-    if interleaved and len(stages) % ranks:
+            before[rank] = index
+
+
+def _positions(stages: tuple[Stage, ...], ranks: int) -> int:
+    """How many stages in a row are on ranks of their own, under `interleaved` on so many ranks."""
+    replicas = len(stages[0].ranks)
+    for index, stage in enumerate(stages):
+        if len(stage.ranks) != replicas:
+            raise PlanError(
+                f"stages[{index}].ranks: expected {replicas} ranks (interleaved: as many as stage 0 has), found "
+                f"{len(stage.ranks)} in {stage}: give all stages the same number of replicas"
+            )
+    if ranks % replicas or len(stages) % (ranks // replicas):
+        around = ranks // replicas
         raise PlanError(
-            f"stages: expected a multiple of {ranks} stages (interleaved on {ranks} ranks), found {len(stages)}: "
+            f"stages: expected a multiple of {around} stages (interleaved on {ranks} ranks), found {len(stages)}: "
             f"the last is {stages[-1]}. Give every rank the same number of stages"
         )
+    return ranks // replicas
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -93,6 +93,26 @@ class Profile:
         """The first `layers` layers as a profile of their own."""
         return Profile(self.layers[:layers], self.microbatch_size, self.name, self.device)
 
+    def scaled(self, microbatch_size: int) -> "Profile":
+        """This profile for microbatches of another size: seconds and activations in proportion, weights as they are.
+
+        An extrapolation (thesis, section 3.3): small microbatches run less efficiently than it says, so that a profile
+        measured at that size is better.
+        """
+        share = microbatch_size / self.microbatch_size
+        layers = tuple(
+            LayerProfile(
+                layer.name,
+                layer.forward_seconds * share,
+                layer.backward_seconds * share,
+                layer.cut_bytes * share,
+                layer.saved_bytes * share,
+                layer.parameter_bytes,
+            )
+            for layer in self.layers
+        )
+        return Profile(layers, microbatch_size, self.name, self.device)
+
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
         names = [field.name for field in fields(LayerProfile)]
