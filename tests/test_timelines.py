@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import parse
+from penstock.values.memories import RankMemory
 from penstock.values.quantities import seconds_text
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
@@ -97,7 +98,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
         (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank from 0, found -1"),
         (
             lambda: Span(0, "F0", 0, 1),
-            "span of rank 0: expected an action like 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3 or 3T1<0, found 'F0': "
+            "span of rank 0: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3 or 3T1<0, found 'F0': "
             "pass str(action)",
         ),
         (
@@ -111,6 +112,11 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
             "read both from one clock",
         ),
         (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0"),
+        (
+            lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0, 0.0),)),
+            "timeline of 2 ranks: expected the memory of each rank or of none, found that of 1: give one RankMemory for "
+            "each rank",
+        ),
         (
             lambda: Timeline(SPANS, 1),
             "timeline of 1 ranks: the span of 1R0<0 lies on rank 1, expected one of 0 to 0: pass ranks=2 or more",

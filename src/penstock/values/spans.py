@@ -12,18 +12,18 @@ from penstock.errors import ScheduleError
 
 __all__ = ["Span"]
 
-# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3, 3T1<0.
-_FORM = re.compile(r"[0-9]+(?:[FB][0-9]+@|[URT][0-9]+<|[ST][0-9]+>)[0-9]+")
-_MARKS = re.compile(r"[FBUSRT@<>]")
-_WORDS = {"F": "forward", "B": "backward", "U": "update", "S": "send", "R": "receive"}
+# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, 3T1<0.
+_FORM = re.compile(r"[0-9]+(?:(?:[FB][0-9]+@|[URT][0-9]+<|[ST][0-9]+>)[0-9]+|A[0-9]+)")
+_MARKS = re.compile(r"[FBUASRT@<>]")
+_WORDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Rank `rank` was busy with `action`, in its text form such as ``2F0@1``, from start to stop (seconds, any origin).
 
-    A send lasts as long as its transfer, a receive as long as the rank waited for it. `ScheduleError` if the action
-    cannot be read or the span ends before it starts.
+    A send lasts as long as its transfer, a receive as long as the rank waited for it, a reduction until
+    the sum is there. `ScheduleError` if the action cannot be read or the span ends before it starts.
     """
 
     rank: int
@@ -36,8 +36,8 @@ class Span:
             raise ScheduleError(f"span of {self.action}: expected a rank from 0, found {self.rank}")
         if _FORM.fullmatch(self.action) is None:
             raise ScheduleError(
-                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2S0>3, 3R0<2, 0T1>3 or 3T1<0, "
-                f"found {self.action!r}: pass str(action)"
+                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3 or "
+                f"3T1<0, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -52,7 +52,7 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """``forward``, ``backward``, ``update``, ``send`` or ``receive``."""
+        """``forward``, ``backward``, ``update``, ``reduce``, ``send`` or ``receive``."""
         if self.ties:
             return "send" if ">" in self.action else "receive"
         return _WORDS[self.action.lstrip("0123456789")[0]]
@@ -65,7 +65,7 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether the device computes (forward, backward, update) rather than communicates."""
-        return self.kind not in ("send", "receive")
+        return self.kind not in ("send", "receive", "reduce")
 
     @property
     def stage(self) -> int:
@@ -74,12 +74,15 @@ class Span:
 
     @property
     def number(self) -> int:
-        """The microbatch; for an update, or tied gradients for it, the version that it makes."""
+        """The microbatch; for an update, and gradients that are tied or summed for it, the version that it makes."""
         return self._parts[1]
 
     @property
     def reference(self) -> int:
-        """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer."""
+        """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer.
+
+        A reduction has none: its own number.
+        """
         return self._parts[2]
 
     @property
@@ -91,6 +94,8 @@ class Span:
                 return f"send {what} to stage {self.reference}"
             case "receive":
                 return f"receive {what} from stage {self.reference}"
+            case "reduce":
+                return f"sum of gradients for version {self.number}"
             case kind:
                 return f"{kind} {self.number}"
 
@@ -98,6 +103,8 @@ class Span:
     def details(self) -> dict[str, int | str]:
         """The action and its parts by name."""
         match self.kind:
+            case "reduce":
+                return {"action": self.action, "stage": self.stage, "version": self.number}
             case "forward" | "backward":
                 names = ("microbatch", "version")
             case "update":
@@ -110,5 +117,5 @@ class Span:
 
     @property
     def _parts(self) -> tuple[int, int, int]:
-        stage, number, reference = _MARKS.split(self.action)
-        return int(stage), int(number), int(reference)
+        stage, number, *reference = map(int, _MARKS.split(self.action))
+        return stage, number, reference[0] if reference else number

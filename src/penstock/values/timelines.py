@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.errors import ScheduleError
 from penstock.values.drawings import timeline_svg
+from penstock.values.memories import RankMemory
 from penstock.values.spans import Span
 from penstock.values.traces import trace_json
 
@@ -26,6 +27,8 @@ class Timeline:
 
     spans: tuple[Span, ...]
     ranks: int
+    memory: tuple[RankMemory, ...] = ()
+    """What every rank holds over time, rank by rank; empty where that is not known."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -36,6 +39,11 @@ class Timeline:
                     f"timeline of {self.ranks} ranks: the span of {span.action} lies on rank {span.rank}, expected one "
                     f"of 0 to {self.ranks - 1}: pass ranks={span.rank + 1} or more"
                 )
+        if self.memory and len(self.memory) != self.ranks:
+            raise ScheduleError(
+                f"timeline of {self.ranks} ranks: expected the memory of each rank or of none, found that of "
+                f"{len(self.memory)}: give one RankMemory for each rank"
+            )
 
     def __repr__(self) -> str:
         size = f"{self.ranks} ranks, {len(self.spans)} spans"
