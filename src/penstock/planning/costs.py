@@ -15,14 +15,25 @@ from penstock.errors import PlanError
 from penstock.values.documents import suggestion, text_of
 from penstock.values.profiles import Profile
 
-__all__ = ["AllReduce", "ChainCosts", "Flags", "Matrix", "chain_costs", "replicated_seconds", "require_allreduce"]
+__all__ = [
+    "AllReduce",
+    "ChainCosts",
+    "Counts",
+    "Flags",
+    "Matrix",
+    "chain_costs",
+    "replicated_seconds",
+    "require_allreduce",
+]
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Counts: TypeAlias = npt.NDArray[np.int64]
 
-AllReduce: TypeAlias = Literal["ring", "shared"]
+AllReduce: TypeAlias = Literal["ring", "shared", "released"]
 """``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas through one
-medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it."""
+medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it. ``released``: as the
+authors' program counts, 4 (r-1)/r of the weights, added to the compute and not beside it, and activations for free."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +56,12 @@ class ChainCosts:
         """``N``."""
         return len(self.exchanged_bytes) - 1
 
+    def exchange_seconds(self, bandwidth: float, allreduce: AllReduce) -> Matrix:
+        """(N+1,): the time of each cut at `bandwidth` bytes per second; zero at both ends, where nothing is cut."""
+        seconds = self.exchanged_bytes / bandwidth if allreduce != "released" else np.zeros(self.layers + 1)
+        seconds[[0, -1]] = 0.0
+        return seconds
+
 
 def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
     """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept."""
@@ -66,20 +83,23 @@ def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
 
 
 def replicated_seconds(
-    below: Matrix, parameter_bytes: Matrix, replicas: int, bandwidth: float, allreduce: AllReduce
+    below: Matrix, parameter_bytes: Matrix, replicas: int | Counts, bandwidth: float, allreduce: AllReduce
 ) -> Matrix:
-    """``T^k(i -> j, r)`` of SOSP'19 section 3.1, for all i and j: one stage on `replicas` components of level k-1.
+    """``T^k(i -> j, r)`` of SOSP'19 section 3.1, element by element: one stage on `replicas` components of level k-1.
 
     `below` is ``A^(k-1)(i -> j, m_(k-1))``. The r replicas work on r microbatches while one all-reduce runs.
     """
     match allreduce:
         case "ring":
-            rounds = 2 * (replicas - 1) / replicas
+            times = np.maximum(below, parameter_bytes * (2 * (replicas - 1) / replicas / bandwidth))
         case "shared":
-            rounds = 2 * (replicas - 1)
+            times = np.maximum(below, parameter_bytes * (2 * (replicas - 1) / bandwidth))
+        case "released":
+            times = below + parameter_bytes * (4 * (replicas - 1) / replicas / bandwidth)
         case _:
             assert_never(allreduce)
-    return np.maximum(below, parameter_bytes * (rounds / bandwidth)) / replicas
+    seconds: Matrix = times / replicas
+    return seconds
 
 
 def require_allreduce(name: str) -> AllReduce:
@@ -90,7 +110,8 @@ def require_allreduce(name: str) -> AllReduce:
             return model
     raise PlanError(
         f"allreduce: expected one of {', '.join(known)}, found {text_of(name)}. "
-        f"{suggestion(str(name), known)}ring is the default; shared is the recurrence as printed"
+        f"{suggestion(str(name), known)}ring is the default; shared is the recurrence as printed, "
+        "released what the authors' program counts"
     )
 
 

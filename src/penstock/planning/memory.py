@@ -6,38 +6,59 @@ The papers say that memory is taken into account and leave the gradients and the
     in flight x saved + recomputed + (weight versions + 1 gradient + optimizer copies) x parameters
 
 With recomputation a microbatch in flight keeps only the stage's input, and one of them, recomputed, all that it saves.
-For a stage of r replicas, with R workers in it and behind it:
+For a stage of r replicas, with R workers in it and behind it, and q stages behind it:
 
-    schedule      in flight                 weight versions
-    gpipe         ceil(m / r)               1
-    1f1b-flush    min(m, R) / r, up         1
-    interleaved   chunks, see `peak_bytes`  1
-    1f1b          ceil(R / r)               ceil(R / r); with vertical sync ceil(all workers / r)
-    2bw           ceil(R / r)               2
+    schedule      in flight                    weight versions
+    gpipe         ceil(m / r)                  1
+    1f1b-flush    min(ceil(m / r), ceil(R/r))  1
+    interleaved   chunks, see `peak_bytes`     1
+    spp           ceil(min(m, 4 q + 1) / r)    1
+    1f1b          ceil(R / r)                  ceil(R / r); with vertical sync ceil(all workers / r)
+    2bw           ceil(R / r)                  2
 
+Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. Of t ranks
+that hold a replica together, each has 1/t of its weights and of what its layers save, and the whole input of the stage.
 Fragmentation, communication buffers and what the device's runtime takes are not in it.
 """
 
+from dataclasses import dataclass
 from math import ceil
 
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Matrix
+from penstock.planning.costs import ChainCosts, Counts, Flags, Matrix
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 
-__all__ = ["OPTIMIZER_COPIES", "interval_bytes", "live_counts", "peak_bytes", "require_fit"]
+__all__ = [
+    "OPTIMIZER_COPIES",
+    "Room",
+    "chunks_in_flight",
+    "held_bytes",
+    "interval_bytes",
+    "live_counts",
+    "peak_bytes",
+    "require_fit",
+]
 
 OPTIMIZER_COPIES = 2.0
 """Optimizer state in units of the weights: 2 for Adam (the two moments), 1 for momentum, 0 for plain SGD."""
 
 
 def live_counts(
-    schedule: str, microbatches: int, replicas: int, behind: int, workers: int, *, vertical_sync: bool = False
+    schedule: str,
+    microbatches: int,
+    replicas: int,
+    behind: int,
+    workers: int,
+    *,
+    vertical_sync: bool = False,
+    stages_behind: int | None = None,
 ) -> tuple[int, int]:
-    """(Activations in flight, weight versions) on each replica of a stage.
+    """(Activations in flight, weight versions) on each replica of a stage that takes its microbatches in turn.
 
-    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for
-    `interleaved`, whose ranks hold several stages.
+    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. `stages_behind`,
+    the number of later stages, matters to `spp` only; unknown, it is the most there can be, one per later worker. Not
+    for `interleaved`, whose ranks hold several stages.
     """
     deep = ceil(behind / replicas)
     match schedule:
@@ -47,36 +68,132 @@ def live_counts(
             return deep, ceil(workers / replicas) if vertical_sync else deep
         case "2bw":
             return deep, 2
+        case "spp":
+            later = behind - replicas if stages_behind is None else stages_behind
+            return ceil(min(microbatches, 4 * later + 1) / replicas), 1
         case _:
             return min(ceil(microbatches / replicas), deep), 1
 
 
-def interval_bytes(
-    costs: ChainCosts, in_flight: int, versions: int, optimizer_copies: float = OPTIMIZER_COPIES
+def chunks_in_flight(ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
+    """Per rank of one `interleaved` pipeline: its stages' microbatches in flight, of all its stages together.
+
+    ``min(2 (p - q - 1) + (v - 1) p + 1, m v)`` on rank q: the warm-up of Megatron-LM's rule, and one (SC 2021, 2.2).
+    """
+    most = microbatches * stages_per_rank
+    return tuple(min(2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1, most) for rank in range(ranks))
+
+
+def held_bytes(
+    saved: Matrix,
+    recomputed: Matrix,
+    weights: Matrix,
+    in_flight: float | Matrix,
+    versions: float | Matrix,
+    optimizer_copies: float,
 ) -> Matrix:
-    """(N+1, N+1): the bytes of a stage of layers i up to and without j."""
-    kept = in_flight * costs.saved_bytes + costs.recomputed_bytes
-    return kept + (versions + 1 + optimizer_copies) * costs.parameter_bytes
+    """The formula of this file, element by element; all in bytes."""
+    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * weights
+
+
+def interval_bytes(
+    costs: ChainCosts,
+    in_flight: float,
+    versions: int,
+    optimizer_copies: float = OPTIMIZER_COPIES,
+    starts: Counts | None = None,
+) -> Matrix:
+    """(N+1, N+1): the bytes of a stage of layers i up to and without j; of `starts` alone, the rows of these i."""
+    rows = slice(None) if starts is None else starts
+    saved, recomputed = costs.saved_bytes[rows], costs.recomputed_bytes[rows]
+    return held_bytes(saved, recomputed, costs.parameter_bytes[rows], in_flight, versions, optimizer_copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that each rank has, and the schedule that decides how much of it a stage takes."""
+
+    size_bytes: float
+    schedule: str
+    microbatches: int
+    workers: int
+    """Of the whole pipeline."""
+    vertical_sync: bool = False
+    optimizer_copies: float = OPTIMIZER_COPIES
+
+    @property
+    def counts_stages(self) -> bool:
+        """Whether the number of later stages matters, beside that of later workers."""
+        return self.schedule == "spp"
+
+    def counts(self, replicas: int, behind: int, stages_behind: int | None = None) -> tuple[int, int]:
+        """`live_counts` of a stage of this pipeline."""
+        return live_counts(
+            self.schedule,
+            self.microbatches,
+            replicas,
+            behind,
+            self.workers,
+            vertical_sync=self.vertical_sync,
+            stages_behind=stages_behind,
+        )
+
+    def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
+        """[i, j]: whether layers i (of `starts`; None: all) up to and without j fit as a stage with these `counts`."""
+        fits: Flags = interval_bytes(costs, *counts, self.optimizer_copies, starts) <= self.size_bytes
+        return fits
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
     """Per rank. Under `interleaved` an upper bound: all chunks in flight are counted as the rank's largest.
 
-    There, rank r of p with v stages has up to ``min(2(p-r-1) + (v-1)p + 1, m v)`` of them in flight (Megatron-LM).
+    So many as `chunks_in_flight` says for one of the parallel pipelines.
     """
-    if plan.schedule == "interleaved":
-        return tuple(_interleaved_bytes(plan, rank, costs, optimizer_copies) for rank in range(plan.ranks))
     peaks = [0.0] * plan.ranks
-    behind = plan.ranks
-    for stage in plan.stages:
-        replicas = len(stage.ranks)
-        counts = live_counts(
-            plan.schedule, plan.microbatches, replicas, behind, plan.ranks, vertical_sync=plan.vertical_sync
-        )
+    replicas = plan.replicas
+    positions = len(plan.stages) // plan.stages_per_rank
+    workers = sum(replicas[:positions])
+    behind = workers
+    for index, (stage, count) in enumerate(zip(plan.stages[:positions], replicas, strict=False)):
+        split = plan.routing == "split"
+        own = [(other.start, other.stop) for other in plan.stages[index::positions]]
+        if plan.schedule == "interleaved":
+            each = plan.microbatches if split else ceil(plan.microbatches / count)
+            counts = chunks_in_flight(positions, len(own), each)[index], 1
+        else:
+            later = len(plan.stages) - index - 1
+            seen = (1, later + 1, len(plan.stages)) if split else (count, behind, workers)
+            counts = live_counts(
+                plan.schedule,
+                plan.microbatches,
+                *seen,
+                vertical_sync=plan.vertical_sync,
+                stages_behind=later,
+            )
         for rank in stage.ranks:
-            peaks[rank] = float(interval_bytes(costs, *counts, optimizer_copies)[stage.start, stage.stop])
-        behind -= replicas
+            peaks[rank] = _rank_bytes(plan, costs, own, count if split else 1, counts, optimizer_copies)
+        behind -= count
     return tuple(peaks)
+
+
+def _rank_bytes(
+    plan: Plan,
+    costs: ChainCosts,
+    own: list[tuple[int, int]],
+    sharers: int,
+    counts: tuple[int, int],
+    optimizer_copies: float,
+) -> float:
+    """The bytes of a rank with these intervals of layers; `sharers` replicas split every microbatch."""
+    together = plan.tensor_parallel
+    saved = max(float(costs.saved_bytes[interval]) for interval in own) / sharers
+    recomputed = max(float(costs.recomputed_bytes[interval]) for interval in own) / sharers
+    weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
+    if not plan.recompute:
+        saved /= together
+    recomputed /= together
+    in_flight, versions = counts
+    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * (weights / together)
 
 
 def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
@@ -91,13 +208,3 @@ def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
             f"on rank {worst}, found {peaks[worst] / 1e9:.4g} GB under {plan.schedule}. Use more devices, smaller "
             "microbatches, recompute=True, or a schedule that keeps less (1f1b-flush)"
         )
-
-
-def _interleaved_bytes(plan: Plan, rank: int, costs: ChainCosts, optimizer_copies: float) -> float:
-    own = [(stage.start, stage.stop) for stage in plan.stages if rank in stage.ranks]
-    ranks, per_rank = plan.ranks, plan.stages_per_rank
-    in_flight = min(2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1, plan.microbatches * per_rank)
-    weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
-    kept = in_flight * max(float(costs.saved_bytes[interval]) for interval in own)
-    kept += max(float(costs.recomputed_bytes[interval]) for interval in own)
-    return kept + (2 + optimizer_copies) * weights

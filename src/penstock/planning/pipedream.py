@@ -7,27 +7,34 @@ whose slowest stage or link is fastest. Where the text leaves a choice, ours is:
   2. At an upper level a stage takes whole servers, so a hierarchy cannot express 15 replicas and 1 on 4 servers of 4.
      The machine is therefore also planned as flat, at the speed of its slowest link, and the better plan is returned.
   3. The all-reduce is a ring by default, ``2 (r-1)/r w/B`` per r microbatches; ``allreduce="shared"`` is the printed
-     ``2 (r-1) w/B``. The authors' released program uses other costs again and will give other plans.
-  4. Memory, which the text only mentions, excludes stages exactly on a flat machine and without replicas (the workers
-     behind a stage are known there). In a hierarchy it is checked at the end, and the flat plan is the way out.
+     ``2 (r-1) w/B``, and ``"released"`` what the authors' program counts.
+  4. Memory, which the text only mentions, excludes stages within the search, at every level and for every schedule,
+     with what the stage really keeps there. (Under `spp` several levels are on the safe side; flat and straight are
+     exact.)
+  5. The latency of links is left out, as in the paper; the simulator has it.
 """
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from math import ceil, inf, prod
+from math import ceil, inf
 from typing import assert_never
 
+import numpy as np
+
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Flags, chain_costs, require_allreduce
-from penstock.planning.memory import OPTIMIZER_COPIES, interval_bytes, live_counts, peak_bytes
-from penstock.planning.predictions import predict, slowest_seconds
-from penstock.planning.recurrence import Level, cheapest_pipeline, raise_level
+from penstock.planning.advice import fitting_advice, is_alone, room_of
+from penstock.planning.chunks import deal_stages
+from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
+from penstock.planning.flat_machines import Level, fastest_flat
+from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
+from penstock.planning.predictions import predict
+from penstock.planning.recurrence import Hierarchy
 from penstock.planning.requests import Request
-from penstock.planning.straight import cut_evenly
+from penstock.planning.straight import StageSeconds, cut_evenly, least_slowest
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
 
 __all__ = ["noam", "partition", "plan_pipedream"]
 
@@ -62,7 +69,7 @@ def partition(
 def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """As `partition`, for the options of `request`; `interleaved` is planned without replicas."""
     costs = chain_costs(profile, recompute=request.recompute)
-    alone = request.straight or request.stages is not None or request.schedule == "interleaved"
+    alone = is_alone(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []
     for seconds, stages in candidates:
@@ -72,11 +79,10 @@ def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
             if cluster.memory_bytes is None or max(peaks) <= cluster.memory_bytes:
                 fitting.append((seconds, plan))
     if not fitting:
+        size_bytes = cluster.memory_bytes or inf
         raise PlanError(
-            f"nothing fits: expected a plan under {request.schedule} with at most "
-            f"{(cluster.memory_bytes or inf) / 1e9:.4g} GB on each of {cluster.devices} devices, found none for "
-            f"{profile.parameter_bytes / 1e9:.4g} GB of weights. Use more devices, smaller microbatches, "
-            "recompute=True, or a schedule that keeps less (1f1b-flush)"
+            f"nothing fits: expected a plan under {request.schedule} with at most {bytes_text(size_bytes)} on each of "
+            f"{cluster.devices} devices, found that {fitting_advice(profile, cluster.devices, size_bytes, request)}"
         )
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
     return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies))
@@ -101,14 +107,30 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
         )
     hops = [(stage % ranks, (stage + 1) % ranks) for stage in range(stages - 1)]
     bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in hops]
-    fits = None
-    if cluster.memory_bytes is not None and request.schedule != "interleaved":
-        fits = [_fitting(costs, cluster.memory_bytes, request, ranks, 1, ranks - stage) for stage in range(stages)]
-    _, cuts = cut_evenly(costs, bandwidths, fits)
-    if not cuts:
-        return inf, ()
-    cut = tuple(Stage(i, j, (stage % ranks,)) for stage, (i, j) in enumerate(pairwise(cuts)))
-    return slowest_seconds(cut, costs, cluster, request.allreduce), cut
+    exchange = [costs.exchange_seconds(bandwidth, request.allreduce) for bandwidth in bandwidths]
+    size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
+    if request.schedule == "interleaved":
+        in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
+        deal = deal_stages(costs, exchange, in_flight, size_bytes, request.optimizer_copies)
+        limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
+    else:
+        room = None if cluster.memory_bytes is None else room_of(request, ranks, size_bytes)
+        seconds = _stage_seconds(costs, room, ranks)
+        limit = least_slowest(seconds, exchange)
+        cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()
+    return limit, tuple(Stage(i, j, (stage % ranks,)) for stage, (i, j) in enumerate(pairwise(cuts)))
+
+
+def _stage_seconds(costs: ChainCosts, room: Room | None, ranks: int) -> StageSeconds:
+    """The seconds of a stage on one of `ranks` ranks, where it fits in `room`."""
+    if room is None:
+        return lambda stage, starts: costs.seconds[starts]
+
+    def fitting(stage: int, starts: Counts) -> Matrix:
+        counts = room.counts(1, ranks - stage, ranks - stage - 1)
+        return np.where(room.fitting(costs, counts, starts), costs.seconds[starts], inf)
+
+    return fitting
 
 
 def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[tuple[float, tuple[Stage, ...]]]:
@@ -116,55 +138,37 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
 
     The hierarchical plan comes first, so that it is taken of equals: its links are the real ones.
     """
-    machines: list[tuple[Level, ...]] = [(Level(cluster.devices, cluster.slowest, request.allreduce),)]
+    room = None
+    if cluster.memory_bytes is not None:
+        room = room_of(request, cluster.devices, cluster.memory_bytes)
+    found = []
     match cluster.links:
         case LinkLevels(levels):
-            hierarchy = tuple(Level(*level, request.allreduce) for level in levels if level[0] > 1)
+            hierarchy = tuple(Level(*level[:2], request.allreduce) for level in levels if level[0] > 1)
             if len(hierarchy) > 1:
-                machines.insert(0, hierarchy)
+                found.append(_nested(costs, hierarchy, room))
         case LinkMatrix():
             pass
         case _:
             assert_never(cluster.links)
-    return [_solve(costs, cluster, machine, request) for machine in machines]
+    flat = fastest_flat(costs, Level(cluster.devices, cluster.slowest, request.allreduce), room)
+    stages, first = [], 0
+    for block in flat.blocks:
+        stages.append(Stage(block.start, block.stop, tuple(range(first, first + block.replicas))))
+        first += block.replicas
+    return [*found, (flat.seconds, tuple(stages))]
 
 
-def _solve(
-    costs: ChainCosts, cluster: Cluster, levels: tuple[Level, ...], request: Request
-) -> tuple[float, tuple[Stage, ...]]:
-    """The slowest seconds and the stages of the best plan on `levels`, innermost first."""
-    below = [costs.seconds]
-    for level in levels[:-1]:
-        below.append(raise_level(costs, below[-1], level))
-    flat_fits = None
-    if cluster.memory_bytes is not None and len(levels) == 1:
-        flat_fits = partial(_fitting, costs, cluster.memory_bytes, request, cluster.devices)
-
-    def unfold(depth: int, start: int, stop: int) -> tuple[float, tuple[Stage, ...]]:
-        """The stages of an interval on one component of level `depth`, with ranks from 0."""
-        if depth < 0:
-            return 0.0, (Stage(start, stop, (0,)),)
-        pipeline = cheapest_pipeline(costs, below[depth], levels[depth], start, stop, flat_fits)
-        size = prod(level.count for level in levels[:depth])
-        stages: list[Stage] = []
-        first = 0
-        for block in pipeline.blocks:
-            components = range(first, first + block.replicas)
-            for stage in unfold(depth - 1, block.start, block.stop)[1]:
-                ranks = tuple(component * size + rank for component in components for rank in stage.ranks)
-                stages.append(Stage(stage.start, stage.stop, ranks))
-            first += block.replicas
-        return pipeline.seconds, tuple(stages)
-
-    return unfold(len(levels) - 1, 0, costs.layers)
-
-
-def _fitting(
-    costs: ChainCosts, memory_bytes: float, request: Request, workers: int, replicas: int, behind: int
-) -> Flags:
-    """[i, j]: whether layers i up to and without j fit as a stage of `replicas` with `behind` workers from it on."""
-    counts = live_counts(
-        request.schedule, request.microbatches, replicas, behind, workers, vertical_sync=request.vertical_sync
-    )
-    fitting: Flags = interval_bytes(costs, *counts, request.optimizer_copies) <= memory_bytes
-    return fitting
+def _nested(costs: ChainCosts, levels: tuple[Level, ...], room: Room | None) -> tuple[float, tuple[Stage, ...]]:
+    """The slowest seconds and the stages of the best plan in which stages take whole components."""
+    seconds, stages = Hierarchy(costs, levels).fastest()
+    if room is not None:
+        # A plan that is best without a limit, and fits, is best with it; that is the usual case and costs less.
+        behind, fits = room.workers, True
+        for index, (start, stop, ranks) in enumerate(stages):
+            counts = room.counts(len(ranks), behind, len(stages) - index - 1)
+            fits = fits and bool(room.fitting(costs, counts, np.array([start]))[0, stop])
+            behind -= len(ranks)
+        if not fits:
+            seconds, stages = Hierarchy(costs, levels, room).fastest()
+    return seconds, tuple(Stage(*stage) for stage in stages)

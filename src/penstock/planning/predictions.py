@@ -3,15 +3,19 @@
 With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank (thesis,
 table 1.1; section 4.2 for interleaving), a minibatch takes
 
-    gpipe, 1f1b-flush    (m + p - 1) t
-    interleaved          (m + (p' - 1) / v) t       p' ranks, t of a whole rank
-    1f1b, 2bw            m t                        in the steady state, without fill and drain
+    gpipe, 1f1b-flush, spp    (m + p - 1) t
+    interleaved               (m + (p' - 1) / v) t       p' ranks, t of a whole rank
+    1f1b, 2bw                 m t                        in the steady state, without fill and drain
 
-Every stage is taken to be as slow as the slowest, so this is on the safe side; `penstock.simulate` looks closer.
+Replicas that take microbatches in turn need r t for each, so that the pipe fills with ``sum of r`` of them instead of
+p, and the last round of a stage may not be full: ``(r ceil(m / r) + sum of the other r) t`` with the worst such stage;
+for d equal pipelines that is ``(m / d + p - 1) d t``. Replicas that split every microbatch are as fast as one rank that
+takes t. Every stage is taken to be as slow as the slowest, so this is on the safe side but for the transfers that a
+first microbatch waits for; `penstock.simulate` looks closer.
 """
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 
 from penstock.planning.costs import AllReduce, ChainCosts, replicated_seconds
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
@@ -34,12 +38,7 @@ def predict(
     The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``; for
     equal stages under a flush it is ``(p - 1) / (m + p - 1)``. What unequal stages and slow links idle away counts too.
     """
-    match plan.schedule:
-        case "1f1b" | "2bw":
-            filling = 0.0
-        case _:
-            filling = (len(plan.stages) / plan.stages_per_rank - 1) / plan.stages_per_rank
-    seconds = (plan.microbatches + filling) * bottleneck_seconds
+    seconds = _rounds(plan) * bottleneck_seconds
     samples = plan.microbatches * profile.microbatch_size
     work = plan.microbatches * float(costs.seconds[0, -1])
     return Prediction(
@@ -51,26 +50,45 @@ def predict(
     )
 
 
-def slowest_seconds(stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce) -> float:
+def _rounds(plan: Plan) -> float:
+    """The seconds of a minibatch in units of t."""
+    count = plan.microbatches
+    if plan.schedule in ("1f1b", "2bw"):
+        return count
+    per_rank = plan.stages_per_rank
+    replicas = plan.replicas[: len(plan.stages) // per_rank]
+    if plan.routing == "split":
+        replicas = (1,) * len(replicas)
+    fullest = max(ceil(count / each) * each - each / per_rank for each in replicas)
+    return fullest + sum(replicas) / per_rank
+
+
+def slowest_seconds(
+    stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce, tensor_parallel: int = 1
+) -> float:
     """Seconds per microbatch of the slowest rank or link of any plan.
 
     A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
-    stages. Under `interleaved` a rank, and a link, has the time of all its stages.
+    stages. Under `interleaved` a rank, and a link, has the time of all its stages. `tensor_parallel` ranks share the
+    seconds and the weights of their stage evenly; what they say to each other is not counted.
     """
     ranks: dict[tuple[int, ...], float] = {}
     links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     for index, stage in enumerate(stages):
         interval = slice(stage.start, stage.start + 1), slice(stage.stop, stage.stop + 1)
-        bandwidth = _slowest_link(cluster, stage, stage)
         time = replicated_seconds(
-            costs.seconds[interval], costs.parameter_bytes[interval], len(stage.ranks), bandwidth, allreduce
+            costs.seconds[interval] / tensor_parallel,
+            costs.parameter_bytes[interval] / tensor_parallel,
+            len(stage.ranks) // tensor_parallel,
+            _slowest_link(cluster, stage, stage),
+            allreduce,
         )
         ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(time[0, 0])
         if index:
             before = stages[index - 1]
-            sent = float(costs.exchanged_bytes[stage.start]) / _slowest_link(cluster, before, stage)
             link = before.ranks, stage.ranks
-            links[link] = links.get(link, 0.0) + sent
+            sent = costs.exchange_seconds(_slowest_link(cluster, before, stage), allreduce)[stage.start]
+            links[link] = links.get(link, 0.0) + float(sent)
     return max(*ranks.values(), *links.values(), 0.0)
 
 

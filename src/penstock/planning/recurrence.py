@@ -1,4 +1,4 @@
-"""The recurrence of PipeDream's partitioner, one level of the machine at a time.
+"""The recurrence of PipeDream's partitioner on a machine of several levels.
 
 SOSP'19, section 3.1. With A the time of the slowest stage of the best pipeline, T that of one replicated stage, a the
 bytes over a cut and B_k the bandwidth of level k:
@@ -9,55 +9,120 @@ bytes over a cut and B_k the bandwidth of level k:
                               max(A^k(i->s, m-m'), 2 a_s / B_k, T^k(s->j, m'))        for i < s < j, 1 <= m' < m
 
 The first candidate is not in the printed recurrence, which therefore cannot express data parallelism, nor a replicated
-first stage; the text around it means it. A level below the top is needed for all i and j; there only values are kept.
-Back-pointers are made for one interval at a time, by `cheapest_pipeline` at each level down from the top.
+first stage; the text around it means it. A level below the top is needed for all i and j; there only values are kept,
+and the stages are found again for one interval at a time, from the top down.
+
+Memory. What a stage keeps depends on its replicas and on the workers behind it, over all levels. A component of some
+level therefore has a context: how many copies of it work in turn, and how many workers are behind all of them. A stage
+of r components, in a component with n copies, is n r copies of what is in it, and behind these are, beside what was
+behind the component, n times the components behind the stage. So A is computed for each context that can occur (one
+without a memory limit) and is exact. Contexts in which every stage has the same counts share their tables.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from math import inf, prod
 
 import numpy as np
 
-from penstock.planning.costs import AllReduce, ChainCosts, Flags, Matrix, replicated_seconds
+from penstock.planning.costs import ChainCosts, Matrix, replicated_seconds
+from penstock.planning.flat_machines import Block, Level, Pipeline
+from penstock.planning.memory import Room
 
-__all__ = ["Block", "Level", "Pipeline", "cheapest_pipeline", "raise_level"]
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """`count` components joined by links of `bandwidth` bytes per second."""
-
-    count: int
-    bandwidth: float
-    allreduce: AllReduce
+__all__ = ["Hierarchy"]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Layers `start` up to and without `stop` on `replicas` components of the level below."""
+class Hierarchy:
+    """One chain on one machine of `levels`, innermost first. Under `spp`, which counts stages, `room` is on the safe
+    side: every worker behind a stage is taken for a stage."""
 
-    start: int
-    stop: int
-    replicas: int
+    def __init__(self, costs: ChainCosts, levels: tuple[Level, ...], room: Room | None = None) -> None:
+        self._costs = costs
+        self._levels = levels
+        self._room = room
+        self._sizes = [prod(level.count for level in levels[:depth]) for depth in range(len(levels))]
+        self._tables: dict[tuple[object, ...], Matrix] = {}
+
+    def fastest(self) -> tuple[float, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        """The slowest seconds of the best plan and its stages, (start, stop, ranks); infinite and none if none fits."""
+        return self._unfold(len(self._levels) - 1, 1, 0, 0, self._costs.layers)
+
+    def _unfold(
+        self, depth: int, copies: int, behind: int, start: int, stop: int
+    ) -> tuple[float, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        """The stages of an interval on one component of level `depth`, with ranks from 0."""
+        if depth < 0:
+            return 0.0, ((start, stop, (0,)),)
+        level, size = self._levels[depth], self._sizes[depth]
+        pipeline = _cheapest_pipeline(self._costs, level, self._stages(depth, copies, behind), start, stop)
+        stages: list[tuple[int, int, tuple[int, ...]]] = []
+        first = 0
+        for block in pipeline.blocks:
+            inner = self._inside(depth, copies, behind, block.replicas, level.count - first)
+            components = range(first, first + block.replicas)
+            for begin, end, ranks in self._unfold(depth - 1, *inner, block.start, block.stop)[1]:
+                every = tuple(component * size + rank for component in components for rank in ranks)
+                stages.append((begin, end, every))
+            first += block.replicas
+        return pipeline.seconds, tuple(stages)
+
+    def _table(self, depth: int, copies: int, behind: int) -> Matrix:
+        """``A^k(i -> j, m_k)`` for all i and j on one component of level `depth` in this context."""
+        key = depth, *self._signature(depth, copies, behind)
+        if key not in self._tables:
+            if depth >= 0:
+                stages = self._stages(depth, copies, behind)
+                self._tables[key] = _raise_level(self._costs, self._levels[depth], stages)
+            elif self._room is None:
+                self._tables[key] = self._costs.seconds
+            else:
+                fits = self._room.fitting(self._costs, self._room.counts(copies, copies + behind))
+                self._tables[key] = np.where(fits, self._costs.seconds, np.inf)
+        return self._tables[key]
+
+    def _stages(self, depth: int, copies: int, behind: int) -> Callable[[int, int], Matrix]:
+        """``T^k`` by (replicas, components from the stage on) in a component of level `depth` in this context."""
+        level = self._levels[depth]
+        made: dict[tuple[int, int], Matrix] = {}
+
+        def stage(replicas: int, onwards: int) -> Matrix:
+            key = replicas, onwards if self._room is not None else 0
+            if key not in made:
+                below = self._table(depth - 1, *self._inside(depth, copies, behind, replicas, onwards))
+                weights = self._costs.parameter_bytes
+                made[key] = replicated_seconds(below, weights, replicas, level.bandwidth, level.allreduce)
+            return made[key]
+
+        return stage
+
+    def _inside(self, depth: int, copies: int, behind: int, replicas: int, onwards: int) -> tuple[int, int]:
+        """The context of each component of a stage: its copies, and the workers behind them."""
+        return copies * replicas, behind + copies * (onwards - replicas) * self._sizes[depth]
+
+    def _signature(self, depth: int, copies: int, behind: int) -> tuple[object, ...]:
+        """What of a context matters: the counts of every stage that can be in it."""
+        if self._room is None:
+            return ()
+        return tuple(self._room.counts(count, count + later) for count, later in self._contexts(depth, copies, behind))
+
+    def _contexts(self, depth: int, copies: int, behind: int) -> Iterator[tuple[int, int]]:
+        """The contexts of single devices within this one."""
+        if depth < 0:
+            yield copies, behind
+            return
+        for onwards in range(1, self._levels[depth].count + 1):
+            for replicas in range(1, onwards + 1):
+                yield from self._contexts(depth - 1, *self._inside(depth, copies, behind, replicas, onwards))
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The best pipeline of an interval of layers on one component of a level."""
-
-    seconds: float
-    blocks: tuple[Block, ...]
-
-
-def raise_level(costs: ChainCosts, below: Matrix, level: Level) -> Matrix:
-    """``A^k(i -> j, m_k)`` for all i and j, from ``A^(k-1)(i -> j, m_(k-1))``. O(N^3 m^2), vectorised over i and j."""
-    stages = _replicated(costs, below, level)
-    exchange = costs.exchanged_bytes / level.bandwidth
-    best = [below]
-    for workers in range(2, level.count + 1):
-        table = stages[workers - 1].copy()
+def _raise_level(costs: ChainCosts, level: Level, stage: Callable[[int, int], Matrix]) -> Matrix:
+    """``A^k(i -> j, m_k)`` for all i and j. O(N^3 m^2), vectorised over i and j."""
+    exchange = costs.exchange_seconds(level.bandwidth, level.allreduce)
+    best: list[Matrix] = []
+    for workers in range(1, level.count + 1):
+        onwards = level.count - workers
+        table = stage(workers, onwards + workers).copy()
         for replicas in range(1, workers):
-            left, right = best[workers - replicas - 1], stages[replicas - 1]
+            left, right = best[workers - replicas - 1], stage(replicas, onwards + replicas)
             for cut in range(1, costs.layers):
                 before = np.maximum(left[:cut, cut], exchange[cut])
                 corner = table[:cut, cut + 1 :]
@@ -66,49 +131,37 @@ def raise_level(costs: ChainCosts, below: Matrix, level: Level) -> Matrix:
     return best[-1]
 
 
-def cheapest_pipeline(
-    costs: ChainCosts,
-    below: Matrix,
-    level: Level,
-    start: int,
-    stop: int,
-    fits: Callable[[int, int], Flags] | None = None,
+def _cheapest_pipeline(
+    costs: ChainCosts, level: Level, stage: Callable[[int, int], Matrix], start: int, stop: int
 ) -> Pipeline:
     """``A^k(start -> stop, m_k)`` with its stages. O(n^2 m^2) for n layers, vectorised over both ends of a stage.
-
-    ``fits(replicas, behind)``, if given, says of every interval whether it fits in memory as a stage of so many
-    replicas with `behind` workers in it and behind it. If nothing fits, the seconds are infinite, without stages.
 
     Plans tie often. Of those with the least seconds this takes one with the fewest stages (fewer versions of weights,
     less in flight), and of these one with the smallest sum of squared stage times: the most balanced.
     """
     window = slice(start, stop + 1)
-    tables = [table[window, window] for table in _replicated(costs, below, level)]
-    exchange = costs.exchanged_bytes[window] / level.bandwidth
+    exchange = costs.exchange_seconds(level.bandwidth, level.allreduce)[window]
     exchange[0] = 0.0
 
-    def stage(workers: int, replicas: int) -> Matrix:
+    def last(workers: int, replicas: int) -> Matrix:
         """The last of the stages on `workers` components, on `replicas` of them."""
-        if fits is None:
-            return tables[replicas - 1]
-        allowed = fits(replicas, level.count - workers + replicas)[window, window]
-        return np.where(allowed, tables[replicas - 1], np.inf)
+        return stage(replicas, level.count - workers + replicas)[window, window]
 
     slowest = np.full((level.count + 1, len(exchange)), np.inf)
     slowest[0, 0] = 0.0
     for workers in range(1, level.count + 1):
         for replicas in range(1, workers + 1):
             before = np.maximum(slowest[workers - replicas], exchange)
-            table = np.maximum(before[:, None], stage(workers, replicas))
+            table = np.maximum(before[:, None], last(workers, replicas))
             np.minimum(slowest[workers], table.min(axis=0), out=slowest[workers])
     limit = float(slowest[-1, -1])
-    if limit == np.inf:
+    if limit == inf:
         return Pipeline(limit, ())
-    return Pipeline(limit, _fewest_stages(level.count, exchange, stage, start, limit))
+    return Pipeline(limit, _fewest_stages(level.count, exchange, last, start, limit))
 
 
 def _fewest_stages(
-    count: int, exchange: Matrix, stage: Callable[[int, int], Matrix], start: int, limit: float
+    count: int, exchange: Matrix, last_stage: Callable[[int, int], Matrix], start: int, limit: float
 ) -> tuple[Block, ...]:
     """The stages of a pipeline with nothing slower than `limit`: the fewest, then the most balanced."""
     size = len(exchange)
@@ -120,7 +173,7 @@ def _fewest_stages(
     for workers in range(1, count + 1):
         for replicas in range(workers, 0, -1):
             before = np.where(exchange <= limit, prices[workers - replicas], np.inf)
-            seconds = stage(workers, replicas)
+            seconds = last_stage(workers, replicas)
             # The squares of at most `count` stages add up to less than one more stage.
             balance = (np.minimum(seconds, limit) / (limit or 1.0)) ** 2 / (count + 1)
             table = before[:, None] + np.where(seconds <= limit, 1.0 + balance, np.inf)
@@ -137,11 +190,3 @@ def _fewest_stages(
         blocks.append(Block(start + first, start + end, replicas))
         workers, end = workers - replicas, first
     return tuple(reversed(blocks))
-
-
-def _replicated(costs: ChainCosts, below: Matrix, level: Level) -> list[Matrix]:
-    """``T^k(i -> j, m)`` for m from 1."""
-    return [
-        replicated_seconds(below, costs.parameter_bytes, replicas, level.bandwidth, level.allreduce)
-        for replicas in range(1, level.count + 1)
-    ]

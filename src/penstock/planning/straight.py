@@ -1,48 +1,64 @@
-"""Cutting a chain into a given number of stages, one rank each.
+"""Cutting a chain into a given number of stages whose ranks are known.
 
-PipeDream's recurrence without replication: make the slowest stage or link as fast as possible. Without replication the
-levels of the machine matter only through the link that each cut lies on, so any cluster will do, a matrix too. Where
-one large layer decides the slowest stage, many partitions are equally good by that measure; of these the most balanced
-is taken, the one with the smallest sum of squared stage times.
+PipeDream's recurrence without the choice of replicas: make the slowest stage or link as fast as possible. The levels of
+the machine then matter only through the link that each cut lies on, so any cluster will do, a matrix too. Where one
+large layer decides the slowest stage, many partitions are equally good by that measure; of these the most balanced is
+taken, the one with the smallest sum of squared stage times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from penstock.planning.costs import ChainCosts, Flags
+from penstock.planning.costs import Counts, Matrix
 
-__all__ = ["cut_evenly"]
+__all__ = ["StageSeconds", "cut_evenly", "least_slowest"]
+
+StageSeconds: TypeAlias = Callable[[int, Counts], Matrix]
+"""(Stage, starts) to the seconds of layers i up to and without j as this stage, (len(starts), N+1); infinite where
+that is empty or does not fit."""
 
 
-def cut_evenly(
-    costs: ChainCosts, bandwidths: Sequence[float], fits: Sequence[Flags] | None = None
-) -> tuple[float, tuple[int, ...]]:
-    """(Slowest seconds, cuts): stage s holds layers ``[cuts[s], cuts[s + 1])``. O(p N^2), vectorised over both ends.
+def least_slowest(stage_seconds: StageSeconds, exchange: Sequence[Matrix]) -> float:
+    """The least slowest seconds of ``len(exchange) + 1`` stages; infinite if nothing fits. O(p N^2).
 
-    There is one stage more than `bandwidths`; the cut after stage s goes over ``bandwidths[s]`` bytes per second.
-    ``fits[s]``, if given, says of every interval whether it fits in memory as stage s. If there are fewer layers
-    than stages, or nothing fits, the seconds are infinite and there are no cuts.
+    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is.
     """
-    stages = len(bandwidths) + 1
-    seconds = [costs.seconds if fits is None else np.where(fits[s], costs.seconds, np.inf) for s in range(stages)]
-    exchange = [np.zeros(costs.layers + 1), *(costs.exchanged_bytes / bandwidth for bandwidth in bandwidths)]
+    slowest = stage_seconds(0, np.zeros(1, dtype=np.int64))[0]
+    for stage, sent in enumerate(exchange, start=1):
+        before = np.maximum(slowest, sent)
+        starts = np.flatnonzero(before < np.inf)
+        if not len(starts):
+            return np.inf
+        slowest = np.maximum(before[starts, None], stage_seconds(stage, starts)).min(axis=0)
+    return float(slowest[-1])
 
-    slowest = seconds[0][0]
-    for stage, sent in zip(seconds[1:], exchange[1:], strict=True):
-        slowest = np.maximum(np.maximum(slowest, sent)[:, None], stage).min(axis=0)
-    limit = float(slowest[-1])
-    if limit == np.inf:
-        return limit, ()
 
-    first = np.where(seconds[0][0] <= limit, seconds[0][0] ** 2, np.inf)
-    totals, choices = [first], [np.zeros(costs.layers + 1, dtype=np.intp)]
-    for stage, sent in zip(seconds[1:], exchange[1:], strict=True):
-        before = np.where(sent <= limit, totals[-1], np.inf)
-        table = before[:, None] + np.where(stage <= limit, stage**2, np.inf)
-        choices.append(table.argmin(axis=0))
-        totals.append(table.min(axis=0))
-    cuts = [costs.layers]
+def cut_evenly(stage_seconds: StageSeconds, exchange: Sequence[Matrix], limit: float) -> tuple[int, ...]:
+    """Cuts: stage s holds layers ``[cuts[s], cuts[s + 1])`` and nothing is slower than `limit`. O(p N^2).
+
+    Of all such cuts those with the least sum of squared stage times; empty if there are none.
+    """
+    scale = limit or 1.0
+
+    def price(stage: int, starts: Counts) -> Matrix:
+        seconds = stage_seconds(stage, starts)
+        return np.where(seconds <= limit, (np.minimum(seconds, limit) / scale) ** 2, np.inf)
+
+    total = price(0, np.zeros(1, dtype=np.int64))[0]
+    choices = [np.zeros(len(total), dtype=np.int64)]
+    for stage, sent in enumerate(exchange, start=1):
+        starts = np.flatnonzero((total < np.inf) & (sent <= limit))
+        if not len(starts):
+            return ()
+        table = total[starts, None] + price(stage, starts)
+        best = table.argmin(axis=0)
+        choices.append(starts[best])
+        total = table[best, np.arange(len(best))]
+    if total[-1] == np.inf:
+        return ()
+    cuts = [len(total) - 1]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
-    return limit, tuple(reversed(cuts))
+    return tuple(reversed(cuts))

@@ -1,0 +1,138 @@
+"""What would be needed where nothing fits in memory: the least that the worst rank takes, and what would make it fit.
+
+Nothing is guessed: each change that the text names was tried, alone, with the same search that found no plan.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from penstock.planning.chunks import deal_stages
+from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
+from penstock.planning.flat_machines import fits_flat, least_worst_bytes
+from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
+from penstock.planning.requests import Request
+from penstock.planning.straight import StageSeconds, least_slowest
+from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
+
+__all__ = ["fitting_advice", "is_alone", "least_rank_bytes", "room_of"]
+
+_MOST_DEVICES = 64
+"""Beyond so many a search takes too long for an error message."""
+
+
+def is_alone(request: Request) -> bool:
+    """Whether the plans of `request` have no replicas."""
+    return request.straight or request.stages is not None or request.schedule == "interleaved"
+
+
+def room_of(request: Request, workers: int, size_bytes: float) -> Room:
+    """The memory of one of `workers` ranks that run `request`."""
+    return Room(
+        size_bytes,
+        request.schedule,
+        request.microbatches,
+        workers,
+        request.vertical_sync,
+        request.optimizer_copies,
+    )
+
+
+def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
+    """The bytes of the rank that needs most, in the plan of `request` that needs least; infinite if there is no plan.
+
+    Exact, but for `interleaved` (`penstock.planning.chunks`). Layers are those of `profile`, whole.
+    """
+    costs = chain_costs(profile, recompute=request.recompute)
+    if not is_alone(request):
+        return least_worst_bytes(costs, devices, room_of(request, devices, 0.0))
+    stages = request.stage_count(devices)
+    if stages > costs.layers:
+        return inf
+    ranks = stages // request.stages_per_rank
+    free = [np.zeros(costs.layers + 1)] * (stages - 1)
+    if request.schedule == "interleaved":
+        counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
+        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies).worst_bytes
+    room = room_of(request, ranks, 0.0)
+    return least_slowest(_stage_bytes(costs, room, ranks), free)
+
+
+def fitting_advice(profile: Profile, devices: int, size_bytes: float, request: Request) -> str:
+    """Sentences: what the smallest plan of `request` needs, and which single changes make one fit in `size_bytes`."""
+    least = least_rank_bytes(profile, devices, request)
+    if least == inf:
+        needed = "no plan of that shape exists"
+    else:
+        needed = f"the rank that needs most takes {bytes_text(least)} at the least"
+    mends = [
+        words
+        for words, other, count, changed in _changes(profile, devices, size_bytes, request)
+        if _fits(other, count, changed, size_bytes)
+    ]
+    if mends:
+        return f"{needed}. It would fit with {', or with '.join(mends)}"
+    largest = max(layer.parameter_bytes for layer in profile.layers)
+    return (
+        f"{needed}. No single change of recompute, schedule, microbatches or devices (up to {_MOST_DEVICES}) is "
+        f"enough: combine them, give devices of {bytes_text(least)}, or split the layers (the largest has "
+        f"{bytes_text(largest)} of weights, and {2 + request.optimizer_copies:g} times that with gradients and "
+        "optimizer)"
+    )
+
+
+def _changes(
+    profile: Profile, devices: int, size_bytes: float, request: Request
+) -> Iterator[tuple[str, Profile, int, Request]]:
+    """(Words, profile, devices, request) of each change of one thing; of numbers the one that changes least."""
+    if not request.recompute:
+        yield "recompute=True", profile, devices, replace(request, recompute=True)
+    if request.schedule not in ("1f1b-flush", "interleaved"):
+        yield "schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush")
+    if request.vertical_sync and request.schedule == "1f1b":
+        yield "vertical_sync=False", profile, devices, replace(request, vertical_sync=False)
+    if request.schedule not in ("1f1b", "2bw"):
+        # Interleaving takes its microbatches in groups of one per rank.
+        group = request.stage_count(devices) // request.stages_per_rank if request.schedule == "interleaved" else 1
+        for fewer in _halves(request.microbatches):
+            changed = replace(request, microbatches=fewer)
+            if not fewer % group and _fits(profile, devices, changed, size_bytes):
+                yield f"microbatches={fewer}", profile, devices, changed
+                break
+    for size in _halves(profile.microbatch_size):
+        scaled = profile.scaled(size)
+        if _fits(scaled, devices, request, size_bytes):
+            yield f"{size} instead of {profile.microbatch_size} samples in a microbatch", scaled, devices, request
+            break
+    if request.stages is None:
+        for more in (2 * devices, 4 * devices, 8 * devices):
+            if more <= _MOST_DEVICES and _fits(profile, more, request, size_bytes):
+                yield f"{more} devices", profile, more, request
+                break
+
+
+def _fits(profile: Profile, devices: int, request: Request, size_bytes: float) -> bool:
+    if is_alone(request):
+        return least_rank_bytes(profile, devices, request) <= size_bytes
+    return fits_flat(chain_costs(profile, recompute=request.recompute), devices, room_of(request, devices, size_bytes))
+
+
+def _halves(number: int) -> Iterator[int]:
+    """Half of `number`, half of that, down to 1."""
+    while number > 1:
+        number //= 2
+        yield number
+
+
+def _stage_bytes(costs: ChainCosts, room: Room, ranks: int) -> StageSeconds:
+    """What each stage of a pipeline without replicas needs, in the form of its seconds."""
+    stops = np.arange(costs.layers + 1)
+
+    def held(stage: int, starts: Counts) -> Matrix:
+        counts = room.counts(1, ranks - stage, ranks - stage - 1)
+        return np.where(stops > starts[:, None], interval_bytes(costs, *counts, room.optimizer_copies, starts), np.inf)
+
+    return held
