@@ -29,7 +29,8 @@ FLOW = {
     "simulating": "errors values scheduling",
     "rendering": "errors values scheduling simulating",
     "capturing": "errors",
-    "profiling": "errors values capturing",
+    # The probe measures the links through the transport that the pipeline will use.
+    "profiling": "errors values capturing runtime",
     "oracle": "errors values capturing",
     "runtime": "errors values scheduling capturing",
     "pipeline": "errors values planning scheduling capturing profiling runtime",
@@ -41,7 +42,7 @@ STRANGERS = ("executor", "replicas", "transport", "weights")
 ACTIONS = {node.name for node in TREES["penstock.scheduling.actions"].body if isinstance(node, ast.ClassDef)}
 PUBLIC = """
     CaptureError CheckpointError Cluster LayerProfile PenstockError Pipeline Plan PlanError Profile ProfileError
-    Schedule ScheduleError Stage Timeline TransportError capture plan profile reference_train render schedule
+    Schedule ScheduleError Stage Timeline TransportError capture plan probe profile reference_train render schedule
     simulate verify
 """
 

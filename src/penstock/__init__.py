@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.oracle import reference_train
     from penstock.pipeline import Pipeline
     from penstock.planning.planners import plan
+    from penstock.profiling.links import probe
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
@@ -51,6 +52,7 @@ __all__ = [
     "TransportError",
     "capture",
     "plan",
+    "probe",
     "profile",
     "reference_train",
     "render",
@@ -80,6 +82,7 @@ _HOMES = {
     "TransportError": "errors",
     "capture": "capturing",
     "plan": "planning.planners",
+    "probe": "profiling.links",
     "profile": "profiling.profiler",
     "reference_train": "oracle",
     "render": "rendering.pictures",

@@ -1,9 +1,10 @@
 """The commands of ``penstock``: one file each, a thin skin over the function of the same name."""
 
 from penstock.commands.planning import PLAN
+from penstock.commands.probing import PROBE
 from penstock.commands.profiling import PROFILE
 from penstock.commands.showing import SHOW
 from penstock.commands.simulating import SIMULATE
 from penstock.commands.verifying import VERIFY
 
-__all__ = ["PLAN", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]
+__all__ = ["PLAN", "PROBE", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.values import Plan, Profile
+    from penstock.values import Cluster, Plan, Profile
 
 __all__ = ["Command", "deliver", "given", "print_json"]
 
@@ -38,7 +38,7 @@ def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
-def deliver(made: "Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
+def deliver(made: "Cluster | Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
     """Writes what a command made to the file of ``--output``, if any, and prints it: `text`, or JSON if asked."""
     if arguments.output:
         made.save(arguments.output)

@@ -1,6 +1,6 @@
 """Profiles, plans and clusters as text for a person."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, assert_never
 
 from penstock.values import LinkLevels, LinkMatrix
@@ -57,21 +57,28 @@ def describe_cluster(cluster: "Cluster") -> str:
     memory = "no memory limit" if cluster.memory_bytes is None else f"{bytes_text(cluster.memory_bytes)} each"
     lines = [f"cluster: {_count(cluster.devices, 'device')}, {memory}"]
     match cluster.links:
-        case LinkLevels(levels):
+        case LinkLevels(levels, latencies):
             joined = "devices"
-            for count, bandwidth in levels:
-                lines.append(f"  {count} {joined} at {bandwidth_text(bandwidth)}")
+            for (count, bandwidth), latency in zip(levels, latencies, strict=True):
+                after = f", {seconds_text(latency)} latency" if latency else ""
+                lines.append(f"  {count} {joined} at {bandwidth_text(bandwidth)}{after}")
                 joined = "of these"
-        case LinkMatrix(rows):
-            head = ("", *(f"to {b}" for b in range(len(rows))))
-            body = [
-                (f"from {a}", *("-" if a == b else bandwidth_text(value) for b, value in enumerate(row)))
-                for a, row in enumerate(rows)
-            ]
-            lines.append(_table([head, *body], names=0))
+        case LinkMatrix(rows, latencies):
+            late = any(cluster.latency(a, b) for a in range(len(rows)) for b in range(len(rows)))
+            lines.append(_matrix("bandwidth" if late else "", rows, bandwidth_text))
+            lines += [_matrix("latency", latencies, seconds_text)] if late else []
         case _:
             assert_never(cluster.links)
     return "\n".join(lines)
+
+
+def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> str:
+    """A row for every sender, a column for every receiver."""
+    head = (title, *(f"to {b}" for b in range(len(rows))))
+    body = [
+        (f"from {a}", *("-" if a == b else text(value) for b, value in enumerate(row))) for a, row in enumerate(rows)
+    ]
+    return _table([head, *body], names=0)
 
 
 def _table(rows: Sequence[Sequence[str]], names: int) -> str:

@@ -1,0 +1,53 @@
+"""``penstock probe``: measure the links between the ranks."""
+
+import argparse
+
+from penstock.commands.command import Command, deliver, given
+
+__all__ = ["PROBE"]
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="CLUSTER", help="write the cluster to this file (YAML)")
+    parser.add_argument(
+        "--device",
+        default=argparse.SUPPRESS,
+        help="where the messages are: cpu, cuda, cuda:1 (default: the GPU if any)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        dest="timeout_seconds",
+        metavar="SECONDS",
+        default=argparse.SUPPRESS,
+        help="how long a rank waits for another one (default: 60)",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="a progress line on stderr (default: on a terminal)",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    import os
+
+    from penstock.commands.descriptions import describe_cluster
+    from penstock.profiling import probe
+
+    measured = probe(**given(arguments, "device", "timeout_seconds", "progress"))
+    # Every rank has the whole cluster; one of them tells it.
+    if os.environ.get("RANK", "0") == "0":
+        deliver(measured, describe_cluster(measured), arguments)
+
+
+PROBE = Command(
+    name="probe",
+    summary="measure the links between the ranks",
+    description="Measures latency and bandwidth between all ranks that torchrun started, both ways, through the "
+    "transport of the pipeline. A host measures one pair at a time: p ranks take about p * p / 20 seconds.",
+    example="torchrun --nproc-per-node 4 --no-python penstock probe -o cluster.yaml",
+    declare=_declare,
+    run=_run,
+)
