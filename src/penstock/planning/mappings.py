@@ -1,0 +1,194 @@
+"""Layers to stages and stages to devices, for every number of stages at once: the dynamic program of SPP.
+
+Source: PRM (partition, replication, mapping) of SPP, Luo et al., INFOCOM 2022, section IV-B. The devices stand in a
+fixed order, each stage takes the next r of them, and all are used. With M microbatches, W is the least possible time
+that the busiest stage or link works for a whole minibatch:
+
+    stage   M (forward + backward) / r  +  all-reduce of the weights among the r devices
+    link    M (activations + gradients) / (r r' B)      B: the slowest link between the two stages' devices
+
+Every microbatch is split over the replicas, so r r' links carry it. (On machines whose devices share one port, that is
+too good by up to r r'; the simulator, which has the last word on every plan, may see it otherwise.)
+
+The printed recurrence runs over the first layers and devices. This one runs over the last: a suffix of the layers in
+xi stages on the last n devices. The answers are the same, and the number of stages behind a stage, which says how many
+microbatches it keeps in flight, is then part of the state; so that a memory limit excludes stages exactly.
+
+    W(l, xi, r, n) = min over c, r' of max(stage(l..c, r), link(c, r, r'), W(c, xi-1, r', n-r))
+
+The minimum over r' is taken first, for every c: O(V^3 L xi + V^2 L^2 xi) instead of O(V^3 L^2 xi).
+Plans tie often. The first stage then gets the fewest devices, next the fewest layers, then the second stage the fewest
+devices, and so on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.planning.costs import ChainCosts, Flags, Matrix
+from penstock.values.plans import Stage
+
+__all__ = ["Machine", "Mapping", "cheapest_mappings"]
+
+_Choices: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """Devices in the order of the pipeline."""
+
+    ranks: tuple[int, ...]
+    """The rank at every position."""
+    speeds: Matrix
+    """(V, V), by position: bytes per second, symmetric."""
+    latencies: Matrix
+    """(V, V), by position: seconds."""
+    shared_medium: bool = False
+    """The all-reduce of r replicas moves 2 (r-1) times the weights through one medium, not 2 (r-1)/r on every link."""
+
+    @property
+    def devices(self) -> int:
+        """``V``."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """The best plan for some number of stages."""
+
+    seconds: float
+    """``W``: the busiest stage or link, for a whole minibatch; infinite if no plan fits in memory."""
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """All best plans on the last n devices, by replicas of the first stage (less 1), stages (less 1), first layer."""
+
+    seconds: Matrix
+    cuts: _Choices
+    """Where the first stage stops."""
+    replicas: _Choices
+    """Of the second stage, less 1; the last index is here the layer at which that stage starts."""
+
+
+def cheapest_mappings(
+    costs: ChainCosts,
+    machine: Machine,
+    microbatches: int,
+    most_stages: int,
+    fits: Callable[[int, int], Flags] | None = None,
+    *,
+    straight: bool = False,
+) -> tuple[Mapping, ...]:
+    """The best plan in 1, 2, ... `most_stages` stages.
+
+    ``fits(replicas, behind)``, if given, says of every interval of layers whether it fits in memory as a stage of so
+    many replicas with so many stages behind it. `straight` allows no replicas.
+    """
+    most_replicas = 1 if straight else machine.devices
+    fitting = None
+    if fits is not None:
+        fitting = [np.stack([fits(r, behind) for behind in range(most_stages)]) for r in range(1, most_replicas + 1)]
+    tables: list[_Table] = []
+    while len(tables) < machine.devices:
+        tables.append(_table(costs, machine, microbatches, tables, most_stages, most_replicas, fitting))
+    return tuple(_unfold(tables, machine, costs.layers, stages) for stages in range(1, most_stages + 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """The links of the first r of the last n devices."""
+
+    replicas: int
+    """``r``."""
+    inner_speed: float
+    """The slowest link among them."""
+    inner_latency: float
+    outer_speeds: Matrix
+    """(n - r,): the slowest link from any of them to the next one, two, ... devices."""
+    outer_latencies: Matrix
+
+
+def _fronts(machine: Machine, devices: int, most_replicas: int) -> Iterator[_Front]:
+    """For r = 1, 2, ... `most_replicas` of the last `devices` devices."""
+    last = slice(machine.devices - devices, machine.devices)
+    speeds, latencies = machine.speeds[last, last], machine.latencies[last, last]
+    speed, latency = np.inf, 0.0
+    # Of the slowest link from any of the first r to each device.
+    reach, delay = speeds[0], latencies[0]
+    for replicas in range(1, most_replicas + 1):
+        newcomer = replicas - 1
+        if newcomer:
+            speed, latency = min(speed, float(reach[newcomer])), max(latency, float(delay[newcomer]))
+            reach, delay = np.minimum(reach, speeds[newcomer]), np.maximum(delay, latencies[newcomer])
+        nearest = np.minimum.accumulate(reach[replicas:]), np.maximum.accumulate(delay[replicas:])
+        yield _Front(replicas, speed, latency, *nearest)
+
+
+def _table(
+    costs: ChainCosts,
+    machine: Machine,
+    microbatches: int,
+    tables: Sequence[_Table],
+    most_stages: int,
+    most_replicas: int,
+    fitting: Sequence[Flags] | None,
+) -> _Table:
+    """The table of one device more than the last of `tables`."""
+    devices = len(tables) + 1
+    shape = min(devices, most_replicas), min(devices, most_stages), costs.layers + 1
+    table = _Table(np.full(shape, np.inf), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+    for front in _fronts(machine, devices, shape[0]):
+        r = front.replicas
+        rounds = 2 * (r - 1) / (1 if machine.shared_medium else r)
+        stage = microbatches * costs.seconds / r + rounds / front.inner_speed * costs.parameter_bytes
+        stage += 2 * (r - 1) * front.inner_latency
+        allowed = None if fitting is None else fitting[r - 1]
+        if r == devices:
+            alone = stage[:, -1]
+            table.seconds[r - 1, 0] = alone if allowed is None else np.where(allowed[0, :, -1], alone, np.inf)
+            table.cuts[r - 1, 0] = costs.layers
+        elif most_stages > 1:
+            behind = tables[devices - r - 1].seconds[:, : most_stages - 1]
+            rest = np.maximum(behind, microbatches * _link_seconds(costs, front, len(behind))[:, None, :])
+            counts = slice(1, behind.shape[1] + 1)
+            followers = rest.argmin(axis=0)
+            least = np.take_along_axis(rest, followers[None], axis=0)[0]
+            first = stage if allowed is None else np.where(allowed[counts], stage, np.inf)
+            slowest = np.maximum(first, least[:, None, :])
+            cuts = slowest.argmin(axis=2)
+            table.seconds[r - 1, counts] = np.take_along_axis(slowest, cuts[:, :, None], axis=2)[:, :, 0]
+            table.cuts[r - 1, counts] = cuts
+            table.replicas[r - 1, counts] = followers
+    return table
+
+
+def _link_seconds(costs: ChainCosts, front: _Front, most_replicas: int) -> Matrix:
+    """[r' - 1, c]: activations and gradients of one microbatch, over the cut before layer c to r' replicas."""
+    second = np.arange(1, most_replicas + 1)
+    carried = front.replicas * second * front.outer_speeds[:most_replicas]
+    sent: Matrix = costs.exchanged_bytes / carried[:, None] + 2 * front.outer_latencies[:most_replicas, None]
+    return sent
+
+
+def _unfold(tables: Sequence[_Table], machine: Machine, layers: int, count: int) -> Mapping:
+    """The best plan in `count` stages on all devices."""
+    firsts = tables[-1].seconds[:, count - 1, 0]
+    replicas = int(firsts.argmin()) + 1
+    seconds = float(firsts[replicas - 1])
+    if seconds == np.inf:
+        return Mapping(seconds, ())
+    stages: list[Stage] = []
+    start, used = 0, 0
+    for index in range(count):
+        table = tables[machine.devices - used - 1]
+        stop = int(table.cuts[replicas - 1, count - index - 1, start])
+        stages.append(Stage(start, stop, machine.ranks[used : used + replicas]))
+        used += replicas
+        replicas = int(table.replicas[replicas - 1, count - index - 1, stop]) + 1
+        start = stop
+    return Mapping(seconds, tuple(stages))

@@ -1,0 +1,346 @@
+"""SPP's planner against brute force, against its own bounds, and its schedule against the algorithm as printed.
+
+The oracles are in `pipeline_execution`; they share no code with the planner. Numbers are whole where ties matter.
+"""
+
+import random
+from functools import cache
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+
+from penstock.errors import PlanError
+from penstock.planning.costs import chain_costs
+from penstock.planning.device_orders import device_order, link_speeds
+from penstock.planning.mappings import Machine, cheapest_mappings
+from penstock.planning.requests import Request
+from penstock.planning.spp import spp_candidates
+from penstock.values import Cluster, LayerProfile, Profile
+from pipeline_execution import busiest, execute, execution_orders, lemma_1, makespan, plan_costs
+
+
+def profile_of(layers, saved=1.0, size=12):
+    """(forward, backward, bytes over the cut behind, weights) per layer."""
+    rows = [LayerProfile(str(i), f, b, cut, saved, w) for i, (f, b, cut, w) in enumerate(layers)]
+    return Profile(tuple(rows), size)
+
+
+def random_layers(generator, count, heaviest=40, widest=30):
+    def number(most):
+        return generator.choice((0, generator.randint(1, most)))
+
+    return [(generator.randint(0, 9), generator.randint(1, 9), number(widest), number(heaviest)) for _ in range(count)]
+
+
+def random_cluster(generator, devices, memory_bytes=None):
+    """A measured matrix, a machine of servers, or equal links."""
+    kind = generator.randrange(3)
+    if kind == 0:
+        rows = [[generator.randint(1, 9) for _ in range(devices)] for _ in range(devices)]
+        return Cluster.from_matrix(rows, memory_bytes)
+    if kind == 1 and devices % 2 == 0:
+        return Cluster.hierarchical(
+            [(2, generator.randint(5, 20)), (devices // 2, generator.randint(1, 5))], memory_bytes
+        )
+    return Cluster.uniform(devices, generator.randint(1, 9), memory_bytes)
+
+
+def slower(cluster):
+    return lambda a, b: min(cluster.bandwidth(a, b), cluster.bandwidth(b, a))
+
+
+def shape(plan):
+    return [(stage.start, stage.stop, stage.ranks) for stage in plan.stages]
+
+
+def compositions(total, parts):
+    for marks in combinations(range(1, total), parts - 1):
+        yield list(pairwise((0, *marks, total)))
+
+
+def all_plans(layers, order, count):
+    """Every cut into `count` stages and every way to hand all devices out in this order."""
+    for cuts in compositions(layers, count):
+        for shares in compositions(len(order), count):
+            yield [(a, b, order[i:j]) for (a, b), (i, j) in zip(cuts, shares, strict=True)]
+
+
+def fits(layers, plan, microbatches, saved, memory, copies):
+    for index, (a, b, devices) in enumerate(plan):
+        in_flight = min(microbatches, 4 * (len(plan) - 1 - index) + 1)
+        weights = sum(layers[i][3] for i in range(a, b))
+        if in_flight * saved * (b - a) / len(devices) + (2 + copies) * weights > memory:
+            return False
+    return True
+
+
+def mappings_of(layers, cluster, order, microbatches):
+    speeds = link_speeds(cluster)[np.ix_(order, order)]
+    machine = Machine(tuple(order), speeds, np.zeros_like(speeds))
+    return cheapest_mappings(chain_costs(profile_of(layers)), machine, microbatches, min(len(order), len(layers)))
+
+
+# The partition, replication and mapping.
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mappings_are_the_best_of_all_in_their_order(seed):
+    """400 machines and models each, with every number of stages: over 5,000 problems in all."""
+    generator = random.Random(seed)
+    for _ in range(400):
+        layers = random_layers(generator, generator.randint(1, 6))
+        devices = generator.randint(1, 5)
+        cluster = random_cluster(generator, devices)
+        order = tuple(generator.sample(range(devices), devices))
+        microbatches = generator.randint(1, 9)
+
+        for count, mapping in enumerate(mappings_of(layers, cluster, order, microbatches), start=1):
+            plan = [(stage.start, stage.stop, stage.ranks) for stage in mapping.stages]
+            found = busiest(layers, plan, slower(cluster), microbatches)
+            values = (
+                busiest(layers, other, slower(cluster), microbatches) for other in all_plans(len(layers), order, count)
+            )
+
+            assert len(plan) == count
+            assert [rank for _, _, ranks in plan for rank in ranks] == list(order)
+            assert found == pytest.approx(mapping.seconds, rel=1e-12)
+            assert found == pytest.approx(min(values), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_within_a_memory_limit_are_the_best_that_fit(seed):
+    generator = random.Random(100 + seed)
+    none_fits = 0
+    for _ in range(100):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=10)
+        devices = generator.randint(1, 4)
+        memory = generator.randint(8, 90)
+        cluster = Cluster.uniform(devices, generator.randint(1, 9), memory)
+        microbatches = generator.randint(1, 20)
+        saved, copies = generator.randint(0, 5), generator.choice((0.0, 2.0))
+        request = Request("spp", microbatches, optimizer_copies=copies)
+        best = {}
+        for count in range(1, min(devices, len(layers)) + 1):
+            plans = all_plans(len(layers), tuple(range(devices)), count)
+            fitting = [plan for plan in plans if fits(layers, plan, microbatches, saved, memory, copies)]
+            if fitting:
+                best[count] = min(busiest(layers, plan, slower(cluster), microbatches) for plan in fitting)
+
+        if not best:
+            none_fits += 1
+            with pytest.raises(PlanError, match="nothing fits"):
+                spp_candidates(profile_of(layers, saved), cluster, request)
+            continue
+        candidates = spp_candidates(profile_of(layers, saved), cluster, request)
+
+        assert [len(plan.stages) for _, plan in candidates] == sorted(best)
+        for seconds, plan in candidates:
+            assert seconds == pytest.approx(best[len(plan.stages)], rel=1e-12)
+            assert fits(layers, shape(plan), microbatches, saved, memory, copies)
+    assert 5 < none_fits < 95
+
+
+def test_ties_go_to_the_fewest_devices_then_the_fewest_layers_in_front():
+    """Weights without time or size: every plan is as good as any other."""
+    layers = [(0, 0, 0, 0)] * 4
+    mapping = mappings_of(layers, Cluster.uniform(5, 1.0), tuple(range(5)), 3)[2]
+
+    assert [str(stage) for stage in mapping.stages] == [
+        "layers [0, 1) on rank 0",
+        "layers [1, 2) on rank 1",
+        "layers [2, 4) on ranks 2-4",
+    ]
+
+
+def test_a_shared_medium_moves_r_times_as_much():
+    layers = [(1, 1, 0, 6)]
+    ring, medium = (
+        spp_candidates(profile_of(layers), Cluster.uniform(3, 2.0), Request("spp", 3, allreduce=allreduce))[0][0]
+        for allreduce in ("ring", "shared")
+    )
+
+    assert ring == pytest.approx(3 * 2 / 3 + 2 * 2 / 3 * 6 / 2)
+    assert medium == pytest.approx(3 * 2 / 3 + 2 * 2 * 6 / 2)
+
+
+def test_latency_counts_once_per_message():
+    cluster = Cluster.uniform(2, 1e9, latency_seconds=0.5)
+    one, two = (plan for plan in spp_candidates(profile_of([(0, 1, 0, 0)] * 2), cluster, Request("spp", 8)))
+
+    assert one[0] == pytest.approx(8 * 2 / 2 + 2 * 0.5)
+    assert two[0] == pytest.approx(8 * max(1, 2 * 0.5))
+
+
+# The execution scheduler.
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_the_printed_algorithm_takes_as_many_passes_as_proved(stages):
+    for microbatches in range(1, 34):
+        orders, passes = execution_orders(stages, microbatches)
+
+        assert passes == microbatches + 4 * stages - 4
+        for s, order in enumerate(orders):
+            warm_up = min(microbatches, 4 * (stages - 1 - s) + 1)
+            alternating = [("F", k) for k in range(warm_up)]
+            for k in range(microbatches):
+                alternating += [("B", k)] + [("F", k + warm_up)] * (k + warm_up < microbatches)
+            assert order == alternating
+
+
+@pytest.mark.parametrize(("stages", "early", "deep"), [(4, 157, 111), (8, 185, 131)])
+def test_deep_warm_up_hides_communication(stages, early, deep):
+    """32 microbatches, forward 1, backward 2, every message 1: specs/spp.md, section 4."""
+    costs = [1] * stages, [2] * stages, [1] * (stages - 1), [1] * (stages - 1), [0] * stages
+    one_f_one_b = []
+    for s in range(stages):
+        warm_up = stages - s
+        order = [("F", k) for k in range(warm_up)]
+        for k in range(32):
+            order += [("B", k)] + [("F", k + warm_up)] * (k + warm_up < 32)
+        one_f_one_b.append(order)
+
+    assert makespan(execution_orders(stages, 32)[0], *costs) == deep
+    assert makespan(one_f_one_b, *costs) == early
+
+
+def random_plan(generator):
+    layers = random_layers(generator, generator.randint(1, 7))
+    devices = generator.randint(1, 7)
+    cluster = random_cluster(generator, devices)
+    count = generator.randint(1, min(devices, len(layers)))
+    cuts = sorted(generator.sample(range(1, len(layers)), count - 1))
+    shares = sorted(generator.sample(range(1, devices), count - 1))
+    order = generator.sample(range(devices), devices)
+    pairs = zip(pairwise((0, *cuts, len(layers))), pairwise((0, *shares, devices)), strict=True)
+    return layers, [(a, b, tuple(order[i:j])) for (a, b), (i, j) in pairs], cluster, generator.randint(1, 24)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lemma_1_holds_for_every_plan(seed):
+    """T_PE <= (1 + (4|S| - 4)/M) M C + max A, one channel per direction: 1,000 random plans each."""
+    generator = random.Random(200 + seed)
+    tightest = 0.0
+    for _ in range(1000):
+        layers, plan, cluster, microbatches = random_plan(generator)
+        seconds = execute(layers, plan, cluster.bandwidth, microbatches)
+        costs = plan_costs(layers, plan, cluster.bandwidth)
+        bound = lemma_1(costs, microbatches)
+
+        assert seconds <= bound * (1 + 1e-12)
+        assert seconds >= max(microbatches * (f + b) for f, b in zip(costs[0], costs[1], strict=True)) * (1 - 1e-12)
+        tightest = max(tightest, seconds / bound)
+    assert tightest > 0.8
+
+
+# The claims about the whole.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lemma_2_bounds_what_the_order_of_devices_costs(seed):
+    """W <= (1 + Phi) W*, with W* over all orders of up to 4 devices: 60 random machines and models each."""
+    generator = random.Random(300 + seed)
+    for _ in range(60):
+        layers = random_layers(generator, generator.randint(1, 5))
+        devices = generator.randint(1, 4)
+        cluster = random_cluster(generator, devices)
+        microbatches = generator.randint(1, 12)
+        best = min(
+            mapping.seconds
+            for order in permutations(range(devices))
+            for mapping in mappings_of(layers, cluster, order, microbatches)
+        )
+        found = min(seconds for seconds, _ in spp_candidates(profile_of(layers), cluster, Request("spp", microbatches)))
+        speeds = link_speeds(cluster)[~np.eye(devices, dtype=bool)]
+        least, most = (speeds.min(), speeds.max()) if devices > 1 else (1.0, 1.0)
+        longest = max(f + b for f, b, _, _ in layers)
+        widest = max([2 * cut for _, _, cut, _ in layers[:-1]], default=0)
+        gamma = sum(f + b for f, b, _, _ in layers) / devices
+        phi = max(longest * most, widest) / gamma * (1 / least - 1 / most)
+
+        assert best * (1 - 1e-12) <= found <= (1 + phi) * best * (1 + 1e-12)
+        assert best >= microbatches * gamma * (1 - 1e-12)
+
+
+def test_equal_links_leave_nothing_to_the_order():
+    generator = random.Random(17)
+    for _ in range(50):
+        layers = random_layers(generator, generator.randint(1, 6))
+        cluster = Cluster.uniform(generator.randint(1, 5), 3.0)
+        candidates = spp_candidates(profile_of(layers), cluster, Request("spp", 4))
+
+        assert [len(plan.stages) for _, plan in candidates] == list(range(1, min(cluster.devices, len(layers)) + 1))
+        assert all(plan.schedule == "spp" and plan.routing == "split" for _, plan in candidates)
+
+
+@cache
+def servers_of_four(seed):
+    """The machine of section V-B in bytes per second: 3 servers on PCIe, 5 on NVLink, ranks shuffled."""
+    generator = random.Random(seed)
+    ranks = generator.sample(range(32), 32)
+    rows = [[1.0] * 32 for _ in ranks]
+    for a, b in combinations(range(32), 2):
+        inside = (96, 128) if a // 4 < 3 else (160, 200)
+        speed = generator.uniform(*(inside if a // 4 == b // 4 else (32, 40))) * 1e9 / 8
+        rows[ranks[a]][ranks[b]] = rows[ranks[b]][ranks[a]] = speed
+    return Cluster.from_matrix(rows), [set(ranks[4 * server : 4 * server + 4]) for server in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_take_the_devices_of_a_server_in_a_row(seed):
+    cluster, servers = servers_of_four(seed)
+    layers = [(0.01, 0.02, 3e6, 12e6)] * 26
+    candidates = spp_candidates(profile_of(layers), cluster, Request("spp", 32))
+
+    assert {len(plan.stages) for _, plan in candidates} == set(range(1, 27))
+    for _, plan in candidates:
+        order = [rank for stage in plan.stages for rank in stage.ranks]
+        assert order in (list(device_order(link_speeds(cluster))), list(device_order(link_speeds(cluster))[::-1]))
+        for server in servers:
+            found = sorted(order.index(rank) for rank in server)
+            assert found == list(range(found[0], found[0] + 4))
+
+
+# What is asked of the planner.
+
+
+def test_the_number_of_stages_can_be_fixed():
+    generator = random.Random(23)
+    layers = random_layers(generator, 6)
+    for count in range(1, 5):
+        candidates = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, stages=count))
+
+        assert [len(plan.stages) for _, plan in candidates] == [count]
+        assert candidates[0][1].ranks == 4
+
+
+def test_straight_plans_have_no_replicas():
+    layers = [(1, 2, 3, 4)] * 6
+    whole = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, straight=True))
+    part = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, straight=True, stages=3))
+
+    assert [plan.replicas for _, plan in whole] == [(1,) * 4]
+    assert [plan.replicas for _, plan in part] == [(1,) * 3]
+
+
+def test_recomputation_takes_a_forward_more_and_keeps_only_inputs():
+    layers = [(1, 2, 3, 4)] * 4
+    candidates = spp_candidates(profile_of(layers), Cluster.uniform(1, 1.0), Request("spp", 5, recompute=True))
+
+    assert candidates[0][0] == 5 * 4 * (1 + 2 + 1)
+    assert candidates[0][1].recompute
+
+
+@pytest.mark.parametrize(
+    ("request_", "layers", "devices", "words"),
+    [
+        (Request("spp", 4, stages=5), 8, 4, "at most 4"),
+        (Request("spp", 4, stages=4), 3, 4, "at most 3"),
+        (Request("spp", 4, straight=True), 3, 4, "one layer per stage"),
+        (Request("spp", 4), 2, 4096, "too many"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(request_, layers, devices, words):
+    with pytest.raises(PlanError, match=words):
+        spp_candidates(profile_of([(1, 1, 1, 1)] * layers), Cluster.uniform(devices, 1.0), request_)
