@@ -2,15 +2,16 @@
 
 from hypothesis import strategies as st
 
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["schedules"]
+__all__ = ["replicated_schedules", "schedules"]
 
 
 @st.composite
 def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
-    """Any method, up to so many ranks and about so many microbatches a minibatch."""
-    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved"]))
+    """Any method on one rank per stage, up to so many ranks and about so many microbatches a minibatch."""
+    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp"]))
     ranks = draw(st.integers(1, most_ranks))
     if method == "interleaved":
         groups = draw(st.integers(1, max(1, most_microbatches // ranks)))
@@ -18,3 +19,24 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
     least = ranks if method == "2bw" else 1
     sync = method == "1f1b" and draw(st.booleans())
     return Schedule(method, ranks, draw(st.integers(least, max(least, most_microbatches))), vertical_sync=sync)
+
+
+@st.composite
+def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, most_microbatches: int) -> Schedule:
+    """Any method with replicas, equally or unequally many, that take turns or share every microbatch."""
+    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp"]))
+    stages = draw(st.integers(1, most_stages))
+    split = draw(st.booleans())
+    sync = method == "1f1b" and draw(st.booleans())
+    counts = st.integers(1, most_replicas)
+    alike = method == "interleaved" or (sync and not split) or draw(st.booleans())
+    replicas = [draw(counts)] * stages if alike else [draw(counts) for _ in range(stages)]
+    dealt = iter(draw(st.permutations(range(sum(replicas)))))
+    at = tuple(tuple(next(dealt) for _ in range(count)) for count in replicas)
+    if method == "interleaved":
+        group = stages if split else stages * replicas[0]
+        microbatches = group * draw(st.integers(1, max(1, most_microbatches // group)))
+        return Schedule.placed(method, Placement(at * draw(st.integers(1, 3)), split), microbatches)
+    least = (stages if split else sum(replicas)) if method == "2bw" else 1
+    microbatches = draw(st.integers(least, max(least, most_microbatches)))
+    return Schedule.placed(method, Placement(at, split), microbatches, vertical_sync=sync)

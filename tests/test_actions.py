@@ -65,5 +65,5 @@ def test_text_that_is_no_action(text: str) -> None:
 
     assert str(caught.value) == (
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2A3 (all-reduce of replicas)"
     )

@@ -8,6 +8,7 @@ from penstock.scheduling.actions import Compute, Receive, Send, format_programs,
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.methods import Drain, Shape, Step
 from penstock.scheduling.orders import GPIPE, INTERLEAVED, ONE_F_ONE_B, TWO_BW
+from penstock.scheduling.placements import Placement
 
 
 def test_three_ranks() -> None:
@@ -19,7 +20,7 @@ def test_three_ranks() -> None:
         """
     )
 
-    assert format_programs(lower(programs, (0, 1, 2))) == (
+    assert format_programs(lower(programs, Placement.straight(3))) == (
         "rank 0: 0F0@0 0S0>1 0R0<1 0B0@0 0U1<0\n"
         "rank 1: 1R0<0 1F0@0 1S0>2 1R0<2 1B0@0 1S0>0 1U1<0\n"
         "rank 2: 2R0<1 2F0@0 2B0@0 2S0>1 2U1<0"
@@ -29,7 +30,7 @@ def test_three_ranks() -> None:
 def test_stages_that_wrap_round() -> None:
     programs = parse_programs("0F0@0 2F0@0 2B0@0 0B0@0\n1F0@0 3F0@0 3B0@0 1B0@0")
 
-    assert format_programs(lower(programs, (0, 1, 0, 1))) == (
+    assert format_programs(lower(programs, Placement.straight(2, 2))) == (
         "rank 0: 0F0@0 0S0>1 2R0<1 2F0@0 2S0>3 2R0<3 2B0@0 2S0>1 0R0<1 0B0@0\n"
         "rank 1: 1R0<0 1F0@0 1S0>2 3R0<2 3F0@0 3B0@0 3S0>2 1R0<2 1B0@0 1S0>0"
     )
@@ -39,8 +40,8 @@ def test_neighbours_on_one_rank_do_not_talk() -> None:
     alone = parse_programs("0F0@0 1F0@0 2F0@0 2B0@0 1B0@0 0B0@0")
     folded = parse_programs("0F0@0 3F0@0\n1F0@0 2F0@0")  # a placement that turns back, as in zb-v
 
-    assert lower(alone, (0, 0, 0)) == alone
-    assert format_programs(lower(folded, (0, 1, 1, 0))) == (
+    assert lower(alone, Placement.straight(1, 3)) == alone
+    assert format_programs(lower(folded, Placement(((0,), (1,), (1,), (0,))))) == (
         "rank 0: 0F0@0 0S0>1 3R0<2 3F0@0\nrank 1: 1R0<0 1F0@0 2F0@0 2S0>3"
     )
 
@@ -48,7 +49,7 @@ def test_neighbours_on_one_rank_do_not_talk() -> None:
 def test_one_stage_has_no_messages() -> None:
     programs = parse_programs("0F0@0 0B0@0 0U1<0")
 
-    assert lower(programs, (0,)) == programs
+    assert lower(programs, Placement.straight(1)) == programs
 
 
 @given(
@@ -58,7 +59,7 @@ def test_one_stage_has_no_messages() -> None:
     st.integers(0, 3),
 )
 def test_lowering_adds_messages_only_and_each_beside_its_action(method, ranks, factor, minibatch) -> None:
-    shape = Shape(ranks, ranks * factor, factor if method.interleaves else 1)
+    shape = Shape(Placement.straight(ranks, factor if method.interleaves else 1), ranks * factor)
     for part in (Step(minibatch), Drain(minibatch)):
         programs = [tuple(method.order(shape, rank, part)) for rank in range(ranks)]
         lowered = lower(programs, shape.placement)
@@ -79,7 +80,7 @@ def _concerns(compute, message, source: int) -> bool:
 
 @pytest.mark.parametrize("method", [GPIPE, ONE_F_ONE_B, TWO_BW])
 def test_lowering_parts_is_lowering_the_whole(method) -> None:
-    shape = Shape(3, 4)
+    shape = Shape(Placement.straight(3), 4)
     parts = [*(Step(minibatch) for minibatch in range(3)), Drain(3)]
     rows = [[action for part in parts for action in method.order(shape, rank, part)] for rank in range(3)]
     pieces = [lower([method.order(shape, rank, part) for rank in range(3)], shape.placement) for part in parts]

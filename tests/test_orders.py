@@ -15,6 +15,7 @@ from penstock.scheduling.orders import (
     interleaved,
     one_f_one_b,
     one_f_one_b_flush,
+    spp,
     two_bw,
 )
 from penstock.scheduling.schedules import Programs, Schedule, inference
@@ -177,6 +178,33 @@ def test_two_bw_table() -> None:
     assert drawn_table(two_bw) == table
 
 
+def test_spp_table() -> None:
+    """INFOCOM 2022, figure 4: two stages, six microbatches."""
+    table = [
+        "rank 0 F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5 U1",
+        "rank 1 .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1",
+    ]
+
+    assert drawn_table(spp) == table
+    rows = ["rank " + " ".join([str(rank), *map(short, row)]) for rank, row in enumerate(computed("spp", 2, 6))]
+    assert rows == [row.replace(" ..", "") for row in table]
+
+
+def computed(method: str, ranks: int, microbatches: int) -> list[list[Action]]:
+    """What each rank computes in the first step."""
+    rows = Schedule(method, ranks, microbatches).step(0)
+    return [[action for action in row if isinstance(action, Forward | Backward | Update)] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "in_flight"),
+    [(4, 32, (13, 9, 5, 1)), (8, 32, (29, 25, 21, 17, 13, 9, 5, 1)), (3, 6, (6, 5, 1))],
+)
+def test_spp_in_flight(stages: int, microbatches: int, in_flight: tuple[int, ...]) -> None:
+    """Specs of SPP, pitfall 9."""
+    assert verify(Schedule("spp", stages, microbatches)).in_flight == in_flight
+
+
 @pytest.mark.parametrize(("vertical_sync", "versions"), [(False, [1, 2, 3, 4]), (True, [1, 1, 1, 1])])
 def test_versions_of_the_fifth_input_on_four_stages(vertical_sync: bool, versions: list[int]) -> None:
     """Specs section 2.4: input 5 (from 1) reads the weights made by inputs 1, 2, 3 and 4 on stages 0 to 3."""
@@ -204,6 +232,7 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
         for microbatches in range(1, most_microbatches + 1):
             yield Schedule("gpipe", ranks, microbatches)
             yield Schedule("1f1b-flush", ranks, microbatches)
+            yield Schedule("spp", ranks, microbatches)
             yield Schedule("1f1b", ranks, microbatches)
             yield Schedule("1f1b", ranks, microbatches, vertical_sync=True)
             if microbatches >= ranks:

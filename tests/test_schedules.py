@@ -48,7 +48,8 @@ def test_text() -> None:
 
     assert (
         repr(made)
-        == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=())"
+        == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=(), "
+        "replicated=None)"
     )
     assert str(made) == (
         "1f1b: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"
@@ -79,7 +80,7 @@ def test_numbers_must_be_counts() -> None:
 
 
 def test_unknown_method() -> None:
-    names = "'gpipe', '1f1b-flush', 'interleaved', '1f1b', '2bw'"
+    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', '1f1b', '2bw'"
 
     assert message(lambda: Schedule("1f1b-flsh", 2, 2)) == (
         f"schedule: there is no method '1f1b-flsh'; did you mean '1f1b-flush'? choose one of {names}"
@@ -147,15 +148,10 @@ def test_schedule_of_a_plan(plan: Plan, expected: Schedule) -> None:
 
 
 def test_plans_that_cannot_be_scheduled() -> None:
-    replicated = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), microbatches=2)
-    turned = Plan((Stage(0, 3, (1,)), Stage(3, 4, (0,))), microbatches=2)
+    unequal = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), "1f1b", 2, vertical_sync=True)
 
-    assert message(lambda: schedule(replicated)) == (
-        "plan: stage 0 (layers 0 to 2) is replicated on ranks [0, 1]; replicated stages come in a later version. Give "
-        "each stage one rank, for instance by planning with the straight-pipeline restriction"
-    )
-    assert message(lambda: schedule(turned)) == (
-        "plan: stage 0 is on rank 1, but schedule '1f1b-flush' with 2 ranks runs it on rank 0; put stage s on "
-        "rank s % 2"
+    assert message(lambda: schedule(unequal)) == (
+        "schedule '1f1b': vertical sync needs equally many replicas of every stage, got 2-1: stages that update after "
+        "different numbers of microbatches have no common version; give them equal numbers, or drop vertical_sync"
     )
     assert message(lambda: schedule(Plan.uniform(8, 4, "2bw", 2))).startswith("schedule '2bw': 4 stages need")

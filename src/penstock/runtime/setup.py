@@ -107,9 +107,16 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
 def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     """The schedule of `plan`, which knows the stages of this model that share weights.
 
-    `PlanError` if they do and the schedule does not flush; `ScheduleError` if the plan's numbers do not fit it.
+    `PlanError` if they do and the schedule does not flush, or a stage has replicas; `ScheduleError` if the plan's
+    numbers do not fit it.
     """
     schedule = schedule_of(plan)
+    if plan.ranks > schedule.placement.length:
+        raise PlanError(
+            f"the plan has {schedule.placement.text()} replicas of its stages (tensor_parallel {plan.tensor_parallel}): "
+            "expected one rank per stage. Such a plan can be verified, simulated and drawn; replicas run in a later "
+            "version. Plan with straight=True to run now"
+        )
     shared = _tied(plan, chain)
     if shared and not schedule.flushes:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())

@@ -20,12 +20,22 @@ from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, ModelOutput, StageModule
 from penstock.capturing.randomness import microbatch_seed
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.runtime.executor import StageExecutor
 from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.transport import Edge, Message, Ticket, Transport
 from penstock.runtime.weights import VersionedWeights
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Send, SendTied, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Forward,
+    Receive,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendTied,
+    Update,
+)
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["LocalStage", "Pass", "Record", "Worker"]
@@ -139,6 +149,8 @@ class Worker:
                     self._send_tied(action)
                 case ReceiveTied():
                     self._receive_tied(action)
+                case Reduce():
+                    raise ScheduleError(f"{action}: replicas of a stage do not run yet; give each stage one rank")
                 case _:
                     assert_never(action)
         except BaseException as error:

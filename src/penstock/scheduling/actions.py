@@ -16,6 +16,7 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     3R0<2    stage 3 receives it
     0T1>3    stage 0 sends stage 3 its gradients of the weights that they share, for the update to version 1
     3T1<0    stage 3 receives them
+    2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
 """
 
 import re
@@ -33,6 +34,7 @@ __all__ = [
     "Message",
     "Receive",
     "ReceiveTied",
+    "Reduce",
     "Send",
     "SendTied",
     "Update",
@@ -126,9 +128,20 @@ class ReceiveTied:
         return f"{self.stage}T{self.version}<{self.source}"
 
 
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """The replicas of stage `stage` sum their gradients for the update to `version`; all of them wait for the last."""
+
+    stage: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}A{self.version}"
+
+
 Compute: TypeAlias = Forward | Backward | Update
 Message: TypeAlias = Send | Receive | SendTied | ReceiveTied
-Action: TypeAlias = Compute | Message
+Action: TypeAlias = Compute | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(\d+)"), Forward),
@@ -138,6 +151,7 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
     (re.compile(r"(\d+)T(\d+)>(\d+)"), SendTied),
     (re.compile(r"(\d+)T(\d+)<(\d+)"), ReceiveTied),
+    (re.compile(r"(\d+)A(\d+)"), Reduce),
 )
 
 
@@ -148,7 +162,7 @@ def parse(text: str) -> Action:
             return kind(*(int(number) for number in match.groups()))
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2A3 (all-reduce of replicas)"
     )
 
 

@@ -1,19 +1,33 @@
 """The evidence that the laws look at: programs laid out by stage, and the way a breach is reported.
 
-Laws ask two things again and again: what a stage computes, in order, and where that stands in its rank's row.
-Both are answered here once, so that each law is a short loop.
+Laws ask two things again and again: what a replica of a stage computes, in order, and where that stands in its rank's
+row. Both are answered here once, so that each law is a short loop. Replicas that share every microbatch must do the
+same, action by action; that is checked first, and one of them then stands for all.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NoReturn, TypeAlias, assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Action, Backward, Compute, Forward, Receive, ReceiveTied, Send, SendTied, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Compute,
+    Forward,
+    Receive,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendTied,
+    Update,
+)
 from penstock.scheduling.methods import Part, Promise, Shape
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
-__all__ = ["Evidence", "Turn", "collect", "report_breach", "show_row"]
+__all__ = ["Evidence", "Replica", "Turn", "collect", "report_breach", "show_row"]
 
 Turn: TypeAlias = tuple[int, Compute]
 """What a stage computes, behind its index in the row of its rank."""
@@ -22,11 +36,21 @@ _REACH = 7  # actions shown on either side of the offending one
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """What a replica of `stage`, on `rank`, computes."""
+
+    stage: int
+    rank: int
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """Programs under examination.
 
-    `programs`: the rows of actions, parts joined. `parts`: the steps and the drain that they were joined from, or none
-    if the programs came whole. `ends[part][rank]`: where a part ends in a row. `turns[stage]`: what a stage computes.
+    `programs`: the rows of actions, parts joined; empty for a rank that another one stands for. `parts`: the steps and
+    the drain that they were joined from, or none if the programs came whole. `ends[part][rank]`: where a part ends in a
+    row. `placement`: where the stages are, without ranks that others stand for. `replicas`: stage by stage.
     """
 
     schedule: Schedule
@@ -34,7 +58,8 @@ class Evidence:
     programs: Programs
     parts: tuple[Part, ...]
     ends: tuple[tuple[int, ...], ...]
-    turns: tuple[tuple[Turn, ...], ...]
+    placement: Placement
+    replicas: tuple[Replica, ...]
 
     @property
     def shape(self) -> Shape:
@@ -63,17 +88,38 @@ def collect(schedule: Schedule, minibatches: int, parts: Sequence[Part], pieces:
                 f"schedule {schedule.method!r}: expected one row of actions for each of its {schedule.ranks} ranks, "
                 f"found {len(piece)} rows; give an empty row to a rank that has nothing to do"
             )
-        for row, more in zip(rows, piece, strict=True):
-            row.extend(more)
+        first = _first_of_each(schedule.placement, piece) if schedule.placement.split else range(schedule.ranks)
+        for rank in first:
+            rows[rank].extend(piece[rank])
         ends.append(tuple(len(row) for row in rows))
     programs = tuple(tuple(row) for row in rows)
-    turns = _arrange(schedule, minibatches * schedule.microbatches, programs)
-    return Evidence(schedule, minibatches, programs, tuple(parts), tuple(ends), turns)
+    placement = schedule.placement.straightened if schedule.placement.split else schedule.placement
+    replicas = _arrange(schedule, placement, minibatches * schedule.microbatches, programs)
+    return Evidence(schedule, minibatches, programs, tuple(parts), tuple(ends), placement, replicas)
 
 
-def _arrange(schedule: Schedule, microbatches: int, programs: Programs) -> tuple[tuple[Turn, ...], ...]:
+def _first_of_each(placement: Placement, programs: Programs) -> Iterable[int]:
+    """The first replica's rank of every stage; `ScheduleError` if another one's row differs from its."""
+    ranks = sorted(set(placement.stages))
+    for first, *others in ranks:
+        for other in others:
+            if programs[other] != programs[first]:
+                index = next(
+                    (at for at, pair in enumerate(zip_longest(programs[first], programs[other])) if pair[0] != pair[1])
+                )
+                raise ScheduleError(
+                    "a schedule breaks a law: replicas that share every microbatch do the same\n"
+                    f"  {show_row(programs, first, index)}\n  {show_row(programs, other, index)}\n"
+                    "  to mend it: give them one row"
+                )
+    return [first for first, *_ in ranks]
+
+
+def _arrange(schedule: Schedule, placement: Placement, microbatches: int, programs: Programs) -> tuple[Replica, ...]:
     law = "an action is of a stage of its rank and of a microbatch of the program"
-    turns: list[list[Turn]] = [[] for _ in range(schedule.stages)]
+    turns: dict[tuple[int, int], list[Turn]] = {
+        (stage, rank): [] for stage, ranks in enumerate(placement.stages) for rank in ranks
+    }
     for rank, row in enumerate(programs):
         mine = set(schedule.stages_of(rank))
         for index, action in enumerate(row):
@@ -83,11 +129,11 @@ def _arrange(schedule: Schedule, microbatches: int, programs: Programs) -> tuple
                 )
             match action:
                 case Forward() | Backward():
-                    turns[action.stage].append((index, action))
+                    turns[action.stage, rank].append((index, action))
                 case Update():
-                    turns[action.stage].append((index, action))
+                    turns[action.stage, rank].append((index, action))
                     continue
-                case SendTied() | ReceiveTied():
+                case SendTied() | ReceiveTied() | Reduce():
                     continue
                 case Send() | Receive():
                     pass
@@ -96,15 +142,15 @@ def _arrange(schedule: Schedule, microbatches: int, programs: Programs) -> tuple
             if action.microbatch >= microbatches:
                 expected = f"microbatches 0 to {microbatches - 1}"
                 _report(schedule, programs, law, rank, index, expected, "drop the action, or verify more minibatches")
-    return tuple(tuple(stage) for stage in turns)
+    return tuple(Replica(stage, rank, tuple(computed)) for (stage, rank), computed in turns.items())
 
 
-def report_breach(evidence: Evidence, law: str, stage: int, index: int, expected: str, mend: str) -> NoReturn:
-    """Raise the `ScheduleError` for a breach of `law` by the action at `index` in the row of the rank of `stage`.
+def report_breach(evidence: Evidence, law: str, rank: int, index: int, expected: str, mend: str) -> NoReturn:
+    """Raise the `ScheduleError` for a breach of `law` by the action at `index` in the row of `rank`.
 
     An index past the row's end says that something is missing there.
     """
-    _report(evidence.schedule, evidence.programs, law, evidence.shape.rank_of(stage), index, expected, mend)
+    _report(evidence.schedule, evidence.programs, law, rank, index, expected, mend)
 
 
 def _report(

@@ -3,16 +3,18 @@
 Orders say nothing of communication, so no order can get it wrong: this one pass derives all of it.
 
 Laws of this file:
-  1. It is the only place that creates messages: `Send`, `Receive`, `SendTied`, `ReceiveTied`.
+  1. It is the only place that creates messages (`Send`, `Receive`, `SendTied`, `ReceiveTied`) and `Reduce`.
   2. A receive stands directly before the action that consumes it, a send directly after the action that makes it.
   3. Only adjacent stages exchange activations and gradients, and no message passes between stages of one rank; what
      skips a stage rides along with the rest.
-  4. Stages that share weights exchange their gradients of them before they update. A rank sends for all its updates
-     before it waits for any, so that no two ranks wait for each other.
-  5. It looks at one action, or one run of updates, at a time: lowering a step or a whole program comes to the same.
+  4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
+     all its updates before it waits for any, so that no two ranks wait for each other.
+  5. The replicas of a stage sum their gradients directly before they update.
+  6. It looks at one action, or one run of updates, at a time: lowering a step or a whole program comes to the same.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import assert_never
 
@@ -24,22 +26,31 @@ from penstock.scheduling.actions import (
     Message,
     Receive,
     ReceiveTied,
+    Reduce,
     Send,
     SendTied,
     Update,
 )
+from penstock.scheduling.placements import Placement
 
-__all__ = ["counterpart", "lower", "partners"]
+__all__ = ["counterpart", "lower", "lower_row", "partners", "peer"]
 
 
 def lower(
-    programs: Iterable[Iterable[Compute]], placement: Sequence[int], ties: Sequence[Sequence[int]] = ()
+    programs: Iterable[Iterable[Compute]], placement: Placement, ties: Sequence[Sequence[int]] = ()
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs (one row of actions per rank) with their messages.
 
-    `placement[stage]` is the rank of a stage. `ties`: groups of stages that share weights.
+    `ties`: groups of stages that share weights.
     """
-    return tuple(tuple(_lower_row(row, placement, ties)) for row in programs)
+    return tuple(lower_row(row, rank, placement, ties) for rank, row in enumerate(programs))
+
+
+def lower_row(
+    row: Iterable[Compute], rank: int, placement: Placement, ties: Sequence[Sequence[int]] = ()
+) -> tuple[Action, ...]:
+    """The row of `rank` with its messages."""
+    return tuple(_Lowering(rank, placement, ties).lower(row))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -62,47 +73,65 @@ def counterpart(message: Message) -> Message:
             assert_never(message)
 
 
-def _lower_row(row: Iterable[Compute], placement: Sequence[int], ties: Sequence[Sequence[int]]) -> Iterator[Action]:
-    for _, run in groupby(row, key=lambda action: isinstance(action, Update)):
-        actions = list(run)
-        updates = [action for action in actions if isinstance(action, Update)]
-        yield from _share(updates, placement, ties)
-        for action in actions:
-            yield from _lower_action(action, placement, ties)
-
-
-def _share(updates: Sequence[Update], placement: Sequence[int], ties: Sequence[Sequence[int]]) -> Iterator[Action]:
-    """What the stages of `updates` send to their partners, in the order in which these take it."""
-    targets = sorted(
-        (target, update.stage, update.version)
-        for update in updates
-        for target in partners(update.stage, ties)
-        if _apart(target, update.stage, placement)
-    )
-    for target, stage, version in targets:
-        yield SendTied(stage, version, target)
-
-
-def _lower_action(action: Compute, placement: Sequence[int], ties: Sequence[Sequence[int]]) -> Iterator[Action]:
-    match action:
-        case Forward(stage, microbatch):
-            source, target = stage - 1, stage + 1
-        case Backward(stage, microbatch):
-            source, target = stage + 1, stage - 1
-        case Update(stage, version):
-            for partner in partners(stage, ties):
-                if _apart(partner, stage, placement):
-                    yield ReceiveTied(stage, version, partner)
-            yield action
-            return
+def peer(message: Message, rank: int, placement: Placement) -> int:
+    """The other rank of a message in the row of `rank`; the first one, if replicas share the microbatch."""
+    match message:
+        case Send(_, microbatch, other) | Receive(_, microbatch, other):
+            return placement.rank_of(other, microbatch)
+        case SendTied(stage, _, other) | ReceiveTied(stage, _, other):
+            return placement.beside(stage, other, rank)
         case _:
-            assert_never(action)
-    if _apart(source, stage, placement):
-        yield Receive(stage, microbatch, source)
-    yield action
-    if _apart(target, stage, placement):
-        yield Send(stage, microbatch, target)
+            assert_never(message)
 
 
-def _apart(neighbour: int, stage: int, placement: Sequence[int]) -> bool:
-    return 0 <= neighbour < len(placement) and placement[neighbour] != placement[stage]
+@dataclass(frozen=True, slots=True)
+class _Lowering:
+    rank: int
+    placement: Placement
+    ties: Sequence[Sequence[int]]
+
+    def lower(self, row: Iterable[Compute]) -> Iterator[Action]:
+        for _, run in groupby(row, key=lambda action: isinstance(action, Update)):
+            actions = list(run)
+            yield from self._share([action for action in actions if isinstance(action, Update)])
+            for action in actions:
+                yield from self._lower_action(action)
+
+    def _share(self, updates: Sequence[Update]) -> Iterator[Action]:
+        """What the stages of `updates` send to their partners, in the order in which these take it."""
+        targets = sorted(
+            (target, update.stage, update.version)
+            for update in updates
+            for target in partners(update.stage, self.ties)
+            if not self._holds(target)
+        )
+        for target, stage, version in targets:
+            yield SendTied(stage, version, target)
+
+    def _lower_action(self, action: Compute) -> Iterator[Action]:
+        match action:
+            case Forward(stage, microbatch):
+                source, target = stage - 1, stage + 1
+            case Backward(stage, microbatch):
+                source, target = stage + 1, stage - 1
+            case Update(stage, version):
+                for partner in partners(stage, self.ties):
+                    if not self._holds(partner):
+                        yield ReceiveTied(stage, version, partner)
+                if self.placement.replicas(stage) > 1:
+                    yield Reduce(stage, version)
+                yield action
+                return
+            case _:
+                assert_never(action)
+        if self._is_apart(source):
+            yield Receive(stage, microbatch, source)
+        yield action
+        if self._is_apart(target):
+            yield Send(stage, microbatch, target)
+
+    def _is_apart(self, neighbour: int) -> bool:
+        return 0 <= neighbour < len(self.placement.stages) and not self._holds(neighbour)
+
+    def _holds(self, stage: int) -> bool:
+        return self.rank in self.placement.stages[stage]

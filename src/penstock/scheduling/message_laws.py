@@ -1,7 +1,7 @@
 """The laws between stages: every action has what it needs, messages match in order, and no rank waits for ever.
 
 The channel that the laws assume is the weakest that a transport offers: one queue for each directed edge between ranks,
-no tags, receives that block and sends that do not.
+no tags, receives that block and sends that do not; an all-reduce waits until every replica of the stage is there.
 
 Laws of this file:
   1. A law is a function of the evidence that returns nothing, or raises a `ScheduleError` that shows the row.
@@ -20,12 +20,13 @@ from penstock.scheduling.actions import (
     Message,
     Receive,
     ReceiveTied,
+    Reduce,
     Send,
     SendTied,
     Update,
 )
 from penstock.scheduling.evidence import Evidence, report_breach, show_row
-from penstock.scheduling.lowering import counterpart, partners
+from penstock.scheduling.lowering import counterpart, partners, peer
 from penstock.scheduling.methods import Drain, Step
 
 __all__ = ["MESSAGE_LAWS", "require_parts"]
@@ -44,8 +45,8 @@ _NAMES = {
 
 def _require_neighbours(evidence: Evidence) -> None:
     law = "only adjacent stages, and stages that share weights, talk, and only when they are on different ranks"
-    shape = evidence.shape
-    for row in evidence.programs:
+    placement = evidence.placement
+    for rank, row in enumerate(evidence.programs):
         for index, action in enumerate(row):
             match action:
                 case Send(stage=stage, target=other) | Receive(stage=stage, source=other):
@@ -54,104 +55,128 @@ def _require_neighbours(evidence: Evidence) -> None:
                 case SendTied(stage=stage, target=other) | ReceiveTied(stage=stage, source=other):
                     allowed = partners(stage, evidence.schedule.ties)
                     expected = f"a stage on another rank that shares weights with stage {stage}"
+                case Reduce(stage=stage):
+                    if evidence.schedule.placement.replicas(stage) == 1:
+                        mend = "drop it, or let lower() derive it"
+                        report_breach(evidence, law, rank, index, f"none: stage {stage} has no replicas", mend)
+                    continue
                 case Forward() | Backward() | Update():
                     continue
                 case _:
                     assert_never(action)
-            if other not in allowed or other >= shape.stages or shape.rank_of(stage) == shape.rank_of(other):
-                report_breach(evidence, law, stage, index, expected, "let lower() derive the messages")
+            if other not in allowed or other >= len(placement.stages) or rank in placement.stages[other]:
+                report_breach(evidence, law, rank, index, expected, "let lower() derive the messages")
 
 
 def _require_data(evidence: Evidence) -> None:
     law = "an action comes after what it needs"
-    for row in evidence.programs:
+    for rank, row in enumerate(evidence.programs):
         done: set[Need] = set()
         for index, action in enumerate(row):
-            for need in _needs(action, evidence):
+            for need in _needs(action, rank, evidence):
                 if need not in done:
-                    letter, stage, number, source = need
-                    what = (
-                        f"the gradients of tied weights of stage {source} for version {number}"
-                        if letter == "T"
-                        else f"the {_NAMES[letter]} of microbatch {number}"
-                    )
-                    expected = f"{what} on stage {stage} before {action}"
+                    expected = f"{_describe(need)} on stage {need[1]} before {action}"
                     mend = "put it before, or let lower() derive the messages"
-                    report_breach(evidence, law, action.stage, index, expected, mend)
+                    report_breach(evidence, law, rank, index, expected, mend)
             match action:
                 case Forward(stage, microbatch):
                     done.add(("F", stage, microbatch, -1))
                 case Backward(stage, microbatch):
                     done.add(("B", stage, microbatch, -1))
+                    # What was reduced before lacks these gradients.
+                    done.discard(("R", stage, -1, -1))
                 case Receive(stage, microbatch, source):
                     done.add(("A" if source < stage else "G", stage, microbatch, -1))
                 case ReceiveTied(stage, version, source):
                     done.add(("T", stage, version, source))
-                case Send() | SendTied() | Update():
+                case Reduce(stage):
+                    done.add(("R", stage, -1, -1))
+                case Update(stage):
+                    done.discard(("R", stage, -1, -1))
+                case Send() | SendTied():
                     pass
                 case _:
                     assert_never(action)
 
 
-def _needs(action: Action, evidence: Evidence) -> Iterator[Need]:
-    """What a rank must have done before `action`."""
-    placement = evidence.shape.placement
+def _describe(need: Need) -> str:
+    letter, _, number, source = need
+    if letter == "T":
+        return f"the gradients of tied weights of stage {source} for version {number}"
+    if letter == "R":
+        return "the all-reduce of all gradients"
+    return f"the {_NAMES[letter]} of microbatch {number}"
+
+
+def _needs(action: Action, rank: int, evidence: Evidence) -> Iterator[Need]:
+    """What `rank` must have done before `action`."""
+    placement = evidence.placement.stages
     match action:
         case Forward(stage, microbatch):
             if stage > 0:
-                together = placement[stage - 1] == placement[stage]
+                together = rank in placement[stage - 1]
                 yield ("F", stage - 1, microbatch, -1) if together else ("A", stage, microbatch, -1)
         case Backward(stage, microbatch):
             yield "F", stage, microbatch, -1
             if stage < len(placement) - 1:
-                together = placement[stage + 1] == placement[stage]
+                together = rank in placement[stage + 1]
                 yield ("B", stage + 1, microbatch, -1) if together else ("G", stage, microbatch, -1)
         case Send(stage, microbatch, target):
             yield "F" if target > stage else "B", stage, microbatch, -1
         case SendTied(stage, version):
-            yield "B", stage, version * evidence.shape.microbatches - 1, -1
+            yield from _last_backward(stage, version, rank, evidence)
         case Update(stage, version):
             for partner in partners(stage, evidence.schedule.ties):
-                together = placement[partner] == placement[stage]
-                last = version * evidence.shape.microbatches - 1
-                yield ("B", partner, last, -1) if together else ("T", stage, version, partner)
-        case Receive() | ReceiveTied():
+                if rank in placement[partner]:
+                    yield from _last_backward(partner, version, rank, evidence)
+                else:
+                    yield "T", stage, version, partner
+            if evidence.schedule.placement.replicas(stage) > 1:
+                yield "R", stage, -1, -1
+        case Receive() | ReceiveTied() | Reduce():
             pass
         case _:
             assert_never(action)
 
 
+def _last_backward(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
+    """The last backward of `stage` on `rank` before the update to `version` of a method that flushes."""
+    mine = evidence.placement.taken_by(rank, evidence.shape.microbatches_of(version - 1))
+    if mine:
+        yield "B", stage, mine[-1], -1
+
+
 def _require_matches(evidence: Evidence) -> None:
     law = "every message is sent once and received once; none is left over after the drain"
-    found: dict[Message, tuple[int, int]] = {}
-    for row in evidence.programs:
+    found: dict[tuple[int, Message], int] = {}
+    for rank, row in enumerate(evidence.programs):
         for index, action in enumerate(row):
             if isinstance(action, Message):
-                if action in found:
-                    report_breach(evidence, law, action.stage, index, "a new message", "drop the second one")
-                found[action] = action.stage, index
+                if (rank, action) in found:
+                    report_breach(evidence, law, rank, index, "a new message", "drop the second one")
+                found[rank, action] = index
     for sends in (True, False):
-        for action, (stage, index) in found.items():
-            other = counterpart(action)
-            if other not in found and isinstance(action, Send | SendTied) == sends:
-                expected = f"{other} on rank {evidence.shape.rank_of(other.stage)}"
+        for (rank, action), index in found.items():
+            other, there = counterpart(action), peer(action, rank, evidence.placement)
+            if (there, other) not in found and isinstance(action, Send | SendTied) == sends:
+                expected = f"{other} on rank {there}"
                 mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
-                report_breach(evidence, law, stage, index, expected, mend)
+                report_breach(evidence, law, rank, index, expected, mend)
 
 
 def _require_fifo(evidence: Evidence) -> None:
     law = "messages are received in the order in which they were sent, on each edge between two ranks"
-    placement = evidence.shape.placement
+    placement = evidence.placement
     sends: defaultdict[tuple[int, int], list[Send | SendTied]] = defaultdict(list)
     receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied]]] = defaultdict(list)
     for rank, row in enumerate(evidence.programs):
         for index, action in enumerate(row):
             match action:
-                case Send(target=target) | SendTied(target=target):
-                    sends[rank, placement[target]].append(action)
-                case Receive(source=source) | ReceiveTied(source=source):
-                    receives[placement[source], rank].append((index, action))
-                case Forward() | Backward() | Update():
+                case Send() | SendTied():
+                    sends[rank, peer(action, rank, placement)].append(action)
+                case Receive() | ReceiveTied():
+                    receives[peer(action, rank, placement), rank].append((index, action))
+                case Forward() | Backward() | Update() | Reduce():
                     pass
                 case _:
                     assert_never(action)
@@ -160,17 +185,17 @@ def _require_fifo(evidence: Evidence) -> None:
             if counterpart(send) != receive:
                 expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
                 mend = "order the two ranks alike"
-                report_breach(evidence, law, receive.stage, index, expected, mend)
+                report_breach(evidence, law, rank, index, expected, mend)
 
 
 def _require_progress(evidence: Evidence) -> None:
     """Run the programs abstractly, part by part: a rank goes on until it needs a message that nobody has sent yet."""
-    programs = evidence.programs
-    placement = evidence.shape.placement
+    programs, placement = evidence.programs, evidence.placement
     position = [0] * len(programs)
-    sent: set[Action] = set()
+    sent: set[tuple[int, Action]] = set()
     for part, ends in enumerate(evidence.ends):
-        waiting: dict[Message, int] = {}
+        waiting: dict[tuple[int, Action], int] = {}
+        meeting: defaultdict[Reduce, list[int]] = defaultdict(list)
         ready = list(range(len(programs)))
         while ready:
             rank = ready.pop()
@@ -179,33 +204,46 @@ def _require_progress(evidence: Evidence) -> None:
                 action = row[index]
                 match action:
                     case Send() | SendTied():
-                        sent.add(action)
-                        if action in waiting:
-                            ready.append(waiting.pop(action))
+                        sent.add((rank, action))
+                        if (rank, action) in waiting:
+                            ready.append(waiting.pop((rank, action)))
                     case Receive() | ReceiveTied():
-                        due = counterpart(action)
+                        due = peer(action, rank, placement), counterpart(action)
                         if due not in sent:
                             waiting[due] = rank
                             break
+                    case Reduce(stage=stage):
+                        meeting[action].append(rank)
+                        if len(meeting[action]) < placement.replicas(stage):
+                            index += 1
+                            break
+                        # The last to come goes on at once; those that wait stand behind the action already.
+                        ready += meeting.pop(action)[:-1]
                     case Forward() | Backward() | Update():
                         pass
                     case _:
                         assert_never(action)
                 index += 1
             position[rank] = index
+        for action, ranks in meeting.items():
+            for rank in ranks:
+                position[rank] -= 1
+                waiting[rank, action] = rank
         if waiting:
-            _report_standstill(evidence, part, sorted(waiting.values()), position, placement)
+            _report_standstill(evidence, part, sorted(waiting.values()), position)
 
 
-def _report_standstill(
-    evidence: Evidence, part: int, blocked: list[int], position: list[int], placement: tuple[int, ...]
-) -> None:
+def _report_standstill(evidence: Evidence, part: int, blocked: list[int], position: list[int]) -> None:
     rows = [show_row(evidence.programs, rank, position[rank]) for rank in blocked]
     reasons: list[str] = []
     for rank in blocked:
-        receive = evidence.programs[rank][position[rank]]
-        assert isinstance(receive, Receive | ReceiveTied)
-        reasons.append(f"rank {rank} waits for rank {placement[receive.source]}")
+        action = evidence.programs[rank][position[rank]]
+        if isinstance(action, Reduce):
+            others = [str(other) for other in evidence.placement.stages[action.stage] if other != rank]
+            reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
+        else:
+            assert isinstance(action, Receive | ReceiveTied)
+            reasons.append(f"rank {rank} waits for rank {peer(action, rank, evidence.placement)}")
     within, mend = "", "send before the receive that waits for the answer"
     if evidence.parts:
         within = f" within {_name(evidence, part)}"
@@ -223,7 +261,7 @@ def require_parts(evidence: Evidence) -> None:
     """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
     flushes = evidence.promise.flushes
     law = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
-    starts = ((0,) * evidence.shape.ranks, *evidence.ends)
+    starts = ((0,) * evidence.schedule.ranks, *evidence.ends)
     for number, part in enumerate(evidence.parts):
         match part:
             case Step(minibatch):
@@ -236,15 +274,13 @@ def require_parts(evidence: Evidence) -> None:
             start, end = starts[number][rank], evidence.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
-                if isinstance(action, Update | SendTied | ReceiveTied):
+                if isinstance(action, Update | SendTied | ReceiveTied | Reduce):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
                     expected = f"in {_name(evidence, number)} " + (
                         f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
                     )
-                    report_breach(
-                        evidence, law, action.stage, index, expected, "yield it in the step that it belongs to"
-                    )
+                    report_breach(evidence, law, rank, index, expected, "yield it in the step that it belongs to")
 
 
 def _name(evidence: Evidence, part: int) -> str:

@@ -15,48 +15,61 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
+from penstock.scheduling.placements import Placement
 
 __all__ = ["Drain", "Method", "Order", "Part", "Promise", "Shape", "Step", "VersionRule", "accept_any"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a pipeline: ranks, microbatches of a minibatch (m), stages per rank (v); p = ranks where v = 1."""
+    """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas."""
 
-    ranks: int
+    placement: Placement
     microbatches: int
-    stages_per_rank: int = 1
     vertical_sync: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (("ranks", self.ranks), ("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank))
-        for name, size in sizes:
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ScheduleError(
-                    f"schedule: {name} must be a whole number of at least 1, got {size!r}; give {name}=1 or more"
-                )
+        size = self.microbatches
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ScheduleError(
+                f"schedule: microbatches must be a whole number of at least 1, got {size!r}; "
+                "give microbatches=1 or more"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, replicas included."""
+        return self.placement.ranks
 
     @property
     def stages(self) -> int:
         """How many stages the pipeline has."""
-        return self.ranks * self.stages_per_rank
+        return len(self.placement.stages)
 
     @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return tuple(self.rank_of(stage) for stage in range(self.stages))
+    def stages_per_rank(self) -> int:
+        """``v``."""
+        return self.stages // self.placement.length
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`: stages are dealt out in turn, so neighbour stages sit on neighbour ranks."""
-        return stage % self.ranks
+        """The rank of the first replica of `stage`."""
+        return self.placement.rank_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""
-        return tuple(range(rank, self.stages, self.ranks))
+        return self.placement.stages_of(rank)
 
     def microbatches_of(self, minibatch: int) -> range:
         """The global numbers of the microbatches of `minibatch`."""
         return range(minibatch * self.microbatches, (minibatch + 1) * self.microbatches)
+
+    def taken_by(self, rank: int, minibatch: int) -> range:
+        """Those of them that `rank` takes."""
+        return self.placement.taken_by(rank, self.microbatches_of(minibatch))
+
+    def taken_before(self, rank: int, minibatch: int) -> int:
+        """How many microbatches `rank` takes of all minibatches before `minibatch`."""
+        return len(self.placement.taken_by(rank, range(minibatch * self.microbatches)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +105,16 @@ class Promise:
     """What a method costs and keeps to, per stage; `verify` holds every program to it.
 
     `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
-    `in_flight`: microbatches of a stage whose forward is done and whose backward is not.
+    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage.
     `rule`: the version that a forward reads. `flushes`: the pipe is empty after every step.
-    `microbatches_per_update`: how many backwards one update of a stage sums up.
+    `microbatches_per_update`: how many backwards one update of a stage sums up, over all its replicas.
     """
 
     versions: tuple[int, ...]
     in_flight: tuple[int, ...]
     rule: VersionRule
     flushes: bool
-    microbatches_per_update: int
+    microbatches_per_update: tuple[int, ...]
 
     @property
     def trains(self) -> bool:

@@ -10,24 +10,27 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
-from penstock.scheduling.lowering import lower
+from penstock.scheduling.lowering import lower_row
 from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step
 from penstock.scheduling.orders import INFERENCE, METHODS
+from penstock.scheduling.placements import Placement
 from penstock.values.plans import Plan
 
 __all__ = ["Programs", "Schedule", "inference", "schedule"]
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
+Ties: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A scheduling method for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
 
-    `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries.
-    `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
+    `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries, over all
+    replicas. `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
     `ties`: groups of stages that share weights; flushing methods only, since stages of the others update at different
-    times. `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
+    times. `replicated`: where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`.
+    `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
     """
 
     method: str
@@ -35,14 +38,15 @@ class Schedule:
     microbatches: int
     stages_per_rank: int = 1
     vertical_sync: bool = False
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: Ties = ()
+    replicated: Placement | None = None
     methods: tuple[Method, ...] = field(default=METHODS, repr=False)
     shape: Shape = field(init=False, repr=False, compare=False)
     promise: Promise = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         method = _find_method(self.method, self.methods)
-        shape = Shape(self.ranks, self.microbatches, self.stages_per_rank, self.vertical_sync)
+        shape = Shape(_place(self), self.microbatches, self.vertical_sync)
         if self.stages_per_rank != 1 and not method.interleaves:
             raise ScheduleError(
                 f"schedule {method.name!r}: a rank holds one stage, got stages_per_rank={self.stages_per_rank}; "
@@ -55,9 +59,25 @@ class Schedule:
         method.check(shape)
         # Only the method that was found is kept, so that schedules compare by what they do.
         object.__setattr__(self, "methods", (method,))
+        straight = Placement.straight(shape.placement.length, self.stages_per_rank)
+        if shape.placement == straight:
+            object.__setattr__(self, "replicated", None)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "promise", method.promise(shape))
         _check_ties(self)
+
+    @classmethod
+    def placed(
+        cls, method: str, placement: Placement, microbatches: int, *, vertical_sync: bool = False, ties: Ties = ()
+    ) -> "Schedule":
+        """The schedule of stages that are somewhere else than one on each rank in turn, or have replicas."""
+        per_rank = len(placement.stages) // placement.length
+        return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are, and which rank takes which microbatch."""
+        return self.shape.placement
 
     @property
     def stages(self) -> int:
@@ -71,11 +91,11 @@ class Schedule:
 
     @property
     def microbatches_per_update(self) -> int:
-        """How many microbatches one update of a stage sums up."""
-        return self.promise.microbatches_per_update
+        """How many microbatches one update of a stage sums up; of a stage with the most, where they differ."""
+        return max(self.promise.microbatches_per_update)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`."""
+        """The rank that holds `stage`; the first one of its replicas."""
         return self.shape.rank_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -108,8 +128,7 @@ class Schedule:
     def row(self, rank: int, part: Part) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
-        (actions,) = lower([method.order(self.shape, rank, part)], self.shape.placement, self.ties)
-        return actions
+        return lower_row(method.order(self.shape, rank, part), rank, self.placement, self.ties)
 
     def _rows(self, part: Part) -> Programs:
         return tuple(self.row(rank, part) for rank in range(self.ranks))
@@ -117,6 +136,8 @@ class Schedule:
     def __str__(self) -> str:
         minibatches = 1 if self.flushes else 1 + -(-self.ranks // self.microbatches)
         sync = ", vertical sync" if self.vertical_sync else ""
+        if self.ranks > self.placement.length:
+            sync += f", replicas {self.placement.text()}" + (" that split microbatches" if self.placement.split else "")
         head = (
             f"{self.method}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
             f"{_count(self.microbatches, 'microbatch')} a minibatch{sync}; {_count(minibatches, 'minibatch')}:"
@@ -125,24 +146,19 @@ class Schedule:
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The schedule of `plan`; `ScheduleError` if a stage is replicated, sits elsewhere than the method puts it, or the
-    plan's numbers do not fit its method."""
-    for stage, placed in enumerate(plan.stages):
-        if len(placed.ranks) != 1:
-            raise ScheduleError(
-                f"plan: stage {stage} (layers {placed.start} to {placed.stop - 1}) is replicated on ranks "
-                f"{list(placed.ranks)}; replicated stages come in a later version. Give each stage one rank, for "
-                "instance by planning with the straight-pipeline restriction"
-            )
-    ranks = len(plan.stages) // plan.stages_per_rank
-    made = Schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank, plan.vertical_sync)
-    for stage, placed in enumerate(plan.stages):
-        if placed.ranks[0] != made.rank_of(stage):
-            raise ScheduleError(
-                f"plan: stage {stage} is on rank {placed.ranks[0]}, but schedule {made.method!r} with {ranks} ranks "
-                f"runs it on rank {made.rank_of(stage)}; put stage s on rank s % {ranks}"
-            )
-    return made
+    """The schedule of `plan`; `ScheduleError` if its numbers do not fit its method.
+
+    With tensor parallelism a rank of the schedule is the group of ranks that hold a replica together: schedule rank g
+    stands for the ranks from ``g * t`` on.
+    """
+    placement = Placement(
+        tuple(
+            tuple(rank // plan.tensor_parallel for rank in stage.ranks[:: plan.tensor_parallel])
+            for stage in plan.stages
+        ),
+        split=plan.routing == "split" and max(plan.replicas) > 1,
+    )
+    return Schedule.placed(plan.schedule, placement, plan.microbatches, vertical_sync=plan.vertical_sync)
 
 
 def inference(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
@@ -158,6 +174,19 @@ def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
     near = get_close_matches(str(name), names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ScheduleError(f"schedule: there is no method {name!r}; {hint}choose one of {', '.join(map(repr, names))}")
+
+
+def _place(schedule: Schedule) -> Placement:
+    placement = schedule.replicated
+    if placement is None:
+        return Placement.straight(schedule.ranks, schedule.stages_per_rank)
+    held = sorted({rank for ranks in placement.stages for rank in ranks})
+    if held != list(range(schedule.ranks)):
+        raise ScheduleError(
+            f"schedule {schedule.method!r}: expected stages on ranks 0 to {schedule.ranks - 1}, found them on {held}; "
+            "number the ranks from 0 without gaps, or give Schedule.placed the placement alone"
+        )
+    return placement
 
 
 def _check_ties(schedule: Schedule) -> None:

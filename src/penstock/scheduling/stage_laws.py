@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.evidence import Evidence, report_breach
+from penstock.scheduling.evidence import Evidence, Replica, report_breach
 from penstock.scheduling.methods import VersionRule
 
 __all__ = ["STAGE_LAWS"]
@@ -21,18 +21,19 @@ def _require_training(evidence: Evidence) -> None:
     law = "an inference has forwards only"
     if evidence.promise.trains:
         return
-    for stage, turns in enumerate(evidence.turns):
-        for index, action in turns:
+    for replica in evidence.replicas:
+        for index, action in replica.turns:
             if not isinstance(action, Forward):
-                report_breach(evidence, law, stage, index, "no backward and no update", "drop it, or train")
+                report_breach(evidence, law, replica.rank, index, "no backward and no update", "drop it, or train")
 
 
 def _require_once(evidence: Evidence) -> None:
     law = "each microbatch goes forward and backward exactly once on each stage"
-    for stage, turns in enumerate(evidence.turns):
+    for replica in evidence.replicas:
         forwards: set[int] = set()
         backwards: set[int] = set()
-        for index, action in turns:
+        mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
+        for index, action in replica.turns:
             match action:
                 case Forward():
                     seen = forwards
@@ -43,59 +44,66 @@ def _require_once(evidence: Evidence) -> None:
                 case _:
                     assert_never(action)
             if action.microbatch in seen:
-                report_breach(evidence, law, stage, index, "a microbatch that is not done yet", "drop the second one")
+                mend = "drop the second one"
+                report_breach(evidence, law, replica.rank, index, "a microbatch that is not done yet", mend)
+            if action.microbatch not in mine:
+                rank = evidence.placement.rank_of(replica.stage, action.microbatch)
+                report_breach(evidence, law, replica.rank, index, f"it on rank {rank}", f"move it to rank {rank}")
             seen.add(action.microbatch)
-        end = len(evidence.programs[evidence.shape.rank_of(stage)])
-        for microbatch in range(evidence.microbatches):
+        end = len(evidence.programs[replica.rank])
+        for microbatch in mine:
             if microbatch not in forwards:
-                expected = f"a forward of microbatch {microbatch} on stage {stage} before the end"
-                report_breach(evidence, law, stage, end, expected, "add it, or verify fewer minibatches")
+                expected = f"a forward of microbatch {microbatch} on stage {replica.stage} before the end"
+                report_breach(evidence, law, replica.rank, end, expected, "add it, or verify fewer minibatches")
 
 
 def _require_drained(evidence: Evidence) -> None:
     law = "nothing is in flight after the drain: every forward had its backward"
     if not evidence.promise.trains:
         return
-    for stage, turns in enumerate(evidence.turns):
-        done = {action.microbatch for _, action in turns if isinstance(action, Backward)}
-        for index, action in turns:
+    for replica in evidence.replicas:
+        done = {action.microbatch for _, action in replica.turns if isinstance(action, Backward)}
+        for index, action in replica.turns:
             if isinstance(action, Forward) and action.microbatch not in done:
-                expected = f"a backward of microbatch {action.microbatch} on stage {stage} before the end"
-                report_breach(evidence, law, stage, index, expected, "let the step or the drain yield it")
+                expected = f"a backward of microbatch {action.microbatch} on stage {replica.stage} before the end"
+                report_breach(evidence, law, replica.rank, index, expected, "let the step or the drain yield it")
 
 
 def _require_ascending(evidence: Evidence) -> None:
     law = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
-    for stage, turns in enumerate(evidence.turns):
+    for replica in evidence.replicas:
+        mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
         next_forward = next_backward = 0
-        for index, action in turns:
+        for index, action in replica.turns:
             match action:
                 case Forward(microbatch=microbatch):
-                    due, next_forward = next_forward, next_forward + 1
+                    due, next_forward = mine[next_forward], next_forward + 1
                 case Backward(microbatch=microbatch):
-                    due, next_backward = next_backward, next_backward + 1
+                    due, next_backward = mine[next_backward], next_backward + 1
                 case Update():
                     continue
                 case _:
                     assert_never(action)
             if microbatch != due:
-                report_breach(evidence, law, stage, index, f"microbatch {due} first", f"put {due} before {microbatch}")
+                report_breach(
+                    evidence, law, replica.rank, index, f"microbatch {due} first", f"put {due} before {microbatch}"
+                )
 
 
 def _require_stash(evidence: Evidence) -> None:
     law = "a backward reads the version that its forward read"
-    for stage, turns in enumerate(evidence.turns):
+    for replica in evidence.replicas:
         read: dict[int, int] = {}
-        for index, action in turns:
+        for index, action in replica.turns:
             match action:
                 case Forward(microbatch=microbatch, version=version):
                     read[microbatch] = version
                 case Backward(microbatch=microbatch, version=version):
                     # A backward before its forward is left to the law of data.
                     if version != read.get(microbatch, version):
-                        forward = Forward(stage, microbatch, read[microbatch])
+                        forward = Forward(replica.stage, microbatch, read[microbatch])
                         expected = f"version {read[microbatch]}, which {forward} read"
-                        report_breach(evidence, law, stage, index, expected, "give both the same version")
+                        report_breach(evidence, law, replica.rank, index, expected, "give both the same version")
                 case Update():
                     pass
                 case _:
@@ -106,19 +114,19 @@ def _require_version(evidence: Evidence) -> None:
     rule = evidence.promise.rule
     law = f"a forward reads {rule.value}"
     admitted = _count_versions_of_input(evidence)
-    for stage, turns in enumerate(evidence.turns):
+    for replica in evidence.replicas:
         newest = 0
-        for index, action in turns:
+        for index, action in replica.turns:
             match action:
                 case Forward(microbatch=microbatch, version=version):
                     due = _version_due(rule, microbatch, evidence.shape.microbatches, newest, admitted)
                     if version != due:
-                        expected = f"version {due} for microbatch {microbatch} on stage {stage}"
-                        report_breach(evidence, law, stage, index, expected, f"read version {due}")
+                        expected = f"version {due} for microbatch {microbatch} on stage {replica.stage}"
+                        report_breach(evidence, law, replica.rank, index, expected, f"read version {due}")
                     if version > newest:
-                        expected = f"a version that exists: stage {stage} has made only {newest} by then"
+                        expected = f"a version that exists: stage {replica.stage} has made only {newest} by then"
                         mend = "put the update before the forward, or the forward later"
-                        report_breach(evidence, law, stage, index, expected, mend)
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
                 case Backward():
                     pass
                 case Update():
@@ -130,17 +138,18 @@ def _require_version(evidence: Evidence) -> None:
 def _count_versions_of_input(evidence: Evidence) -> dict[int, int]:
     """For each microbatch, how many updates the input stage had made when it took the microbatch in."""
     admitted: dict[int, int] = {}
-    newest = 0
-    for _, action in evidence.turns[0]:
-        match action:
-            case Forward(microbatch=microbatch):
-                admitted[microbatch] = newest
-            case Backward():
-                pass
-            case Update():
-                newest += 1
-            case _:
-                assert_never(action)
+    for replica in evidence.replicas:
+        newest = 0
+        for _, action in replica.turns if replica.stage == 0 else ():
+            match action:
+                case Forward(microbatch=microbatch):
+                    admitted[microbatch] = newest
+                case Backward():
+                    pass
+                case Update():
+                    newest += 1
+                case _:
+                    assert_never(action)
     return admitted
 
 
@@ -161,42 +170,53 @@ def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, adm
 
 
 def _require_updates(evidence: Evidence) -> None:
-    size = evidence.promise.microbatches_per_update
     law = "an update makes the next version from all backwards since the last update, and they read one version"
-    for stage, turns in enumerate(evidence.turns):
+    named: dict[tuple[int, int], int] = {}
+    for replica in evidence.replicas:
         newest = 0
-        summed: list[int] = []
-        for index, action in turns:
+        own: list[int] = []
+        for index, action in replica.turns:
             match action:
                 case Forward():
                     pass
                 case Backward(version=version):
-                    summed.append(version)
+                    own.append(version)
                 case Update(version=version, gradient_version=gradient_version):
                     if version != newest + 1:
-                        expected = f"version {newest + 1}, the next of stage {stage}"
-                        report_breach(evidence, law, stage, index, expected, f"make version {newest + 1}")
-                    if len(summed) != size:
-                        expected = f"{size} backwards of stage {stage} since its last update, found {len(summed)}"
-                        report_breach(evidence, law, stage, index, expected, "move the update")
-                    if set(summed) != {gradient_version}:
-                        expected = f"gradients at version {', '.join(map(str, sorted(set(summed))))}"
-                        report_breach(evidence, law, stage, index, expected, "name the version the backwards read")
-                    newest, summed = version, []
+                        expected = f"version {newest + 1}, the next of stage {replica.stage}"
+                        report_breach(evidence, law, replica.rank, index, expected, f"make version {newest + 1}")
+                    due = _sum_due(evidence, replica, version)
+                    if len(own) != due:
+                        expected = f"{due} backwards of stage {replica.stage} since its last update, found {len(own)}"
+                        report_breach(evidence, law, replica.rank, index, expected, "move the update")
+                    read = {named.setdefault((replica.stage, version), gradient_version), *own}
+                    if read != {gradient_version}:
+                        expected = f"gradients at version {', '.join(map(str, sorted(read - {gradient_version})))}"
+                        mend = "name the version the backwards read"
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                    newest, own = version, []
                 case _:
                     assert_never(action)
-        if summed:
-            end = len(evidence.programs[evidence.shape.rank_of(stage)])
-            expected = f"an update of stage {stage} after its last backward"
-            report_breach(evidence, law, stage, end, expected, "yield the update after the last backward")
+        last = -(-evidence.microbatches // evidence.promise.microbatches_per_update[replica.stage])
+        if evidence.promise.trains and (own or newest != last):
+            end = len(evidence.programs[replica.rank])
+            expected = f"an update of stage {replica.stage} after its last backward"
+            report_breach(evidence, law, replica.rank, end, expected, "yield the update after the last backward")
+
+
+def _sum_due(evidence: Evidence, replica: Replica, version: int) -> int:
+    """How many microbatches `replica` has of those that the update to `version` sums up."""
+    size = evidence.promise.microbatches_per_update[replica.stage]
+    stop = min(version * size, evidence.microbatches)
+    return len(evidence.placement.taken_by(replica.rank, range((version - 1) * size, stop)))
 
 
 def _require_slots(evidence: Evidence) -> None:
-    for stage, turns in enumerate(evidence.turns):
-        slots = evidence.promise.versions[stage]
-        law = f"no version is overwritten while it is needed: stage {stage} keeps {slots}"
+    for replica in evidence.replicas:
+        slots = evidence.promise.versions[replica.stage]
+        law = f"no version is overwritten while it is needed: stage {replica.stage} keeps {slots}"
         newest = 0
-        for index, action in turns:
+        for index, action in replica.turns:
             match action:
                 case Forward(version=version) | Backward(version=version):
                     if newest - version >= slots:
@@ -204,7 +224,7 @@ def _require_slots(evidence: Evidence) -> None:
                             f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
                         )
                         mend = "update later, or promise more versions"
-                        report_breach(evidence, law, stage, index, expected, mend)
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
                 case Update():
                     newest += 1
                 case _:
@@ -214,18 +234,18 @@ def _require_slots(evidence: Evidence) -> None:
 def _require_in_flight(evidence: Evidence) -> None:
     if not evidence.promise.trains:
         return
-    for stage, turns in enumerate(evidence.turns):
-        most = evidence.promise.in_flight[stage]
-        law = f"activations in flight stay within the promise: at most {most} on stage {stage}"
+    for replica in evidence.replicas:
+        most = evidence.promise.in_flight[replica.stage]
+        law = f"activations in flight stay within the promise: at most {most} on stage {replica.stage}"
         in_flight = 0
-        for index, action in turns:
+        for index, action in replica.turns:
             match action:
                 case Forward():
                     in_flight += 1
                     if in_flight > most:
                         mend = "run a backward first, or promise more"
                         expected = f"a backward first: {most} in flight already"
-                        report_breach(evidence, law, stage, index, expected, mend)
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
                 case Backward():
                     in_flight -= 1
                 case Update():

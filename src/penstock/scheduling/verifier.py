@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Forward, Receive, ReceiveTied, Send, SendTied, Update
+from penstock.scheduling.actions import Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
 from penstock.scheduling.evidence import Evidence, collect
 from penstock.scheduling.message_laws import MESSAGE_LAWS, require_parts
 from penstock.scheduling.methods import Drain, Part, Step
@@ -23,7 +23,7 @@ __all__ = ["Verification", "verify", "verify_programs"]
 class Verification:
     """What was proved, and what the programs reached; the peaks equal the promise once there are minibatches enough.
 
-    `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward.
+    `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward, on a replica.
     `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
     """
 
@@ -102,10 +102,13 @@ def _measure(evidence: Evidence) -> Verification:
                     versions[stage] = max(versions[stage], newest[stage] - version + 1)
                 case Update(stage=stage, version=version):
                     newest[stage] = version
-                case Forward() | Send() | Receive() | SendTied() | ReceiveTied():
+                case Forward() | Send() | Receive() | SendTied() | ReceiveTied() | Reduce():
                     pass
                 case _:
                     assert_never(action)
+    for first, *others in evidence.schedule.placement.stages:
+        for other in others if evidence.schedule.placement.split else ():
+            of_rank[other] = of_rank[first]
     actions = sum(map(len, evidence.programs))
     return Verification(
         evidence.schedule.method, evidence.minibatches, actions, tuple(in_flight), tuple(versions), tuple(of_rank)

@@ -6,8 +6,9 @@ from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED
 from penstock.scheduling.orders.one_f_one_b import ONE_F_ONE_B
 from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
+from penstock.scheduling.orders.spp import SPP
 from penstock.scheduling.orders.two_bw import TWO_BW
 
-__all__ = ["GPIPE", "INFERENCE", "INTERLEAVED", "METHODS", "ONE_F_ONE_B", "ONE_F_ONE_B_FLUSH", "TWO_BW"]
+__all__ = ["GPIPE", "INFERENCE", "INTERLEAVED", "METHODS", "ONE_F_ONE_B", "ONE_F_ONE_B_FLUSH", "SPP", "TWO_BW"]
 
-METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, ONE_F_ONE_B, TWO_BW)
+METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ONE_F_ONE_B, TWO_BW)

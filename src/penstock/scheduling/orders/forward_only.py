@@ -21,10 +21,11 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
-            microbatches = shape.microbatches_of(minibatch)
-            for first in microbatches[:: shape.ranks]:
+            microbatches = shape.taken_by(rank, minibatch)
+            group = shape.placement.length
+            for first in range(0, len(microbatches), group):
                 for stage in shape.stages_of(rank):
-                    for microbatch in range(first, min(first + shape.ranks, microbatches.stop)):
+                    for microbatch in microbatches[first : first + group]:
                         yield Forward(stage, microbatch, 0)
         case Drain():
             pass
@@ -39,7 +40,7 @@ def promise(shape: Shape) -> Promise:
         in_flight=(0,) * shape.stages,
         rule=VersionRule.INITIAL,
         flushes=True,
-        microbatches_per_update=shape.microbatches,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
     )
 
 

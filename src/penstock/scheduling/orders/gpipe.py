@@ -23,11 +23,12 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
-            for microbatch in shape.microbatches_of(minibatch):
-                yield Forward(rank, microbatch, minibatch)
-            for microbatch in shape.microbatches_of(minibatch):
-                yield Backward(rank, microbatch, minibatch)
-            yield Update(rank, minibatch + 1, minibatch)
+            (stage,) = shape.stages_of(rank)
+            for microbatch in shape.taken_by(rank, minibatch):
+                yield Forward(stage, microbatch, minibatch)
+            for microbatch in shape.taken_by(rank, minibatch):
+                yield Backward(stage, microbatch, minibatch)
+            yield Update(stage, minibatch + 1, minibatch)
         case Drain():
             pass
         case _:
@@ -35,13 +36,13 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
 
 
 def promise(shape: Shape) -> Promise:
-    """One version; all m microbatches in flight on every stage."""
+    """One version; all microbatches of a replica in flight: m, or m / r of r replicas."""
     return Promise(
         versions=(1,) * shape.stages,
-        in_flight=(shape.microbatches,) * shape.stages,
+        in_flight=tuple(shape.placement.most_taken(stage, shape.microbatches) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
         flushes=True,
-        microbatches_per_update=shape.microbatches,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
     )
 
 

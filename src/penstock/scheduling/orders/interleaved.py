@@ -25,16 +25,18 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
-            turns = shape.microbatches * shape.stages_per_rank
-            warm_up = min(2 * (shape.ranks - 1 - rank) + (shape.stages_per_rank - 1) * shape.ranks, turns)
+            stages, microbatches = shape.stages_of(rank), shape.taken_by(rank, minibatch)
+            length = shape.placement.length
+            turns = len(microbatches) * len(stages)
+            warm_up = min(2 * (length - 1 - stages[0]) + (len(stages) - 1) * length, turns)
             for turn in range(turns + warm_up):
                 if turn < turns:
-                    round_, microbatch = _place(shape, minibatch, turn)
-                    yield Forward(round_ * shape.ranks + rank, microbatch, minibatch)
+                    round_, member = _place(shape, turn)
+                    yield Forward(stages[round_], microbatches[member], minibatch)
                 if turn >= warm_up:
-                    round_, microbatch = _place(shape, minibatch, turn - warm_up)
-                    yield Backward((shape.stages_per_rank - 1 - round_) * shape.ranks + rank, microbatch, minibatch)
-            for stage in shape.stages_of(rank):
+                    round_, member = _place(shape, turn - warm_up)
+                    yield Backward(stages[-1 - round_], microbatches[member], minibatch)
+            for stage in stages:
                 yield Update(stage, minibatch + 1, minibatch)
         case Drain():
             pass
@@ -42,11 +44,12 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def _place(shape: Shape, minibatch: int, turn: int) -> tuple[int, int]:
-    """Which of a rank's stages, counted from 0, works at `turn`, and on which microbatch."""
-    group, within = divmod(turn, shape.ranks * shape.stages_per_rank)
-    round_, member = divmod(within, shape.ranks)
-    return round_, minibatch * shape.microbatches + group * shape.ranks + member
+def _place(shape: Shape, turn: int) -> tuple[int, int]:
+    """Which of a rank's stages works at `turn`, and on which of its microbatches; both counted from 0."""
+    length = shape.placement.length
+    group, within = divmod(turn, shape.stages)
+    round_, member = divmod(within, length)
+    return round_, group * length + member
 
 
 def promise(shape: Shape) -> Promise:
@@ -56,7 +59,7 @@ def promise(shape: Shape) -> Promise:
         in_flight=tuple(_in_flight(shape, stage) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
         flushes=True,
-        microbatches_per_update=shape.microbatches,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
     )
 
 
@@ -66,20 +69,27 @@ def _in_flight(shape: Shape, stage: int) -> int:
     `ahead` counts the rank's backwards since the older of the two groups was due at this stage. The first p of them are
     this stage's, then the other stages have theirs, and from p * v on it is this stage's turn again.
     """
-    round_, rank = divmod(stage, shape.ranks)
-    ahead = (2 * round_ + 1 - shape.stages_per_rank) * shape.ranks + 2 * rank + 1
-    done = min(max(ahead, 0), shape.ranks) + max(ahead - shape.stages, 0)
-    return min(shape.microbatches, 2 * shape.ranks - done)
+    length = shape.placement.length
+    round_, rank = divmod(stage, length)
+    ahead = (2 * round_ + 1 - shape.stages_per_rank) * length + 2 * rank + 1
+    done = min(max(ahead, 0), length) + max(ahead - shape.stages, 0)
+    return min(shape.placement.most_taken(stage, shape.microbatches), 2 * length - done)
 
 
 def check(shape: Shape) -> None:
-    """Groups of p microbatches must come out even."""
-    if shape.microbatches % shape.ranks:
-        lower = shape.microbatches // shape.ranks * shape.ranks
-        upper = lower + shape.ranks
+    """Groups of p microbatches must come out even, in each of the parallel pipelines."""
+    if not shape.placement.equal(range(shape.stages)):
+        raise ScheduleError(
+            f"schedule 'interleaved': all stages must have equally many replicas, got {shape.placement.text()}; give "
+            "them equal numbers, or choose '1f1b-flush'"
+        )
+    group = shape.placement.length * shape.placement.stride(0)
+    if shape.microbatches % group:
+        lower = shape.microbatches // group * group
+        upper = lower + group
         choice = f"{lower} or {upper}" if lower else f"{upper}"
         raise ScheduleError(
-            f"schedule 'interleaved': microbatches must be a multiple of the number of ranks, {shape.ranks}, got "
+            f"schedule 'interleaved': microbatches must be a multiple of the number of ranks, {group}, got "
             f"microbatches={shape.microbatches}; give microbatches={choice}, or choose '1f1b-flush'"
         )
 

@@ -1,5 +1,6 @@
 """1F1B without a flush (PipeDream): every microbatch has its own update, and no rank ever waits in steady state.
 
+A stage of r replicas makes one update of r microbatches, one from each, and its steps count in such rounds.
 Weight stashing keeps it a true gradient: a microbatch's backward reads the version that its forward read. Plainly that
 is the newest version of each stage, so the stages of one microbatch differ in age; with vertical sync all of them read
 the version that the input stage read, which costs p versions on every stage.
@@ -9,6 +10,7 @@ Source: Narayanan et al., "PipeDream", SOSP 2019, sections 3.2 and 3.3.
 from collections.abc import Iterator
 from typing import assert_never
 
+from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
 from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
 
@@ -23,42 +25,60 @@ __all__ = ["ONE_F_ONE_B"]
 #   rank 2               F0(0) B0(0) F1(1) B1(1) F2(2) B2(2) F3(3) B3(3)  |
 def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
-    warm_up = shape.ranks - 1 - rank
+    (stage,) = shape.stages_of(rank)
+    stride, warm_up = shape.placement.stride(stage), shape.placement.depth(stage) - 1
     match part:
         case Step(minibatch):
-            for microbatch in shape.microbatches_of(minibatch):
-                yield Forward(rank, microbatch, _version(shape, rank, microbatch))
-                if microbatch >= warm_up:
-                    yield from _backward(shape, rank, microbatch - warm_up)
+            admitted = shape.microbatches_of(minibatch)
+            turns = admitted
         case Drain(minibatches):
-            admitted = minibatches * shape.microbatches
-            for microbatch in range(max(0, admitted - warm_up), admitted):
-                yield from _backward(shape, rank, microbatch)
+            stop = minibatches * shape.microbatches
+            admitted = range(stop)
+            # Up to the end of the last round, then once more for every round that is in flight.
+            turns = range(stop, -(-stop // stride) * stride + warm_up * stride)
         case _:
             assert_never(part)
+    mine = shape.placement.taken_by(rank, turns)
+    for turn in turns:
+        if turn in mine:
+            if isinstance(part, Step):
+                yield Forward(stage, turn, _version(shape, stage, turn // stride))
+            due = turn - warm_up * stride
+            if 0 <= due < admitted.stop:
+                yield Backward(stage, due, _version(shape, stage, due // stride))
+        # A round ends with its last replica's turn; all replicas update then, so that none waits for a later step.
+        round_ = turn // stride - warm_up
+        if turn % stride == stride - 1 and round_ >= 0:
+            yield Update(stage, round_ + 1, _version(shape, stage, round_))
 
 
-def _version(shape: Shape, stage: int, microbatch: int) -> int:
+def _version(shape: Shape, stage: int, round_: int) -> int:
+    """What the microbatches of a round read."""
     reader = 0 if shape.vertical_sync else stage
-    return max(0, microbatch - (shape.ranks - 1 - reader))
-
-
-def _backward(shape: Shape, stage: int, microbatch: int) -> Iterator[Compute]:
-    version = _version(shape, stage, microbatch)
-    yield Backward(stage, microbatch, version)
-    yield Update(stage, microbatch + 1, version)
+    return max(0, round_ - (shape.placement.depth(reader) - 1))
 
 
 def promise(shape: Shape) -> Promise:
-    """p - s microbatches in flight on stage s; as many versions, or p on every stage with vertical sync."""
-    in_flight = tuple(shape.ranks - stage for stage in range(shape.stages))
+    """p - s microbatches in flight on stage s without replicas; as many versions, or p with vertical sync."""
+    placement = shape.placement
+    in_flight = tuple(placement.depth(stage) for stage in range(shape.stages))
     return Promise(
-        versions=(shape.ranks,) * shape.stages if shape.vertical_sync else in_flight,
+        versions=in_flight[:1] * shape.stages if shape.vertical_sync else in_flight,
         in_flight=in_flight,
         rule=VersionRule.INPUT_STAGE if shape.vertical_sync else VersionRule.NEWEST,
         flushes=False,
-        microbatches_per_update=1,
+        microbatches_per_update=tuple(placement.stride(stage) for stage in range(shape.stages)),
     )
 
 
-ONE_F_ONE_B = Method("1f1b", order, promise, syncs=True)
+def check(shape: Shape) -> None:
+    """With vertical sync the rounds of all stages must be the same."""
+    if shape.vertical_sync and not shape.placement.split and not shape.placement.equal(range(shape.stages)):
+        raise ScheduleError(
+            f"schedule '1f1b': vertical sync needs equally many replicas of every stage, got {shape.placement.text()}: "
+            "stages that update after different numbers of microbatches have no common version; give them equal "
+            "numbers, or drop vertical_sync"
+        )
+
+
+ONE_F_ONE_B = Method("1f1b", order, promise, check, syncs=True)

@@ -1,6 +1,7 @@
 """1F1B with a flush (PipeDream-Flush): after a warm-up forwards and backwards alternate, and one update ends the step.
 
-As fast as GPipe, but stage s keeps at most p - s microbatches in flight instead of m.
+As fast as GPipe, but stage s keeps at most p - s microbatches in flight instead of m; a replicated stage as many as it
+needs to keep all ranks behind it busy.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.2.
 """
 
@@ -20,16 +21,17 @@ __all__ = ["ONE_F_ONE_B_FLUSH"]
 #   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 U1
 def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
-    warm_up = shape.ranks - 1 - rank
+    (stage,) = shape.stages_of(rank)
+    warm_up = shape.placement.depth(stage) - 1
     match part:
         case Step(minibatch):
-            first = minibatch * shape.microbatches
-            for turn in range(shape.microbatches + warm_up):
-                if turn < shape.microbatches:
-                    yield Forward(rank, first + turn, minibatch)
+            microbatches = shape.taken_by(rank, minibatch)
+            for turn in range(len(microbatches) + warm_up):
+                if turn < len(microbatches):
+                    yield Forward(stage, microbatches[turn], minibatch)
                 if turn >= warm_up:
-                    yield Backward(rank, first + turn - warm_up, minibatch)
-            yield Update(rank, minibatch + 1, minibatch)
+                    yield Backward(stage, microbatches[turn - warm_up], minibatch)
+            yield Update(stage, minibatch + 1, minibatch)
         case Drain():
             pass
         case _:
@@ -37,13 +39,14 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
 
 
 def promise(shape: Shape) -> Promise:
-    """One version; min(m, p - s) microbatches in flight on stage s."""
+    """One version; min(m, p - s) microbatches in flight on stage s, where nothing is replicated."""
+    placement, m = shape.placement, shape.microbatches
     return Promise(
         versions=(1,) * shape.stages,
-        in_flight=tuple(min(shape.microbatches, shape.ranks - stage) for stage in range(shape.stages)),
+        in_flight=tuple(min(placement.most_taken(stage, m), placement.depth(stage)) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
         flushes=True,
-        microbatches_per_update=shape.microbatches,
+        microbatches_per_update=(m,) * shape.stages,
     )
 
 

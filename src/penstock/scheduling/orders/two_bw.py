@@ -23,48 +23,49 @@ __all__ = ["TWO_BW"]
 #   rank 2   F0 B0 F1 B1 F2 B2 U1  |  F3 B3 F4 B4 F5 B5 U2  |
 def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
-    warm_up = shape.ranks - 1 - rank
+    (stage,) = shape.stages_of(rank)
+    behind = (shape.placement.depth(stage) - 1) * shape.placement.stride(stage)
     match part:
         case Step(minibatch):
-            for microbatch in shape.microbatches_of(minibatch):
-                yield Forward(rank, microbatch, max(minibatch - 1, 0))
-                if microbatch >= warm_up:
-                    yield from _backward(shape, rank, microbatch - warm_up)
+            turns = shape.microbatches_of(minibatch)
         case Drain(minibatches):
-            admitted = minibatches * shape.microbatches
-            for microbatch in range(max(0, admitted - warm_up), admitted):
-                yield from _backward(shape, rank, microbatch)
+            turns = range(minibatches * shape.microbatches, minibatches * shape.microbatches + behind)
         case _:
             assert_never(part)
-
-
-def _backward(shape: Shape, stage: int, microbatch: int) -> Iterator[Compute]:
-    minibatch = microbatch // shape.microbatches
-    version = max(minibatch - 1, 0)
-    yield Backward(stage, microbatch, version)
-    if microbatch + 1 == shape.microbatches_of(minibatch).stop:
-        yield Update(stage, minibatch + 1, version)
+    mine = shape.placement.taken_by(rank, turns)
+    for turn in turns:
+        due, last = divmod(turn - behind, shape.microbatches)
+        if turn in mine:
+            if isinstance(part, Step):
+                yield Forward(stage, turn, max(part.minibatch - 1, 0))
+            if due >= 0:
+                yield Backward(stage, turn - behind, max(due - 1, 0))
+        # All replicas update at the turn of the minibatch's last microbatch, so that none waits for a later step.
+        if due >= 0 and last == shape.microbatches - 1:
+            yield Update(stage, due + 1, max(due - 1, 0))
 
 
 def promise(shape: Shape) -> Promise:
-    """Two versions; p - s microbatches in flight on stage s."""
+    """Two versions; p - s microbatches in flight on stage s, where nothing is replicated."""
     return Promise(
         versions=(2,) * shape.stages,
-        in_flight=tuple(shape.ranks - stage for stage in range(shape.stages)),
+        in_flight=tuple(shape.placement.depth(stage) for stage in range(shape.stages)),
         rule=VersionRule.PREVIOUS_MINIBATCH,
         flushes=False,
-        microbatches_per_update=shape.microbatches,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
     )
 
 
 def check(shape: Shape) -> None:
     """The method asks for a minibatch that fills the pipe: m >= p."""
     # The verifier would accept this order at m = p - 1 too; below that a forward is due before its version is made.
-    if shape.microbatches < shape.ranks:
+    least = shape.stages if shape.placement.split else shape.ranks
+    what = "stages" if least == shape.stages else f"ranks ({shape.placement.text()})"
+    if shape.microbatches < least:
         raise ScheduleError(
-            f"schedule '2bw': {shape.ranks} stages need at least {shape.ranks} microbatches, got "
+            f"schedule '2bw': {least} {what} need at least {least} microbatches, got "
             f"microbatches={shape.microbatches}; with fewer, a minibatch does not fill the pipe. Give "
-            f"microbatches={shape.ranks} or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+            f"microbatches={least} or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
         )
 
 

@@ -1,0 +1,59 @@
+"""List ordering (SPP): forwards run far ahead of backwards, so that slow links between stages are hidden.
+
+The order that SPP's execution scheduler finds: microbatches move through a list of 4p - 3 blocks, one block for every
+forward, every backward and every transfer, all of them one block further in every pass. Stage s so starts with up to
+4(p - 1 - s) + 1 forwards, where 1F1B starts with p - s, and then alternates. It keeps four times as much in flight.
+Source: Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training", INFOCOM 2022, algorithm 1.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.scheduling.actions import Backward, Compute, Forward, Update
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["SPP"]
+
+
+# p = 2, m = 6, first step (4(p - 1 - s) + 1 forwards first at stage s):
+#
+#   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5 U1
+#   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    (stage,) = shape.stages_of(rank)
+    ahead = _most_in_flight(shape, stage)
+    match part:
+        case Step(minibatch):
+            microbatches = shape.taken_by(rank, minibatch)
+            for microbatch in microbatches[:ahead]:
+                yield Forward(stage, microbatch, minibatch)
+            for turn, microbatch in enumerate(microbatches):
+                yield Backward(stage, microbatch, minibatch)
+                if turn + ahead < len(microbatches):
+                    yield Forward(stage, microbatches[turn + ahead], minibatch)
+            yield Update(stage, minibatch + 1, minibatch)
+        case Drain():
+            pass
+        case _:
+            assert_never(part)
+
+
+def _most_in_flight(shape: Shape, stage: int) -> int:
+    """With replicas that take turns, the p - s of the paper is what keeps the ranks behind busy."""
+    placement = shape.placement
+    return min(placement.most_taken(stage, shape.microbatches), 4 * (placement.depth(stage) - 1) + 1)
+
+
+def promise(shape: Shape) -> Promise:
+    """One version; min(m, 4(p - 1 - s) + 1) microbatches in flight on stage s."""
+    return Promise(
+        versions=(1,) * shape.stages,
+        in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)),
+        rule=VersionRule.OWN_MINIBATCH,
+        flushes=True,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
+    )
+
+
+SPP = Method("spp", order, promise)
