@@ -30,6 +30,8 @@ class Span:
     action: str
     start_seconds: float
     stop_seconds: float
+    size_bytes: float | None = None
+    """What a transfer or a sum of gradients carries, where that is known."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -4,13 +4,15 @@ One type for both, so that a prediction and a measurement are drawn, compared an
 defined here and nowhere else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ScheduleError
 from penstock.values.drawings import timeline_svg
 from penstock.values.memories import RankMemory
+from penstock.values.pages import timeline_page
+from penstock.values.panels import Panel
 from penstock.values.spans import Span
 from penstock.values.traces import trace_json
 
@@ -76,17 +78,66 @@ class Timeline:
         stop = max((span.stop_seconds for span in own if span.kind == "forward"), default=0.0)
         return self._bubble(start, stop) if stop > start else self.bubble
 
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """Idle share of wall time of every rank; their mean is `bubble`."""
+        return self._idle_shares(*self._extent)
+
     def busy_seconds(self, rank: int) -> float:
         """Seconds in which `rank` computes."""
         return _covered(span for span in self.spans if span.rank == rank)
 
     def save_trace(self, path: str | Path) -> None:
-        """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(trace_json(self.spans, self.ranks), encoding="utf-8")
+        """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing, with the memory as counters."""
+        Path(path).write_text(trace_json(self._rows(), self.memory, self._extent[0]), encoding="utf-8")
 
-    def save_svg(self, path: str | Path) -> None:
-        """Writes a picture that any browser opens: one row per rank, readable on light and dark pages."""
-        Path(path).write_text(timeline_svg(self.spans, self.ranks, self.bubble), encoding="utf-8")
+    def save_svg(self, path: str | Path, *, measured: "Timeline | None" = None, critical: Sequence[Span] = ()) -> None:
+        """Writes a picture that any browser opens: one row per rank, readable on light and dark pages.
+
+        `measured`: drawn below this timeline, which is then called the prediction, on one time axis. `critical`: the
+        spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
+        """
+        Path(path).write_text(timeline_svg(self._panels(measured, critical)), encoding="utf-8")
+
+    def save_html(
+        self,
+        path: str | Path,
+        *,
+        measured: "Timeline | None" = None,
+        critical: Sequence[Span] = (),
+        title: str = "Timeline",
+    ) -> None:
+        """Writes a page that stands alone, to zoom, to move and to ask every span what it is.
+
+        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
+        """
+        Path(path).write_text(timeline_page(self._panels(measured, critical), title), encoding="utf-8")
+
+    def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
+        if measured is None:
+            return (self._panel("", critical),)
+        return self._panel("predicted", critical), measured._panel("measured", critical)
+
+    def _panel(self, name: str, critical: Sequence[Span]) -> Panel:
+        own = set(self.spans) if critical else set()
+        start, stop = self._extent
+        return Panel(
+            name,
+            self._rows(),
+            start,
+            stop - start,
+            self.bubble,
+            self.idle_shares,
+            self.memory,
+            tuple(span for span in critical if span in own),
+        )
+
+    def _rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of every rank, in the order in which they start."""
+        rows: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+        return tuple(tuple(sorted(row, key=lambda span: (span.start_seconds, span.stop_seconds))) for row in rows)
 
     @property
     def _extent(self) -> tuple[float, float]:
@@ -97,11 +148,13 @@ class Timeline:
     def _bubble(self, start: float, stop: float) -> float:
         if stop <= start:
             return 0.0
-        ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
-        for span in self.spans:
-            ranks[span.rank].append(span)
-        busy = sum(_covered(spans, start, stop) for spans in ranks)
+        busy = sum(_covered(row, start, stop) for row in self._rows())
         return max(0.0, 1.0 - busy / (self.ranks * (stop - start)))
+
+    def _idle_shares(self, start: float, stop: float) -> tuple[float, ...]:
+        if stop <= start:
+            return (0.0,) * self.ranks
+        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._rows())
 
 
 def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:

@@ -2,44 +2,55 @@
 
 Each rank is a process of the trace. Its computation is one track; its transfers, which overlap the computation and each
 other, lie on as many tracks below as they need, since the events of one track must not overlap. An event is named
-``forward 3``: Perfetto leaves the digits out when it picks a colour, so all forwards look alike.
+``forward 3``: Perfetto leaves the digits out when it picks a colour, so all forwards look alike. An arrow leads from
+every send to its receive. The memory of a rank, where it is known, is a counter of its process.
 
-Source of the format: "Trace Event Format", Google, section "Complete Events".
+Source of the format: "Trace Event Format", Google, sections "Complete Events", "Flow Events" and "Counter Events".
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from typing import TypeAlias
 
+from penstock.values.memories import RankMemory
 from penstock.values.spans import Span
 
 __all__ = ["trace_json"]
 
 _MICROSECONDS = 1e6
+_Event: TypeAlias = dict[str, object]
+_Placed: TypeAlias = tuple[Span, int]
+"""A span and its track."""
 
 
-def trace_json(spans: Sequence[Span], ranks: int) -> str:
-    """The trace of `spans` as JSON text. Times in it are microseconds from the first start."""
-    origin = min((span.start_seconds for span in spans), default=0.0)
-    events: list[dict[str, object]] = []
-    for rank in range(ranks):
+def trace_json(rows: Sequence[Sequence[Span]], memory: Sequence[RankMemory], origin: float) -> str:
+    """The trace of every rank's spans and memory as JSON text. Times in it are microseconds from `origin` (seconds)."""
+    events: list[_Event] = []
+    placed: list[_Placed] = []
+    for rank, row in enumerate(rows):
         events.append(_metadata("process_name", rank, 0, {"name": f"rank {rank}"}))
         events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-        own = [span for span in spans if span.rank == rank]
         lanes = [
-            *_lanes("compute", (span for span in own if span.computes)),
-            *_lanes("communication", (span for span in own if not span.computes)),
+            *_lanes("compute", (span for span in row if span.computes)),
+            *_lanes("communication", (span for span in row if not span.computes)),
         ]
         for lane, (name, members) in enumerate(lanes):
             events.append(_metadata("thread_name", rank, lane, {"name": name}))
             events.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
             events.extend(_event(span, lane, origin) for span in members)
+            placed.extend((span, lane) for span in members)
+    events.extend(_flows(placed, origin))
+    for rank, held in enumerate(memory):
+        events.extend(_counters(held, rank, origin))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _lanes(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """`spans` spread over as few tracks as it takes that none overlap on a track: each goes to the first free one."""
+    """`spans`, by start, spread over as few tracks as it takes that none overlap: each goes to the first free one."""
     lanes: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start_seconds, span.stop_seconds)):
+    for span in spans:
         free = next((lane for lane in lanes if lane[-1].stop_seconds <= span.start_seconds), None)
         if free is None:
             lanes.append([span])
@@ -48,7 +59,7 @@ def _lanes(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
     return [(name if index == 0 else f"{name} {index + 1}", lane) for index, lane in enumerate(lanes)]
 
 
-def _event(span: Span, lane: int, origin: float) -> dict[str, object]:
+def _event(span: Span, lane: int, origin: float) -> _Event:
     return {
         "name": span.words,
         "cat": "compute" if span.computes else "communication",
@@ -57,9 +68,55 @@ def _event(span: Span, lane: int, origin: float) -> dict[str, object]:
         "dur": span.seconds * _MICROSECONDS,
         "pid": span.rank,
         "tid": lane,
-        "args": span.details,
+        "args": span.details if span.size_bytes is None else {**span.details, "bytes": span.size_bytes},
     }
 
 
-def _metadata(name: str, rank: int, lane: int, args: dict[str, object]) -> dict[str, object]:
+def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
+    """An arrow for every message whose send and receive are both there.
+
+    Between replicas the same message exists several times; sends and receives of one name are then paired in the order
+    in which they end, since each receive ends when its own message is there.
+    """
+    sends: dict[tuple[int, int, int, bool], deque[_Placed]] = defaultdict(deque)
+    receives: list[_Placed] = []
+    for span, lane in sorted(placed, key=lambda entry: entry[0].stop_seconds):
+        if span.kind == "send":
+            sends[span.stage, span.reference, span.number, span.ties].append((span, lane))
+        elif span.kind == "receive":
+            receives.append((span, lane))
+    number = 0
+    for receive, lane in receives:
+        waiting = sends[receive.reference, receive.stage, receive.number, receive.ties]
+        if not waiting:
+            continue
+        send, track = waiting.popleft()
+        arrow = {"name": "message", "cat": "message", "id": number}
+        number += 1
+        # An arrow starts and ends inside its events: at the start of the send, and where the wait for it ends.
+        start, stop = send.start_seconds - origin, receive.stop_seconds - origin
+        yield {**arrow, "ph": "s", "ts": start * _MICROSECONDS, "pid": send.rank, "tid": track}
+        yield {**arrow, "ph": "f", "bp": "e", "ts": stop * _MICROSECONDS, "pid": receive.rank, "tid": lane}
+
+
+def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
+    """What the rank holds at every moment of change, as bytes of each part, stacked by the viewer."""
+    parts = {"constant": held.constant_bytes, "activations": 0.0, "buffers": 0.0}
+    yield _counter(parts, rank, 0.0)
+    courses = {"activations": held.activations, "buffers": held.buffers}
+    changes = merge(*([(at, name, size) for at, size in course] for name, course in courses.items()))
+    moment: float | None = None
+    for at, name, size in changes:
+        if moment is not None and at > moment:
+            yield _counter(parts, rank, moment - origin)
+        moment, parts[name] = at, size
+    if moment is not None:
+        yield _counter(parts, rank, moment - origin)
+
+
+def _counter(parts: dict[str, float], rank: int, seconds: float) -> _Event:
+    return {"name": "memory (bytes)", "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(parts)}
+
+
+def _metadata(name: str, rank: int, lane: int, args: dict[str, object]) -> _Event:
     return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": args}

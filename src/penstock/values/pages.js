@@ -1,0 +1,397 @@
+// The script of a timeline's page: draws what is in sight of the columns in #data, and says what is under the pointer.
+// Units: ticks for time (data.tick seconds each), pixels of the page for everything on the canvas.
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const [frame, canvas, space, tip, said] = ["frame", "canvas", "space", "tip", "said"].map((id) => document.getElementById(id));
+  const pen = canvas.getContext("2d");
+  const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
+  const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
+  const NAMES = { F: "forward", B: "backward", U: "update", A: "reduce", S: "send", T: "send" };
+  const end = Math.max(1, ...data.panels.map((panel) => panel.length));
+  const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
+  let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), lanes = [], height = 0;
+  let chosen = null, pointer = null, drag = null, pending = false, colours = {}, hatch = null;
+
+  // ---- Reading -----------------------------------------------------------------------------------------------------
+  const summed = (steps) => { let at = 0; return Float64Array.from(steps, (step) => (at += step)); };
+
+  /** Spans of one sort, ascending by start; `reach[i]` is the last stop of the spans up to i, to search in. */
+  function sorted(row, wanted) {
+    const own = row.spans.filter((span) => wanted.includes(span.kind));
+    let last = -Infinity;
+    return { spans: own, reach: own.map((span) => (last = Math.max(last, span.stop))) };
+  }
+  for (const panel of data.panels) {
+    panel.rows.forEach((row, rank) => {
+      const starts = summed(row.starts), many = Array.isArray(row.stages);
+      const stages = [...new Set(many ? row.stages : [row.stages])].sort((a, b) => a - b);
+      row.spans = [...row.kinds].map((kind, i) => ({
+        kind, rank, start: starts[i], stop: starts[i] + row.lengths[i], number: row.numbers[i],
+        stage: many ? row.stages[i] : row.stages, reference: row.references[i],
+        shade: stages.indexOf(many ? row.stages[i] : row.stages) % 2, size: row.sizes ? row.sizes[i] : 0,
+      }));
+      row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
+      row.busy = sorted(row, "FBUA");
+      row.sends = sorted(row, "ST");
+      row.waits = sorted(row, "Rt");
+    });
+    for (const memory of panel.memory)
+      for (const part of [memory.activations, memory.buffers]) part.at = summed(part.at);
+    panel.path = panel.critical.map(([rank, index]) => panel.rows[rank].spans[index]);
+    for (const span of panel.path) span.critical = true;
+  }
+
+  /** The first index from which `reach` is above `tick`. */
+  function first(reach, tick) {
+    let low = 0, high = reach.length;
+    while (low < high) { const middle = (low + high) >> 1; if (reach[middle] > tick) high = middle; else low = middle + 1; }
+    return low;
+  }
+  const held = (course, tick) => { const i = first(course.at, tick); return i ? course.bytes[i - 1] : 0; };
+
+  // ---- Words -------------------------------------------------------------------------------------------------------
+  const scaled = (value, scales) => {
+    const [scale, unit] = scales.find(([scale]) => value >= 0.9995 * scale) || scales[scales.length - 1];
+    const number = value / scale;
+    return `${number < 100 ? Number(number.toPrecision(3)) : Math.round(number)} ${unit}`;
+  };
+  const time = (ticks) => ticks === 0 ? "0" : scaled(ticks * data.tick, [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]);
+  const bytes = (count) => count === 0 ? "0" : scaled(count, [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]]);
+  const moment = (ticks) => `${Number((ticks * data.tick).toPrecision(7))} s`;
+  const filled = (text, span) => text.replace(/\{(\w+)\}/g, (_, name) => span[name]);
+  function words(span) {
+    const [what, where] = data.words[span.kind].map((text) => filled(text, span));
+    return `${what}\n${where}; rank ${span.rank}\nstart ${moment(span.start)}, lasts ${time(span.stop - span.start)}`
+      + (span.size ? `\n${span.size}` : "") + (span.critical ? "\non the critical path" : "");
+  }
+
+  // ---- Layout ------------------------------------------------------------------------------------------------------
+  function arrange() {
+    const bar = BARS[size], strip = bar < 9 ? 2 : Math.min(6, Math.round(bar / 4));
+    lanes = []; height = AXIS + 4;
+    for (const panel of data.panels) {
+      panel.top = height; height += panel.name ? HEAD : 4;
+      const curve = remembered && panel.memory.length ? Math.max(4, Math.round(bar * 0.85)) : 0;
+      const pitch = bar + 1 + strip + (curve ? curve + 2 : 0) + Math.max(2, Math.min(10, Math.round(bar / 3)));
+      panel.rows.forEach((row, rank) => lanes.push({ panel, row, rank, top: height + rank * pitch, bar, strip, curve, pitch }));
+      height += panel.rows.length * pitch + 10;
+    }
+    space.style.height = `${Math.max(0, height - frame.clientHeight)}px`;
+  }
+  const width = () => Math.max(50, frame.clientWidth - LEFT - RIGHT);
+  const x = (tick) => LEFT + (tick - view.from) / (view.to - view.from) * width();
+  const tickAt = (px) => view.from + (px - LEFT) / width() * (view.to - view.from);
+
+  function resize() {
+    const room = innerHeight - frame.getBoundingClientRect().top - scrollY - 92;
+    arrange();
+    frame.style.height = `${Math.min(height + 2, Math.max(260, room))}px`;
+    const ratio = devicePixelRatio || 1;
+    canvas.width = Math.round(frame.clientWidth * ratio);
+    canvas.height = Math.round(frame.clientHeight * ratio);
+    canvas.style.width = `${frame.clientWidth}px`;
+    canvas.style.height = `${frame.clientHeight}px`;
+    arrange();
+    draw();
+  }
+  function dress() {
+    const style = getComputedStyle(document.documentElement);
+    colours = new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
+    colours = Object.fromEntries(["paper", "ink", "soft", "faint", "lane", "hatch", "forward", "forward1", "backward", "backward1",
+      "update", "reduce", "send", "held", "activations", "buffers", "on", "on1", "critical", "halo"].map((name) => [name, colours[name]]));
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 6;
+    const brush = tile.getContext("2d");
+    brush.fillStyle = colours.lane; brush.fillRect(0, 0, 6, 6);
+    brush.strokeStyle = colours.hatch; brush.lineWidth = 1.1;
+    brush.beginPath();
+    for (const shift of [-6, 0, 6]) { brush.moveTo(shift - 1, 7); brush.lineTo(shift + 7, -1); }
+    brush.stroke();
+    hatch = pen.createPattern(tile, "repeat");
+    redraw();
+  }
+
+  // ---- Drawing -----------------------------------------------------------------------------------------------------
+  const FONT = 'ui-sans-serif, system-ui, "Segoe UI", "DejaVu Sans", sans-serif';
+  function text(words, px, py, { colour = colours.ink, align = "left", points = 12, bold = "" } = {}) {
+    pen.fillStyle = colour; pen.textAlign = align; pen.textBaseline = "middle"; pen.font = `${bold} ${points}px ${FONT}`;
+    pen.fillText(words, px, py);
+  }
+  function redraw() {
+    if (!pending) { pending = true; requestAnimationFrame(() => { pending = false; draw(); }); }
+  }
+  function draw() {
+    const ratio = devicePixelRatio || 1, wide = frame.clientWidth, high = frame.clientHeight, down = frame.scrollTop;
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.fillStyle = colours.paper; pen.fillRect(0, 0, wide, high);
+    const seen = lanes.filter((lane) => lane.top + lane.pitch > down && lane.top < down + high);
+    pen.save();
+    pen.beginPath(); pen.rect(LEFT, 0, width(), high); pen.clip();
+    pen.translate(0, -down);
+    seen.forEach(drawLane);
+    data.panels.forEach(drawPath);
+    pen.restore();
+    pen.save(); pen.translate(0, -down);
+    for (const panel of data.panels) if (panel.name) text(panel.name, LEFT, panel.top + HEAD / 2 + 1, { bold: "600", points: 13 });
+    seen.forEach(drawMargins);
+    pen.restore();
+    drawAxis(wide, high);
+  }
+  function drawLane(lane) {
+    const { row, top, bar, strip, panel } = lane, left = x(0), right = x(panel.length);
+    pen.fillStyle = hatch; pen.fillRect(left, top, right - left, bar);
+    const labels = [];
+    each(row.busy, (span) => {
+      const start = x(span.start), wide = Math.max(x(span.stop) - start, span.kind === "U" ? 2 : 0.4);
+      const shaded = span.shade && (span.kind === "F" || span.kind === "B");
+      pen.fillStyle = colours[NAMES[span.kind] + (shaded ? "1" : "")];
+      pen.fillRect(start, top, wide > 3 ? wide - 0.7 : wide, bar);
+      if (wide > 12 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);
+    });
+    pen.fillStyle = colours.send;
+    each(row.sends, (span) => pen.fillRect(x(span.start), top + bar + 1, Math.max(x(span.stop) - x(span.start), 0.4), strip));
+    const points = Math.min(13, Math.max(9, bar - 8));
+    for (const [span, start, wide, shaded] of labels) {
+      const label = span.kind === "A" ? "\u03a3" : String(span.number);
+      const low = Math.max(start, LEFT), high = Math.min(start + wide, LEFT + width());
+      if (high - low > label.length * points * 0.62 + 3)
+        text(label, (low + high) / 2, top + bar / 2 + 1, { colour: shaded ? colours.on1 : colours.on, align: "center", points });
+    }
+    if (chosen && chosen.lane.panel === panel && chosen.lane.rank === lane.rank) outline(lane, chosen.span);
+    if (lane.curve) drawMemory(lane);
+  }
+  function each(list, act) {
+    for (let i = first(list.reach, view.from); i < list.spans.length && list.spans[i].start <= view.to; i++) act(list.spans[i]);
+  }
+  function outline(lane, span) {
+    const start = x(span.start), sends = "ST".includes(span.kind);
+    pen.strokeStyle = colours.ink; pen.lineWidth = 2;
+    pen.strokeRect(start, sends ? lane.top + lane.bar : lane.top, Math.max(2, x(span.stop) - start), sends ? lane.strip + 2 : lane.bar);
+  }
+  function drawMemory(lane) {
+    const memory = lane.panel.memory[lane.rank], { curve } = lane, bottom = lane.top + lane.bar + lane.strip + 3 + curve;
+    const from = Math.max(0, view.from), to = Math.min(lane.panel.length, view.to);
+    if (to <= from || peak === 0) return;
+    const per = curve / peak;
+    area(memory.activations, memory.held, memory.buffers, colours.buffers);
+    area(memory.activations, memory.held, null, colours.activations);
+    pen.fillStyle = colours.held;
+    pen.fillRect(x(from), bottom - memory.held * per, x(to) - x(from), memory.held * per);
+    function area(course, base, more, colour) {
+      const moments = more ? [...window_(course), ...window_(more)].sort((a, b) => a - b) : window_(course);
+      const total = (tick) => base + held(course, tick) + (more ? held(more, tick) : 0);
+      pen.fillStyle = colour; pen.beginPath(); pen.moveTo(x(from), bottom);
+      let level = total(from), last = x(from), most = level;
+      pen.lineTo(last, bottom - level * per);
+      for (const tick of moments) {
+        const px = x(tick), next = total(tick);
+        most = Math.max(most, level);
+        if (px - last >= 0.5) { pen.lineTo(px, bottom - Math.max(level, px - last < 1 ? most : 0) * per); pen.lineTo(px, bottom - next * per); last = px; most = 0; }
+        else most = Math.max(most, next);
+        level = next;
+      }
+      pen.lineTo(last, bottom - level * per); pen.lineTo(x(to), bottom - level * per); pen.lineTo(x(to), bottom); pen.fill();
+    }
+    function window_(course) { return Array.from(course.at.subarray(first(course.at, from), first(course.at, to))); }
+  }
+  function drawPath(panel) {
+    if (!panel.path.length) return;
+    const lane = lanes.find((lane) => lane.panel === panel);
+    const foot = (span) => lane.top + span.rank * lane.pitch + lane.bar + ("ST".includes(span.kind) ? lane.strip + 1 : -1);
+    pen.beginPath();
+    panel.path.forEach((span, index) => {
+      const start = Math.max(-1e4, Math.min(1e5, x(span.start))), stop = Math.max(-1e4, Math.min(1e5, x(span.stop)));
+      if (index) pen.lineTo(start, foot(span)); else pen.moveTo(start, foot(span));
+      pen.lineTo(stop, foot(span));
+    });
+    pen.lineJoin = "round";
+    const thin = lane.bar < 12;
+    for (const [colour, line] of [[colours.halo, thin ? 3 : 5], [colours.critical, thin ? 1.5 : 2.5]]) {
+      pen.strokeStyle = colour; pen.lineWidth = line; pen.stroke();
+    }
+  }
+  function drawMargins(lane) {
+    const small = lane.pitch < 13, points = lane.bar < 12 ? 10 : 12;
+    const every = Math.ceil(12 / lane.pitch);
+    if (lane.rank % every) return;
+    const middle = lane.top + (small ? lane.pitch / 2 : Math.max(lane.bar, 10) / 2), right = LEFT + width() + 8;
+    text(`rank ${lane.rank}`, LEFT - 8, middle, { align: "right", points });
+    text(`idle ${lane.row.idle}`, right, middle, { colour: colours.soft, points });
+    const below = middle + Math.max(12, lane.bar / 2 + 2 + lane.strip + lane.curve / 2);
+    if (below + 6 > lane.top + lane.pitch) return;
+    if (lane.row.stage && lane.curve >= 10) text(lane.row.stage, LEFT - 8, below, { align: "right", points: 11, colour: colours.soft });
+    if (lane.curve >= 10) text(bytes(lane.panel.memory[lane.rank].peak), right, below, { colour: colours.soft, points: 11 });
+  }
+  function drawAxis(wide, high) {
+    pen.fillStyle = colours.paper; pen.fillRect(0, 0, wide, AXIS);
+    const least = (view.to - view.from) * 90 / width(), power = 10 ** Math.floor(Math.log10(least * data.tick)) / data.tick;
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * (1 - 1e-9));
+    const digits = (ticks) => {
+      // As many digits as tell neighbours apart, in the unit of the largest.
+      const unit = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]].find(([scale]) => Math.abs(view.to) * data.tick >= scale) || [1e-9, "ns"];
+      const places = Math.max(0, Math.min(12, Math.ceil(-Math.log10(step * data.tick / unit[0]) - 1e-9)));
+      return `${(ticks * data.tick / unit[0]).toFixed(places)} ${unit[1]}`;
+    };
+    pen.strokeStyle = colours.faint; pen.lineWidth = 1; pen.beginPath();
+    for (let index = Math.ceil(view.from / step); index * step <= view.to; index++) {
+      const px = Math.round(x(index * step)) + 0.5;
+      pen.moveTo(px, AXIS - 5); pen.lineTo(px, AXIS);
+      text(index === 0 ? "0" : digits(index * step), px, AXIS / 2 - 2, { colour: colours.soft, align: "center", points: 11 });
+    }
+    pen.moveTo(0, AXIS + 0.5); pen.lineTo(wide, AXIS + 0.5); pen.stroke();
+    if (pointer && pointer.x >= LEFT && pointer.x <= LEFT + width()) {
+      pen.strokeStyle = colours.soft; pen.setLineDash([3, 3]); pen.beginPath();
+      pen.moveTo(pointer.x + 0.5, AXIS); pen.lineTo(pointer.x + 0.5, high); pen.stroke(); pen.setLineDash([]);
+    }
+  }
+
+  // ---- Asking ------------------------------------------------------------------------------------------------------
+  function laneAt(py) {
+    const inner = py + frame.scrollTop;
+    return py < AXIS ? undefined : lanes.find((lane) => inner >= lane.top && inner < lane.top + lane.pitch);
+  }
+  function spanAt(lane, px, py) {
+    const within = py + frame.scrollTop - lane.top, tick = tickAt(px), near = 2 * (view.to - view.from) / width();
+    const find = (list) => {
+      let best;
+      for (let i = first(list.reach, tick - near - 1e-9); i < list.spans.length && list.spans[i].start <= tick + near; i++) {
+        const span = list.spans[i], off = Math.max(0, span.start - tick, tick - span.stop);
+        if (off <= near && (!best || off <= best.off)) best = { span, off };
+      }
+      return best && best.span;
+    };
+    if (within <= lane.bar) return find(lane.row.busy) || find(lane.row.waits);
+    return within <= lane.bar + lane.strip + 2 ? find(lane.row.sends) : undefined;
+  }
+  function ask(px, py) {
+    const lane = laneAt(py);
+    if (!lane || px < LEFT || px > LEFT + width()) return "";
+    const tick = tickAt(px);
+    if (tick < 0 || tick > lane.panel.length) return "";
+    const span = spanAt(lane, px, py), within = py + frame.scrollTop - lane.top;
+    if (span) return words(span);
+    if (within <= lane.bar) return `idle\nrank ${lane.rank} at ${moment(tick)}; idle ${lane.row.idle} of wall time`;
+    if (lane.curve && within > lane.bar + lane.strip) {
+      const memory = lane.panel.memory[lane.rank], now = held(memory.activations, tick), waiting = held(memory.buffers, tick);
+      return `${bytes(memory.held + now + waiting)} on rank ${lane.rank} at ${moment(tick)}\n`
+        + `always held ${bytes(memory.held)}, activations ${bytes(now)}, messages ${bytes(waiting)}\n${memory.words}`;
+    }
+    return "";
+  }
+  function show(words, px, py) {
+    tip.hidden = !words;
+    if (!words) return;
+    tip.textContent = words;
+    const box = tip.getBoundingClientRect(), edge = frame.getBoundingClientRect();
+    tip.style.left = `${Math.max(4, Math.min(edge.left + px + 14, innerWidth - box.width - 8))}px`;
+    const below = edge.top + py + 16;
+    tip.style.top = `${below + box.height > innerHeight - 4 ? Math.max(4, edge.top + py - box.height - 12) : below}px`;
+  }
+
+  // ---- Moving ------------------------------------------------------------------------------------------------------
+  function look(from, to) {
+    const span = Math.min(Math.max(to - from, Math.min(20, end)), end * 1.02);
+    const start = Math.min(Math.max(from, -0.01 * end), 1.01 * end - span);
+    view = { from: start, to: start + span };
+    redraw();
+  }
+  function zoom(factor, px = LEFT + width() / 2) {
+    const at = tickAt(px);
+    look(at - (at - view.from) * factor, at + (view.to - at) * factor);
+  }
+  const shift = (share) => look(view.from + share * (view.to - view.from), view.to + share * (view.to - view.from));
+  function grow(step) {
+    size = Math.min(BARS.length - 1, Math.max(0, size + step));
+    resize();
+  }
+  function recall() {
+    remembered = !remembered;
+    const button = document.getElementById("memory");
+    if (button) button.setAttribute("aria-pressed", String(remembered));
+    resize();
+  }
+  function choose(lane, span) {
+    if (!span) return;
+    chosen = { lane, span };
+    if (span.start < view.from || span.stop > view.to) {
+      const room = view.to - view.from;
+      look((span.start + span.stop - room) / 2, (span.start + span.stop + room) / 2);
+    }
+    const top = lane.top - AXIS - HEAD, bottom = lane.top + lane.pitch - frame.clientHeight;
+    frame.scrollTop = Math.max(Math.min(frame.scrollTop, top), bottom);
+    said.textContent = words(span);
+    show(words(span), x(Math.max(view.from, span.start)), lane.top - frame.scrollTop + lane.bar);
+    redraw();
+  }
+  function step(way) {
+    if (!chosen) return choose(lanes[0], lanes[0].row.busy.spans[0]);
+    const own = chosen.lane.row.busy.spans, index = own.indexOf(chosen.span);
+    choose(chosen.lane, own[Math.min(own.length - 1, Math.max(0, index + way))]);
+  }
+  function hop(way) {
+    if (!chosen) return step(0);
+    for (let index = lanes.indexOf(chosen.lane) + way; lanes[index]; index += way) {
+      const list = lanes[index].row.busy;
+      if (list.spans.length) return choose(lanes[index], list.spans[Math.min(first(list.reach, chosen.span.start), list.spans.length - 1)]);
+    }
+  }
+  const place = (event) => { const box = canvas.getBoundingClientRect(); return { x: event.clientX - box.left, y: event.clientY - box.top }; };
+  frame.addEventListener("wheel", (event) => {
+    const at = place(event), line = event.deltaMode === 1 ? 16 : 1;
+    if (at.x < LEFT && !event.ctrlKey) return;  // over the ranks: the frame scrolls by itself
+    event.preventDefault();
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) shift((event.deltaX || event.deltaY) * line / width());
+    else zoom(Math.exp(event.deltaY * line * 0.0018), at.x);
+    show("");
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => {
+    drag = { ...place(event), view, top: frame.scrollTop };
+    canvas.setPointerCapture(event.pointerId);
+    canvas.classList.add("moving");
+    show("");
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    pointer = place(event);
+    if (drag) {
+      const ticks = (drag.x - pointer.x) / width() * (drag.view.to - drag.view.from);
+      look(drag.view.from + ticks, drag.view.to + ticks);
+      frame.scrollTop = drag.top + drag.y - pointer.y;
+    } else show(ask(pointer.x, pointer.y), pointer.x, pointer.y);
+    redraw();
+  });
+  const release = () => { drag = null; canvas.classList.remove("moving"); };
+  canvas.addEventListener("pointerup", release);
+  canvas.addEventListener("pointercancel", release);
+  canvas.addEventListener("pointerleave", () => { pointer = null; if (!drag) show(""); redraw(); });
+  canvas.addEventListener("dblclick", (event) => {
+    const at = place(event), lane = laneAt(at.y), span = lane && spanAt(lane, at.x, at.y);
+    if (!span) return look(0, end);
+    const room = Math.max(1, span.stop - span.start) * 4;
+    look((span.start + span.stop) / 2 - room, (span.start + span.stop) / 2 + room);
+  });
+  const keys = {
+    ArrowLeft: () => step(-1), ArrowRight: () => step(1), ArrowUp: () => hop(-1), ArrowDown: () => hop(1),
+    "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), 0: () => look(0, end), Home: () => look(0, end),
+    a: () => shift(-0.2), d: () => shift(0.2), "[": () => grow(-1), "]": () => grow(1),
+    m: recall,
+    Escape: () => { chosen = null; show(""); redraw(); },
+  };
+  frame.addEventListener("keydown", (event) => {
+    const act = keys[event.key];
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    act();
+  });
+  frame.addEventListener("scroll", () => { show(""); redraw(); });
+  const buttons = { out: () => zoom(1 / 0.6), in: () => zoom(0.6), all: () => look(0, end), flatter: () => grow(-1), taller: () => grow(1), memory: recall };
+  for (const [id, act] of Object.entries(buttons)) document.getElementById(id)?.addEventListener("click", act);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dress);
+  addEventListener("resize", resize);
+
+  // The tallest rows of which all are in sight, but none too flat to read.
+  const room = innerHeight - frame.getBoundingClientRect().top - 92;
+  for (size = BARS.indexOf(34); size > BARS.indexOf(9); size--) { arrange(); if (height <= room) break; }
+  dress();
+  resize();
+})();
