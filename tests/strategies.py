@@ -58,19 +58,20 @@ def plans(draw):
     parallel = draw(st.integers(1, 2))
     if schedule == "interleaved":
         around = draw(st.sampled_from([p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]))
-        replicas = parallel * draw(st.integers(1, 3))
-        ranks = around * replicas
-        dealt = draw(st.permutations(range(ranks)))
+        replicas = draw(st.integers(1, 3))
+        groups = around * replicas
+        dealt = draw(st.permutations(range(groups)))
         at = [tuple(dealt[place * replicas : (place + 1) * replicas]) for place in range(around)]
         holders = [at[stage % around] for stage in range(len(lengths))]
     else:
-        replicas = [parallel * draw(st.integers(1, 3)) for _ in lengths]
-        ranks = sum(replicas)
-        dealt = iter(draw(st.permutations(range(ranks))))
+        replicas = [draw(st.integers(1, 3)) for _ in lengths]
+        groups = sum(replicas)
+        dealt = iter(draw(st.permutations(range(groups))))
         holders = [tuple(next(dealt) for _ in range(count)) for count in replicas]
     stages, start = [], 0
     for length, holder in zip(lengths, holders, strict=True):
-        stages.append(Stage(start, start + length, holder))
+        ranks = [group * parallel + member for group in holder for member in range(parallel)]
+        stages.append(Stage(start, start + length, tuple(ranks)))
         start += length
     return Plan(
         tuple(stages),
@@ -79,7 +80,7 @@ def plans(draw):
         draw(st.one_of(st.none(), st.integers(1, 64))),
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.one_of(st.none(), predictions(ranks))),
+        draw(st.one_of(st.none(), predictions(groups * parallel))),
         draw(st.sampled_from(["round-robin", "split"])),
         parallel,
     )

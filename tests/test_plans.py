@@ -89,6 +89,19 @@ def stages(*triples):
             r"expected a multiple of 2 stages .*found 3: the last is layers \[2, 3\) on rank 0",
         ),
         (
+            lambda: Plan(stages((0, 1, (0, 1)), (1, 2, (2,))), "interleaved"),
+            r"stages\[1\].ranks: expected 2 ranks \(interleaved: as many as stage 0 has\), found 1 in layers \[1, 2\)",
+        ),
+        (
+            lambda: Plan(stages((0, 1, (0, 1, 2))), tensor_parallel=2),
+            r"stages\[0\].ranks: expected a multiple of 2 ranks \(tensor_parallel\), found 3",
+        ),
+        (
+            lambda: Plan(stages((0, 1, (1, 2))), tensor_parallel=2),
+            r"stages\[0\].ranks: expected groups of 2 consecutive ranks .*found \[1, 2\]",
+        ),
+        (lambda: Plan(stages((0, 3, (0,))), routing="splitt"), r"routing: .*found 'splitt'. Did you mean 'split'\?"),
+        (
             lambda: Plan(stages((0, 3, (0,))), "1f1b-flsh"),
             r"schedule: .*found '1f1b-flsh'. Did you mean '1f1b-flush'\?",
         ),

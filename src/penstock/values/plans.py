@@ -311,6 +311,15 @@ def _check_replicas(stages: tuple[Stage, ...], tensor_parallel: int) -> None:
                 f"stages[{index}].ranks: expected a multiple of {tensor_parallel} ranks (tensor_parallel), found "
                 f"{len(stage.ranks)} in {stage}: give every replica all its ranks"
             )
+        for first in stage.ranks[::tensor_parallel]:
+            at = stage.ranks.index(first)
+            expected = tuple(range(first, first + tensor_parallel))
+            if first % tensor_parallel or stage.ranks[at : at + tensor_parallel] != expected:
+                raise PlanError(
+                    f"stages[{index}].ranks: expected groups of {tensor_parallel} consecutive ranks (tensor_parallel), "
+                    f"each from a multiple of {tensor_parallel}, found {list(stage.ranks)}: number the ranks so that "
+                    "those of a replica stand together"
+                )
 
 
 def _check_ranks(stages: tuple[Stage, ...], *, interleaved: bool) -> None:

@@ -17,7 +17,7 @@ __all__ = ["SPP"]
 
 # p = 2, m = 6, first step (4(p - 1 - s) + 1 forwards first at stage s):
 #
-#   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5 U1
+#   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 .. B4 .. B5 U1
 #   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1
 def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
