@@ -1,0 +1,161 @@
+"""A chain of blocks: what its stages cost and need, at one microbatch size, with or without recomputation.
+
+Stages begin and end between repeated blocks, never inside one, so a chain of hundreds of layers has few places to cut.
+Cuts are counted in these places here; `layers` translates. Everything that is asked more than once is kept, because a
+planner asks it for every number of replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.planning.costs import AllReduce, ChainCosts, Flags, Matrix, chain_costs
+from penstock.planning.memory import interval_bytes, live_counts
+from penstock.planning.orientations import Orientation
+from penstock.planning.parallel_pipelines import reduce_rounds
+from penstock.planning.repeated_blocks import RepeatedBlocks
+from penstock.planning.straight import cut_evenly, least_slowest
+from penstock.values.profiles import Profile
+
+__all__ = ["BlockChain", "Counts", "stage_counts"]
+
+Counts = tuple[tuple[int, int], ...]
+"""(Activations in flight, weight versions) of every stage."""
+
+
+def stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
+    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline, however many pipelines."""
+    # A pipeline that is full holds no more with more microbatches, but under gpipe.
+    return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
+
+
+@cache
+def _stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
+    return tuple(live_counts(schedule, microbatches, 1, stages - stage, stages) for stage in range(stages))
+
+
+class BlockChain:
+    """The costs of `profile`, whose stages begin and end at the cuts of `blocks`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        blocks: RepeatedBlocks,
+        *,
+        recompute: bool,
+        optimizer_copies: float,
+        memory_bytes: float | None,
+    ) -> None:
+        self.profile = profile
+        self.recompute = recompute
+        self._blocks = blocks
+        self._places = blocks.cuts
+        self._optimizer_copies = optimizer_copies
+        self._memory_bytes = np.inf if memory_bytes is None else memory_bytes
+        self._bytes: dict[tuple[int, int], Matrix] = {}
+        self._least: dict[Counts, float] = {}
+        self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+
+        whole = chain_costs(profile, recompute=recompute)
+        points = np.array(self._places)
+        sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
+        grid = np.ix_(points, points)
+        self.costs = ChainCosts(**{name: each[grid if each.ndim == 2 else points] for name, each in sums.items()})
+
+    @property
+    def units(self) -> int:
+        """Blocks and single layers between two places to cut; no pipeline has more stages."""
+        return len(self._places) - 1
+
+    def layers(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """`cuts` counted in layers."""
+        return tuple(self._places[cut] for cut in cuts)
+
+    def equal_cuts(self, stages: int) -> tuple[int, ...] | None:
+        """The cuts of equally many blocks per stage, if there are such."""
+        cuts = self._blocks.equal_cuts(stages)
+        return None if cuts is None else tuple(self._places.index(cut) for cut in cuts)
+
+    def stage_bytes(self, cuts: Sequence[int], counts: Counts) -> tuple[float, ...]:
+        """The peak of a rank of each stage."""
+        return tuple(float(self._interval_bytes(*held)[cut]) for cut, held in zip(pairwise(cuts), counts, strict=True))
+
+    def fits(self, cuts: Sequence[int], counts: Counts) -> bool:
+        """Whether every stage fits in a device's memory."""
+        return max(self.stage_bytes(cuts, counts)) <= self._memory_bytes
+
+    def can_fit(self, counts: Counts) -> bool:
+        """Whether there are cuts with which every stage fits in a device's memory."""
+        return self.least_bytes(counts) <= self._memory_bytes
+
+    def least_bytes(self, counts: Counts) -> float:
+        """The peak of the worst rank if the stages are cut to make that small; infinite if there are too few layers."""
+        if counts not in self._least:
+            # A stage has a layer; `interval_bytes` gives a number for empty intervals too.
+            empty = np.tri(self.units + 1, dtype=bool)
+            first, *others = (np.where(empty, np.inf, self._interval_bytes(*held)) for held in counts)
+            least: Matrix = first[0]
+            for stage in others:
+                least = np.maximum(least[:, None], stage).min(axis=0)
+            self._least[counts] = float(least[-1])
+        return self._least[counts]
+
+    def balanced_cuts(
+        self, counts: Counts, orientation: Orientation, microbatches: int, allreduce: AllReduce
+    ) -> tuple[int, ...] | None:
+        """The cuts whose slowest stage is fastest, of those that fit in memory; None if none does.
+
+        Exact if all links of `orientation` within pipelines are equally fast, and all between them; else each counts as
+        the slowest of its kind.
+        """
+        hop = orientation.hop_seconds_per_byte.max(initial=0.0), orientation.hop_latency_seconds.max(initial=0.0)
+        replicas = orientation.ranks.shape[1]
+        per_byte = reduce_rounds(replicas, allreduce) * orientation.ring_seconds_per_byte.max() / microbatches
+        constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
+
+        # The all-reduce is mostly hidden: then the cuts without it, which hold for any number of replicas, are best.
+        slowest, cuts = self._cut(counts, *hop, 0.0)
+        if cuts:
+            heaviest = max(float(self.costs.parameter_bytes[cut]) for cut in pairwise(cuts))
+            if constant + per_byte * heaviest > slowest:
+                _, cuts = self._cut(counts, *hop, per_byte)
+        return cuts or None
+
+    def _cut(
+        self, counts: Counts, hop_per_byte: float, hop_latency: float, reduce_per_byte: float
+    ) -> tuple[float, tuple[int, ...]]:
+        """(Slowest seconds, cuts); no cuts if nothing fits."""
+        key = (counts, hop_per_byte, hop_latency, reduce_per_byte)
+        if key not in self._balanced:
+            edges = self.costs.exchanged_bytes * hop_per_byte + hop_latency
+            edges[[0, -1]] = 0.0
+            work = self.costs.seconds + edges[:, None] + edges[None, :]
+            if reduce_per_byte:
+                work = np.maximum(work, self.costs.parameter_bytes * reduce_per_byte)
+            found = _cut_evenly(work, len(counts))
+            if found[1] and not self.fits(found[1], counts):
+                fits = [self._interval_bytes(*held) <= self._memory_bytes for held in counts]
+                found = _cut_evenly(work, len(counts), fits)
+            self._balanced[key] = found
+        return self._balanced[key]
+
+    def _interval_bytes(self, in_flight: int, versions: int) -> Matrix:
+        key = in_flight, versions
+        if key not in self._bytes:
+            self._bytes[key] = interval_bytes(self.costs, in_flight, versions, self._optimizer_copies)
+        return self._bytes[key]
+
+
+def _cut_evenly(work: Matrix, stages: int, fits: Sequence[Flags] | None = None) -> tuple[float, tuple[int, ...]]:
+    """(Slowest seconds, cuts) of so many stages that take `work`, what they send included; no cuts if nothing fits."""
+
+    def seconds(stage: int, starts: npt.NDArray[np.int64]) -> Matrix:
+        return work[starts] if fits is None else np.where(fits[stage][starts], work[starts], np.inf)
+
+    between = [np.zeros(len(work))] * (stages - 1)
+    slowest = least_slowest(seconds, between)
+    return slowest, cut_evenly(seconds, between, slowest) if slowest < np.inf else ()

@@ -1,0 +1,554 @@
+"""The planner of parallel pipelines finds what trying everything finds, without the traps of the printed algorithm."""
+
+from itertools import combinations, pairwise
+from math import inf, isclose
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.planning.block_chains import stage_counts
+from penstock.planning.costs import chain_costs
+from penstock.planning.memory import interval_bytes, peak_bytes
+from penstock.planning.parallel_pipelines import filling
+from penstock.planning.repeated_blocks import find_blocks
+from penstock.planning.requests import Request
+from penstock.planning.two_bw_searches import plan_two_bw, rank_pipelines
+from penstock.values import Cluster, LayerProfile, Profile
+
+SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
+
+
+def chain(*layers, size=1):
+    """(forward, backward, cut, saved, weights) of each layer."""
+    return Profile(tuple(LayerProfile(f"layer {i}", *layer) for i, layer in enumerate(layers)), size)
+
+
+def gpt(blocks=8, *, block=(1.0, 2.0, 1.0, 10.0, 10.0), embedding=(0, 0, 1.0, 0, 0), head=(0, 0, 0, 0, 0.5), size=1):
+    return chain(embedding, *[block] * blocks, head, size=size)
+
+
+def request(schedule="2bw", **options):
+    return Request(schedule=schedule, **options)
+
+
+# What a configuration takes, from the definitions, one rank and one layer at a time.
+
+
+def ranks_of(d, p, together):
+    return [[s * d + k if together == "replicas" else k * p + s for k in range(d)] for s in range(p)]
+
+
+def stage_seconds(profile, cluster, cuts, ranks, m, recompute, allreduce="ring"):
+    """The slowest stage: compute + sending, or the all-reduce spread over m microbatches."""
+    d = len(ranks[0])
+    hops = []
+    for s, cut in enumerate(cuts[1:-1]):
+        size = profile.layers[cut - 1].cut_bytes
+        pairs = [(ranks[s][k], ranks[s + 1][k]) for k in range(d)]
+        there_and_back = [cluster.transfer_seconds(size, a, b) + cluster.transfer_seconds(size, b, a) for a, b in pairs]
+        hops.append(max(there_and_back))
+    times = []
+    for s, (start, stop) in enumerate(pairwise(cuts)):
+        own = profile.layers[start:stop]
+        work = sum(layer.forward_seconds * (1 + recompute) + layer.backward_seconds for layer in own)
+        work += (hops[s - 1] if s else 0) + (hops[s] if s < len(hops) else 0)
+        weights = sum(layer.parameter_bytes for layer in own)
+        rounds = 2 * (d - 1) * (1 if allreduce == "shared" else 1 / d)
+        ring = [(ranks[s][k], ranks[s][(k + 1) % d]) for k in range(d)] if d > 1 else []
+        slowness = max((1 / cluster.bandwidth(a, b) for a, b in ring), default=0)
+        latency = max((cluster.latency(a, b) for a, b in ring), default=0)
+        times.append(max(work, (rounds * weights * slowness + 2 * (d - 1) * latency) / m))
+    return max(times)
+
+
+def stage_bytes(profile, cuts, m, schedule, recompute, copies):
+    p = len(cuts) - 1
+    peaks = []
+    for s, (start, stop) in enumerate(pairwise(cuts)):
+        own = profile.layers[start:stop]
+        in_flight = {"gpipe": m, "2bw": p - s, "1f1b-flush": min(m, p - s)}[schedule]
+        saved = sum(layer.saved_bytes for layer in own)
+        entering = profile.layers[start - 1].cut_bytes if start else 0
+        kept = in_flight * entering + saved if recompute else in_flight * saved
+        weights = sum(layer.parameter_bytes for layer in own)
+        peaks.append(kept + ((2 if schedule == "2bw" else 1) + 1 + copies) * weights)
+    return peaks
+
+
+def configurations(profiles, cluster, schedule, batch_size, copies, allreduce="ring"):
+    """Algorithm 1 by brute force: (samples per second, d, p, b, m, recompute, equal blocks)."""
+    blocks = find_blocks(max(profiles, key=lambda profile: profile.microbatch_size))
+    sizes = sorted(profiles, key=lambda profile: -profile.microbatch_size)
+    for d in range(1, cluster.devices + 1):
+        for p in range(1, min(cluster.devices // d, len(blocks.cuts) - 1) + 1):
+            every = [(0, *inner, blocks.layers) for inner in combinations(blocks.cuts[1:-1], p - 1)]
+            equal = blocks.equal_cuts(p)
+            for ways in (every, [equal] if equal else []):
+                for recompute in (False, True):
+                    for profile in sizes:
+                        question = profile, cluster, schedule, batch_size, copies, allreduce
+                        found = best(*question, d, p, ways, recompute)
+                        if found is not None:
+                            yield (*found, ways is not every)
+                            if schedule == "2bw":
+                                break
+
+
+def best(profile, cluster, schedule, batch_size, copies, allreduce, d, p, ways, recompute):
+    memory = cluster.memory_bytes or inf
+    b = profile.microbatch_size
+    counts = [m for m in range(1, batch_size // (d * b) + 1) if m % p == 0 or (m < p and schedule != "2bw")]
+    for m in reversed(counts):
+        fitting = [c for c in ways if max(stage_bytes(profile, c, m, schedule, recompute, copies)) <= memory]
+        if fitting:
+            seconds = min(
+                stage_seconds(profile, cluster, cuts, ranks_of(d, p, together), m, recompute, allreduce)
+                for cuts in fitting
+                for together in ("replicas", "pipelines")
+            )
+            total = (m if schedule == "2bw" else m + p - 1) * seconds
+            return d * m * b / total if total else inf, d, p, b, m, recompute
+    return None
+
+
+whole = st.integers(0, 8)
+
+
+@st.composite
+def models(draw):
+    """Profiles of one chain with or without repeated blocks, at one or two microbatch sizes."""
+    layer = st.tuples(st.integers(1, 6), st.integers(1, 12), whole, whole, whole)
+    if draw(st.booleans()):
+        block = draw(st.lists(layer, min_size=1, max_size=2))
+        layers = draw(st.lists(layer, max_size=1)) + block * draw(st.integers(2, 4)) + draw(st.lists(layer, max_size=1))
+    else:
+        layers = draw(st.lists(layer, min_size=1, max_size=5))
+    size = draw(st.integers(1, 2))
+    profiles = [chain(*layers, size=size)]
+    if draw(st.booleans()):
+        # Larger microbatches run more efficiently, and keep more.
+        gain = draw(st.sampled_from([1.5, 2.0, 2.5]))
+        larger = [(f * gain, b * gain, 2 * cut, 2 * saved, w) for f, b, cut, saved, w in layers]
+        profiles.append(chain(*larger, size=2 * size))
+    return profiles
+
+
+memories = st.one_of(st.none(), st.integers(20, 250))
+speeds = st.sampled_from([0.5, 1.0, 4.0, 64.0])
+latencies = st.sampled_from([0.0, 0.0, 1.0])
+
+
+@st.composite
+def uniform_clusters(draw):
+    return Cluster.uniform(draw(st.integers(1, 5)), draw(speeds), draw(memories), draw(latencies))
+
+
+@st.composite
+def other_clusters(draw):
+    if draw(st.booleans()):
+        levels = [(draw(st.integers(1, 3)), draw(speeds)), (draw(st.integers(1, 2)), draw(speeds))]
+        return Cluster.hierarchical(levels, draw(memories), draw(latencies))
+    size = draw(st.integers(1, 4))
+    return Cluster.from_matrix([[draw(speeds) for _ in range(size)] for _ in range(size)], draw(memories))
+
+
+def ranked_or_none(profiles, cluster, asked, batch_size):
+    try:
+        return rank_pipelines(profiles, cluster, asked, batch_size=batch_size)
+    except PlanError as error:
+        assert "nothing fits" in str(error)
+        return None
+
+
+options = (st.sampled_from(SCHEDULES), st.integers(1, 24), st.sampled_from([0, 2]), st.sampled_from(["ring", "shared"]))
+
+
+@settings(max_examples=1200, deadline=None)
+@given(models(), uniform_clusters(), *options)
+def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedule, batch_size, copies, allreduce):
+    ranked = ranked_or_none(
+        profiles, cluster, request(schedule, optimizer_copies=copies, allreduce=allreduce), batch_size
+    )
+    everything = list(configurations(profiles, cluster, schedule, batch_size, copies, allreduce))
+
+    assert (ranked is None) == (not everything)
+    if ranked is not None:
+        assert isclose(ranked[0].samples_per_second, max(everything)[0], rel_tol=1e-9)
+        found = {(c.replicas, c.stages, c.microbatch_size, c.microbatches, c.recompute) for c in ranked}
+        assert found == {configuration[1:6] for configuration in everything}
+
+
+@settings(max_examples=1200, deadline=None)
+@given(models(), other_clusters(), *options)
+def test_candidates_take_what_the_definitions_say_on_any_cluster(
+    profiles, cluster, schedule, batch_size, copies, allreduce
+):
+    ranked = ranked_or_none(
+        profiles, cluster, request(schedule, optimizer_copies=copies, allreduce=allreduce), batch_size
+    )
+    everything = list(configurations(profiles, cluster, schedule, batch_size, copies, allreduce))
+
+    assert (ranked is None) == (not everything)
+    if ranked is None:
+        return
+    by_size = {profile.microbatch_size: profile for profile in profiles}
+    for candidate in ranked:
+        profile, m, recompute = by_size[candidate.microbatch_size], candidate.microbatches, candidate.recompute
+        ranks = ranks_of(candidate.replicas, candidate.stages, candidate.together)
+        seconds = stage_seconds(profile, cluster, candidate.cuts, ranks, m, recompute, allreduce)
+
+        assert isclose(candidate.microbatch_seconds, seconds, rel_tol=1e-9)
+        assert isclose(candidate.minibatch_seconds, (m + filling(schedule, candidate.stages)) * seconds, rel_tol=1e-9)
+        peaks = stage_bytes(profile, candidate.cuts, m, schedule, recompute, copies)
+        assert candidate.stage_bytes == pytest.approx(peaks)
+        assert max(candidate.stage_bytes) <= (cluster.memory_bytes or inf)
+        assert candidate.batch_size <= batch_size
+    equal = [configuration[0] for configuration in everything if configuration[-1]]
+    assert max(equal, default=0.0) * (1 - 1e-9) <= ranked[0].samples_per_second <= max(everything)[0] * (1 + 1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(models(), other_clusters(), *options[:3])
+def test_plan_says_what_its_candidate_says(profiles, cluster, schedule, batch_size, copies):
+    asked = request(schedule, optimizer_copies=copies)
+    ranked = ranked_or_none(profiles, cluster, asked, batch_size)
+    if ranked is None:
+        return
+    plan, first = plan_two_bw(profiles, cluster, asked, batch_size=batch_size), ranked[0]
+    profile = next(each for each in profiles if each.microbatch_size == first.microbatch_size)
+
+    assert [(stage.start, stage.stop) for stage in plan.stages] == list(pairwise(first.cuts))
+    assert [list(stage.ranks) for stage in plan.stages] == ranks_of(first.replicas, first.stages, first.together)
+    assert (plan.microbatches, plan.schedule) == (first.replicas * first.microbatches, schedule)
+    peaks = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), copies)
+    assert plan.predicted.peak_bytes == pytest.approx(peaks)
+    assert 0 <= plan.predicted.bubble < 1
+    assert plan.predicted.limit == first.limit != ""
+    if schedule == "2bw":
+        assert first.microbatches >= first.stages and first.microbatches % first.stages == 0
+
+
+# The traps of the printed algorithm.
+
+
+def test_throughput_counts_all_pipelines():
+    """A pipeline alone is the faster the deeper it is; sending makes 8 shallow ones the faster together."""
+    ranked = rank_pipelines(gpt(8), Cluster.uniform(8, 10.0), request("2bw", optimizer_copies=0), batch_size=64)
+    best, deepest = ranked[0], min(ranked, key=lambda candidate: candidate.microbatch_seconds)
+
+    assert (best.replicas, best.stages) == (8, 1)
+    assert (deepest.replicas, deepest.stages) == (1, 8)
+
+
+def test_devices_that_do_not_divide_may_stay_idle():
+    """7 devices and 6 blocks, too large for fewer than 3 stages: 2 pipelines of 3, and accumulation counts these 6."""
+    profile = gpt(6, block=(1.0, 2.0, 0.0, 0.0, 10.0), embedding=(0, 0, 0, 0, 0))
+    plan = plan_two_bw(profile, Cluster.uniform(7, 1e9, 105), request(stages=3), batch_size=60)
+
+    assert plan.ranks == 6
+    assert plan.microbatches == 60
+
+
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_replicas_that_fill_a_server_reduce_inside_it(d):
+    """d equal to the devices of a server is inside it too, which the printed `d < GPUs` denies."""
+    cluster = Cluster.hierarchical([(4, 100.0), (2, 1.0)])
+    profile = gpt(8, block=(1.0, 2.0, 0.0, 10.0, 1000.0))
+    ranked = rank_pipelines(profile, cluster, request(stages=2), batch_size=2 * d)
+    found = next(candidate for candidate in ranked if candidate.replicas == d)
+
+    assert found.microbatch_seconds == max(12.0, 2 * (d - 1) / d * (4000.5 if d > 1 else 0) / 100.0 / 2)
+    assert found.together == "replicas"
+
+
+def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
+    cluster = Cluster.hierarchical([(4, 100.0), (2, 1.0)])
+    profile = gpt(8, block=(1.0, 2.0, 50.0, 10.0, 1.0))
+    ranked = rank_pipelines(profile, cluster, request(stages=4), batch_size=64)
+
+    assert next(candidate for candidate in ranked if candidate.replicas == 2).together == "pipelines"
+
+
+def test_2bw_takes_as_many_microbatches_as_stages_or_none():
+    profile, cluster = gpt(8), Cluster.uniform(8, 1e9)
+    ranked = rank_pipelines(profile, cluster, request(), batch_size=5)
+
+    assert {candidate.stages for candidate in ranked} == {1, 2, 3, 4, 5}
+    assert all(candidate.microbatches % candidate.stages == 0 for candidate in ranked)
+
+
+def test_a_heavy_head_gets_a_stage_of_its_own():
+    """Equal blocks would give the last stage 4 blocks and the head; stages balanced by time do better."""
+    profile = gpt(8, head=(4.0, 8.0, 0, 0, 0))
+    ranked = rank_pipelines(profile, Cluster.uniform(2, 1e9), request(stages=2), batch_size=8)
+
+    once = [candidate for candidate in ranked if not candidate.recompute]
+    assert [(candidate.equal_blocks, candidate.cuts) for candidate in once] == [(False, (0, 7, 10)), (True, (0, 5, 10))]
+    assert [candidate.microbatch_seconds for candidate in once] == pytest.approx([18.0, 24.0])
+
+
+def test_equal_blocks_are_taken_where_nothing_is_faster():
+    plan = plan_two_bw(gpt(8), Cluster.uniform(4, 1e9), request(stages=4), batch_size=8)
+
+    assert [stage.stop for stage in plan.stages] == [3, 5, 7, 10]
+
+
+def test_a_layer_inside_a_block_is_no_place_to_cut():
+    block = [(1.0, 2.0, 9.0, 1.0, 1.0), (3.0, 6.0, 1.0, 2.0, 4.0)]
+    ranked = rank_pipelines(chain(*block * 4), Cluster.uniform(8, 1e9), request(), batch_size=64)
+
+    assert {cut % 2 for candidate in ranked for cut in candidate.cuts} == {0}
+    assert max(candidate.stages for candidate in ranked) == 4
+
+
+# SEARCH.
+
+
+def test_search_takes_the_largest_microbatch_that_fits():
+    """p = 2, s = 0: 2 b x 4 x 10 saved + 5 x 40 weights."""
+    profile, sizes = gpt(8, embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0)), [1, 2, 3, 4, 6]
+    for memory, expected in ((280, 1), (359, 1), (360, 2), (519, 3), (520, 4), (1000, 6)):
+        cluster = Cluster.uniform(2, 1e9, memory)
+        ranked = rank_pipelines(profile, cluster, request(stages=2), batch_size=64, microbatch_sizes=sizes)
+        plain = [candidate for candidate in ranked if candidate.equal_blocks and not candidate.recompute]
+
+        assert [candidate.microbatch_size for candidate in plain] == [expected]
+
+
+def test_search_respects_the_maximum_safe_batch():
+    """2 stages need two microbatches: of 7 samples none can have more than 3."""
+    sizes = [1, 2, 3, 4, 6]
+    ranked = rank_pipelines(gpt(8), Cluster.uniform(2, 1e9), request(stages=2), batch_size=7, microbatch_sizes=sizes)
+
+    assert {candidate.microbatch_size for candidate in ranked} == {3}
+    assert {candidate.batch_size for candidate in ranked} == {6}
+
+
+def test_flush_prefers_small_microbatches_where_the_bubble_is_large():
+    """Profiles scale linearly here, so that only the bubble tells the sizes apart."""
+    flush = rank_pipelines(
+        gpt(8), Cluster.uniform(4, 1e9), request("1f1b-flush", stages=4), batch_size=16, microbatch_sizes=[1, 2, 4]
+    )
+
+    assert flush[0].microbatch_size == 1
+    assert flush[0].bubble == pytest.approx(3 / 19)
+
+
+def test_measured_profiles_are_taken_before_scaled_ones():
+    """At 4 samples the model was measured to be twice as fast as the profile at 1 sample would say."""
+    one, four = gpt(8), gpt(8, block=(2.0, 4.0, 4.0, 40.0, 10.0), size=4)
+    cluster = Cluster.uniform(1, 1e9)
+
+    assert rank_pipelines([one, four], cluster, request(), batch_size=8)[0].microbatch_seconds == 48.0
+    scaled = rank_pipelines(one, cluster, request(), batch_size=8, microbatch_sizes=[4])[0]
+    assert (scaled.microbatch_size, scaled.microbatch_seconds) == (4, 96.0)
+    assert rank_pipelines([one, four], cluster, request(), batch_size=8, microbatch_sizes=[8])[0].microbatch_size == 8
+
+
+def test_recomputation_is_chosen_only_where_it_is_needed():
+    profile = gpt(8, block=(1.0, 2.0, 1.0, 100.0, 1.0))
+    roomy, tight = Cluster.uniform(4, 1e9, 1e6), Cluster.uniform(4, 1e9, 450)
+
+    assert not plan_two_bw(profile, roomy, request(stages=4), batch_size=16).recompute
+    assert plan_two_bw(profile, tight, request(stages=4), batch_size=16).recompute
+    assert plan_two_bw(profile, roomy, request(stages=4, recompute=True), batch_size=16).recompute
+
+
+def test_recomputation_is_chosen_where_larger_microbatches_pay_for_it():
+    """Thesis, 3.4.7: by a third slower per microbatch, but at 8 samples twice as fast per sample."""
+    one = gpt(8, block=(1.0, 2.0, 1.0, 10.0, 1.0))
+    eight = gpt(8, block=(4.0, 8.0, 8.0, 80.0, 1.0), size=8)
+    ranked = rank_pipelines([one, eight], Cluster.uniform(2, 1e9, 400), request(stages=2), batch_size=16)
+
+    assert (ranked[0].microbatch_size, ranked[0].recompute) == (8, True)
+    assert {candidate.microbatch_size for candidate in ranked if not candidate.recompute} == {1}
+
+
+def test_recomputation_costs_a_third_where_backwards_take_twice_the_forwards():
+    ranked = rank_pipelines(gpt(8), Cluster.uniform(2, inf), request(stages=2), batch_size=4)
+    with_and_without = {candidate.recompute: candidate.microbatch_seconds for candidate in ranked}
+
+    assert with_and_without[True] == pytest.approx(4 / 3 * with_and_without[False])
+
+
+# Memory: the formulas of section 3.3.3 are the special case of equal stages without gradients and optimizer.
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("m_per_p", [1, 3])
+def test_memory_formulas_of_the_thesis_are_special_cases(p, m_per_p):
+    weights, total, entering, m = 80.0, 240.0, 3.0, m_per_p * p
+    profile = chain(*[(1.0, 2.0, entering, total / 8, weights / 8)] * 8)
+    # A stage behind another one, so that its input counts; the text lets stage 0 have an input of that size too.
+    start = 0 if p == 1 else 8 // p
+    interval = start, start + 8 // p
+    entering *= p > 1
+
+    def bytes_of(schedule, recompute, in_flight):
+        versions = stage_counts(schedule, m, p)[0][1]
+        costs = chain_costs(profile, recompute=recompute)
+        # Without the one gradient that the text leaves out.
+        return interval_bytes(costs, in_flight, versions, 0.0)[interval] - weights / p
+
+    assert stage_counts("2bw", m, p)[0] == (p, 2)
+    assert stage_counts("1f1b-flush", m, p)[0] == (p, 1)
+    assert stage_counts("gpipe", m, p)[0] == (m, 1)
+    # What autograd saves of a stage contains the stage's input, so p |A_input| is no term of its own here.
+    assert bytes_of("2bw", False, p) == pytest.approx(2 * weights / p + p * total / p)
+    assert bytes_of("2bw", True, p) == pytest.approx(2 * weights / p + total / p + p * entering)
+    assert bytes_of("1f1b-flush", True, p) == pytest.approx(weights / p + total / p + p * entering)
+    assert bytes_of("gpipe", True, m) == pytest.approx(weights / p + total / p + m * entering)
+
+
+# Claims of chapter 3 that follow from the cost functions.
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), other_clusters(), st.integers(0, 20))
+def test_2bw_is_at_least_as_fast_as_a_flush(profiles, cluster, batch_size):
+    """Section 3.4.2: in the same configuration by the bubble, (p - 1) / m."""
+    roomy, batch_size = Cluster(cluster.links), batch_size + max(profile.microbatch_size for profile in profiles)
+
+    def candidates(schedule):
+        ranked = rank_pipelines(profiles, roomy, request(schedule), batch_size=batch_size, every_size=True)
+        return {
+            (c.replicas, c.stages, c.microbatch_size, c.recompute, c.equal_blocks, c.microbatches): c for c in ranked
+        }
+
+    flush, buffered = candidates("1f1b-flush"), candidates("2bw")
+    assert buffered.keys() <= flush.keys()
+    for key, candidate in buffered.items():
+        p, m = candidate.stages, candidate.microbatches
+        bubble = 1 + (p - 1) / m
+        assert candidate.samples_per_second == pytest.approx(flush[key].samples_per_second * bubble)
+
+
+@settings(max_examples=300, deadline=None)
+@given(models(), other_clusters(), st.integers(2, 24), st.integers(1, 8))
+def test_larger_safe_batches_never_make_it_slower(profiles, cluster, batch_size, more):
+    """Section 3.4.4: gradient accumulation spreads the all-reduce over more microbatches."""
+    before, after = (
+        ranked_or_none(profiles[:1], cluster, request(), batch) for batch in (batch_size, batch_size + more)
+    )
+
+    if before is not None:
+        assert after[0].samples_per_second >= before[0].samples_per_second * (1 - 1e-9)
+
+
+def test_pipelines_are_deeper_where_memory_is_tight():
+    """Section 3.4.4: deeper pipelines hold larger models and microbatches."""
+    profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
+    depths = [
+        plan_two_bw(profile, Cluster.uniform(8, 1e4, memory), request(), batch_size=64)
+        for memory in (500, 250, 120, 70)
+    ]
+
+    assert [len(plan.stages) for plan in depths] == [1, 2, 4, 8]
+
+
+def test_pipelines_are_wider_where_links_are_fast():
+    """Few bytes of activations and many of weights: pipelines, but for links on which either costs nothing."""
+    profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 1e4))
+    slow, fast = (plan_two_bw(profile, Cluster.uniform(8, speed), request(), batch_size=8) for speed in (100, 1e9))
+
+    assert [len(stage.ranks) for stage in fast.stages] == [8]
+    assert len(slow.stages) > 1
+
+
+def test_gpipe_admits_fewer_microbatches_and_loses_by_its_bubble():
+    """Section 3.4.3: m activations instead of p."""
+    profile, cluster = gpt(8, block=(1.0, 2.0, 1.0, 10.0, 1.0)), Cluster.uniform(4, 1e9, 150)
+    gpipe, flush = (
+        rank_pipelines(profile, cluster, request(schedule, stages=4), batch_size=64)
+        for schedule in ("gpipe", "1f1b-flush")
+    )
+    plain = [next(c for c in ranked if c.equal_blocks and not c.recompute) for ranked in (gpipe, flush)]
+
+    assert [candidate.microbatches for candidate in plain] == [4, 64]
+    assert plain[0].samples_per_second < plain[1].samples_per_second
+
+
+def test_64_devices_are_few_configurations():
+    """O(N^2) pairs, of which those with more stages than blocks and single layers are none."""
+    ranked = rank_pipelines(gpt(24), Cluster.hierarchical([(8, 150.0), (8, 1.0)]), request(), batch_size=4096)
+    pairs = {(candidate.replicas, candidate.stages) for candidate in ranked}
+
+    assert pairs == {(d, p) for p in range(1, 27) for d in range(1, 64 // p + 1)}
+
+
+# The seam for a simulator, and what is refused.
+
+
+def test_another_throughput_decides_among_the_shortlist():
+    asked = []
+
+    def deepest(plan, profile, cluster):
+        assert plan.microbatch_size == profile.microbatch_size
+        asked.append(plan)
+        return float(len(plan.stages))
+
+    profile, cluster = gpt(8), Cluster.uniform(8, 10.0)
+    ranked = rank_pipelines(
+        profile, cluster, request(), batch_size=64, microbatch_sizes=[2], throughput=deepest, shortlist=30
+    )
+    by_closed_form = rank_pipelines(profile, cluster, request(), batch_size=64, microbatch_sizes=[2])[:30]
+
+    assert len(ranked) == len(asked) == 30
+    assert ranked[0].stages == max(candidate.stages for candidate in by_closed_form)
+    assert ranked[0].samples_per_second == ranked[0].stages
+    assert ranked[0].plan(cluster).predicted.samples_per_second == ranked[0].stages
+    assert [candidate.plan(cluster).stages for candidate in by_closed_form] == [plan.stages for plan in asked]
+
+
+def test_batch_is_that_of_the_request_by_default():
+    ranked = rank_pipelines(gpt(8, size=3), Cluster.uniform(2, 1e9), request(microbatches=4))
+
+    assert max(candidate.batch_size for candidate in ranked) == 12
+
+
+def test_one_pipeline_only_if_straight():
+    ranked = rank_pipelines(gpt(8), Cluster.uniform(8, 1e9), request(straight=True), batch_size=64)
+
+    assert {candidate.replicas for candidate in ranked} == {1}
+
+
+def test_nothing_fits_says_how_much_memory_would():
+    """Of 2 stages: 5 times 40 of weights, what one microbatch saves, 8, and the input of stage 1."""
+    profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
+
+    with pytest.raises(PlanError, match=r"needs is 209 B \(2 stages.*recompute.*8 devices would do"):
+        plan_two_bw(profile, Cluster.uniform(2, 1e9, 70), request(), batch_size=64)
+    with pytest.raises(PlanError, match="more memory, more devices, or smaller microbatches") as error:
+        plan_two_bw(profile, Cluster.uniform(2, 1e9, 40), request(), batch_size=64)
+    assert "would do" not in str(error.value)
+
+
+def test_nothing_fits_says_how_large_the_batch_would_be():
+    profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
+
+    with pytest.raises(PlanError, match="What fits in memory needs batch_size=8 or more"):
+        plan_two_bw(profile, Cluster.uniform(8, 1e9, 70), request(), batch_size=7)
+    assert plan_two_bw(profile, Cluster.uniform(8, 1e9, 70), request(), batch_size=8).microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"request": request("1f1b")}, "schedule: expected one of 2bw, 1f1b-flush, gpipe"),
+        ({"request": request(stages=5)}, "stages: expected at most 4"),
+        ({"request": request(allreduce="released")}, "allreduce: expected ring or shared"),
+        ({"batch_size": 0}, "batch_size: expected a whole number"),
+        ({"microbatch_sizes": [0]}, "microbatch_sizes: expected a whole number"),
+        ({"shortlist": 0}, "shortlist: expected a whole number"),
+        ({"profiles": []}, "profiles: expected one profile or more"),
+        ({"profiles": [gpt(8), gpt(7, size=2)]}, r"profiles\[1\]: expected 10 layers"),
+        ({"profiles": [gpt(8), gpt(8)]}, r"profiles\[1\]: expected another microbatch size"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(change, message):
+    question = {"profiles": gpt(8), "cluster": Cluster.uniform(4, 1e9), "request": request(), "batch_size": 8}
+
+    with pytest.raises(PlanError, match=message):
+        plan_two_bw(**(question | change))
