@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost in seconds, stage by stage.
+"""What the actions of a schedule cost: seconds and bytes, stage by stage.
 
 The simulator asks nothing else about a model or a machine, so a unit-time picture and a prediction for measured layers
 are one computation with two sets of costs.
@@ -6,75 +6,129 @@ are one computation with two sets of costs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from penstock.errors import PlanError
+from penstock.scheduling.placements import Placement
+from penstock.simulating.assumptions import AllReduce, Assumptions
+from penstock.simulating.routes import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
-from penstock.values.profiles import Profile
+from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "plan_costs"]
+__all__ = ["Costs", "plan_costs", "require_fit"]
+
+_DEFAULT = Assumptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds per microbatch (`update_seconds`: per update) of every stage and of the cut behind it; the last has none.
+    """Of every stage on one replica; microbatches that are split cost a replica its share of the seconds and bytes.
 
-    `activation_seconds[s]`: the transfer from stage s to stage s + 1; `gradient_seconds[s]`: from s + 1 back to s. Cuts
-    within a rank are never asked for.
+    `forward_seconds`, `backward_seconds`, `saved_bytes`: of a microbatch. `update_seconds`, `reduce_seconds`: of one
+    update and of its all-reduce. `cut_bytes[s]`: of a whole microbatch, between stages s and s + 1, each way; cuts
+    within a rank are never asked for. With `recompute` a backward takes a forward more, unless it directly follows its
+    forward. Without a `cluster` the links are instant. What is left out is zero.
     """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
-    update_seconds: tuple[float, ...]
-    activation_seconds: tuple[float, ...]
-    gradient_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...] = ()
+    reduce_seconds: tuple[float, ...] = ()
+    cut_bytes: tuple[float, ...] = ()
+    saved_bytes: tuple[float, ...] = ()
+    parameter_bytes: tuple[float, ...] = ()
+    recompute: bool = False
+    cluster: Cluster | None = None
+    tensor_parallel: int = 1
+    assumptions: Assumptions = _DEFAULT
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
         for name, expected in (
             ("backward_seconds", stages),
             ("update_seconds", stages),
-            ("activation_seconds", stages - 1),
-            ("gradient_seconds", stages - 1),
+            ("reduce_seconds", stages),
+            ("saved_bytes", stages),
+            ("parameter_bytes", stages),
+            ("cut_bytes", stages - 1),
         ):
-            found = len(getattr(self, name))
-            if found != expected:
-                raise PlanError(f"costs of {stages} stages: expected {expected} {name}, found {found}: give one each")
+            given = getattr(self, name)
+            if not given and name != "backward_seconds":
+                object.__setattr__(self, name, (0.0,) * expected)
+            elif len(given) != expected:
+                raise PlanError(
+                    f"costs of {stages} stages: expected {expected} {name}, found {len(given)}: give one each"
+                )
 
     @classmethod
     def unit(cls, stages: int) -> "Costs":
         """One second for a forward, one for a backward, none for updates and transfers."""
-        ones, zeros = (1.0,) * stages, (0.0,) * stages
-        return cls(ones, ones, zeros, zeros[1:], zeros[1:])
+        return cls((1.0,) * stages, (1.0,) * stages)
 
 
 def plan_costs(
-    plan: Plan, profile: Profile, cluster: Cluster, rank_of: Sequence[int], update_seconds_per_byte: float = 0.0
+    plan: Plan, profile: Profile, cluster: Cluster, placement: Placement, assumptions: Assumptions = _DEFAULT
 ) -> Costs:
-    """The costs of the stages of `plan`, with stage s on rank ``rank_of[s]``.
+    """The costs of the stages of `plan` where `placement` has them.
 
-    A stage takes the sum of its layers' seconds; with recomputation its backward takes a forward more. What crosses a
-    cut is the ``cut_bytes`` of the layer before it, and as much comes back (thesis, section 2.4). `PlanError` if plan,
-    profile and cluster do not fit each other.
+    A stage takes the sum of its layers' seconds. What crosses a cut is the ``cut_bytes`` of the layer before it, and as
+    much comes back (thesis, section 2.4). With tensor parallelism the profile is that of one rank of a group: its
+    seconds, with what the group exchanges meanwhile, and its bytes. `PlanError` if plan, profile and cluster do not fit
+    each other.
     """
-    _check_fit(plan, profile, cluster)
+    require_fit(plan, profile, cluster)
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
-    forward = tuple(sum(layer.forward_seconds for layer in own) for own in layers)
-    backward = tuple(sum(layer.backward_seconds for layer in own) for own in layers)
-    if plan.recompute:
-        backward = tuple(once + again for once, again in zip(backward, forward, strict=True))
-    update = tuple(update_seconds_per_byte * sum(layer.parameter_bytes for layer in own) for own in layers)
-    cuts = [(own[-1].cut_bytes, rank_of[stage], rank_of[stage + 1]) for stage, own in enumerate(layers[:-1])]
+
+    def shares(name: str) -> tuple[float, ...]:
+        replicas = plan.replicas if placement.split else (1,) * len(layers)
+        return tuple(_sum(own, name) / count for own, count in zip(layers, replicas, strict=True))
+
+    parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
+    groups = [stage.ranks for stage in plan.stages]
+    parallel = plan.tensor_parallel
     return Costs(
-        forward,
-        backward,
-        update,
-        tuple(size / cluster.bandwidth(low, high) for size, low, high in cuts),
-        tuple(size / cluster.bandwidth(high, low) for size, low, high in cuts),
+        forward_seconds=shares("forward_seconds"),
+        backward_seconds=shares("backward_seconds"),
+        update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
+        reduce_seconds=tuple(
+            max(
+                _reduce_seconds(size, ranks[lane::parallel], cluster, assumptions.allreduce) for lane in range(parallel)
+            )
+            for size, ranks in zip(parameters, groups, strict=True)
+        ),
+        cut_bytes=tuple(own[-1].cut_bytes for own in layers[:-1]),
+        saved_bytes=shares("saved_bytes"),
+        parameter_bytes=parameters,
+        recompute=plan.recompute,
+        cluster=cluster,
+        tensor_parallel=parallel,
+        assumptions=assumptions,
     )
 
 
-def _check_fit(plan: Plan, profile: Profile, cluster: Cluster) -> None:
+def _sum(layers: Sequence[LayerProfile], name: str) -> float:
+    return float(sum(getattr(layer, name) for layer in layers))
+
+
+def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
+    """SPP (INFOCOM 2022), equation 1, with 2(r-1) latencies for the messages of a ring; 0 for one rank."""
+    replicas = len(ranks)
+    if replicas == 1:
+        return 0.0
+    bandwidth, latency = slowest_link(cluster, ranks, ranks)
+    match allreduce:
+        case "ring":
+            share = 2 * (replicas - 1) / replicas
+        case "shared":
+            share = 2.0 * (replicas - 1)
+        case _:
+            assert_never(allreduce)
+    return share * size_bytes / bandwidth + 2 * (replicas - 1) * latency
+
+
+def require_fit(plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    """Raises `PlanError` if plan, profile and cluster do not fit each other."""
     if plan.stages[-1].stop != len(profile.layers):
         raise PlanError(
             f"the plan has layers 0 to {plan.stages[-1].stop - 1} and the profile {profile.name!r} has "

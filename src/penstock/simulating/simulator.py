@@ -1,31 +1,35 @@
 """The simulator: plays a schedule through with the seconds of a profile, and says when everything happens.
 
 It reads the programs that the worker runs, so a prediction cannot describe another schedule than the one that trains.
-Nothing here is random and no clock is read: every start is the latest of the times that it waits for.
+What happens when is `player`'s matter; here a schedule or plan becomes what is played, and this a timeline.
 
-Laws of this file:
-  1. A rank does its actions one after the other, in the order of its program.
-  2. A receive blocks until its message is there; a send does not block.
-  3. A link, which is a directed pair of ranks, carries one message at a time, in the order of the sends.
-  4. Every action becomes one span. A send lasts while its message is on the link, a receive while the rank waits.
+Every action becomes one span. A send lasts from when its link is free until its message has arrived, a receive and an
+all-reduce as long as the rank waits.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, assert_never
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import repeat
+from typing import Unpack, assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Send, SendTied, Update
+from penstock.scheduling.actions import Action
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule, schedule
+from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
+from penstock.simulating.foldings import Folding, fold
+from penstock.simulating.holdings import Sizes, hold
+from penstock.simulating.instructions import COMPUTE, SEND, Meeting, Writer
+from penstock.simulating.player import Player, Track
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.memories import RankMemory
+from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
 
-__all__ = ["execute", "simulate", "telling_minibatches"]
+__all__ = ["Played", "execute", "play", "simulate", "telling_minibatches"]
 
 
 def simulate(
@@ -33,17 +37,18 @@ def simulate(
     profile: Profile,
     cluster: Cluster,
     minibatches: int | None = None,
-    *,
-    update_seconds_per_byte: float = 0.0,
+    **options: Unpack[Options],
 ) -> Timeline:
     """The predicted timeline of `minibatches` steps and the drain, in seconds from the start of the first forward.
 
     A plan brings its stages; for a bare schedule the layers are split into stages of equal length (`Plan.uniform`).
-    Without a number of minibatches: `telling_minibatches`. An update takes `update_seconds_per_byte` times the stage's
-    parameter bytes; profiles do not measure updates, so that it is 0 unless you know better. Gradients of tied weights
-    wait for their partner but take no time on the link, since a profile does not know what is tied. For an
-    asynchronous schedule `Timeline.bubble` counts the fill and the drain of these minibatches, and
-    `Timeline.steady_bubble` does not.
+    Without a number of minibatches: `telling_minibatches`. Gradients of tied weights wait for their partner but take
+    no time on the link, since a profile does not know what is tied. With tensor parallelism the profile is that of one
+    rank of a group, and all ranks of the group do the same. For an asynchronous schedule `Timeline.bubble` counts the
+    fill and the drain of these minibatches, and `Timeline.steady_bubble` does not.
+
+    Keywords are those of `Assumptions`: update_seconds_per_byte (0), overlap (True), overlap_reduce (True), allreduce
+    ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0).
 
     `PlanError` if plan, profile and cluster do not fit each other; `ScheduleError` if the schedule cannot run.
     """
@@ -54,9 +59,14 @@ def simulate(
             plan, played = _uniform(schedule_or_plan, len(profile.layers)), schedule_or_plan
         case _:
             assert_never(schedule_or_plan)
-    placement = [played.rank_of(stage) for stage in range(played.stages)]
-    costs = plan_costs(plan, profile, cluster, placement, update_seconds_per_byte)
-    return execute(played.program(telling_minibatches(played, minibatches)), placement, costs)
+    placement = played.placement
+    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options))
+    programs = played.program(telling_minibatches(played, minibatches))
+    folding = fold(placement, costs, played.microbatches)
+    result = play({rank: programs[rank] for rank in folding.played}, placement, costs)
+    sizes = Sizes.of(costs, placement)
+    memory = _remember(result, played, costs, sizes)
+    return _timeline(programs, result.tracks, folding, sizes, plan.tensor_parallel, memory)
 
 
 def telling_minibatches(schedule: Schedule, minibatches: int | None = None) -> int:
@@ -67,120 +77,121 @@ def telling_minibatches(schedule: Schedule, minibatches: int | None = None) -> i
     if minibatches is None:
         if schedule.flushes:
             return 1
-        microbatches = max(2 * schedule.stages, schedule.microbatches_per_update + 1)
+        depth = max(schedule.in_flight(stage) * schedule.placement.stride(stage) for stage in range(schedule.stages))
+        microbatches = max(2 * depth, schedule.microbatches_per_update + 1)
         return -(-microbatches // schedule.microbatches)
     if minibatches < 1:
         raise ScheduleError(f"minibatches: expected 1 or more, found {minibatches}: there is nothing to play otherwise")
     return minibatches
 
 
-def execute(programs: Programs, placement: Sequence[int], costs: Costs) -> Timeline:
-    """When everything in `programs` (a row of actions per rank) happens, from second 0; stage s is on ``placement[s]``.
+def execute(programs: Programs, placement: Placement, costs: Costs) -> Timeline:
+    """When everything in `programs` (a row of actions per rank) happens, from second 0.
 
     `ScheduleError` if a rank receives another message than the next on its link, or waits for one that never comes.
     """
-    ranks = len(programs)
-    links = {(a, b): _Link() for a in range(ranks) for b in range(ranks)}
-    rows = [_Row(rank, program, placement, costs, links) for rank, program in enumerate(programs)]
-    ready = deque((row, row.play()) for row in rows)
-    waiting: dict[tuple[int, int], tuple[_Row, Iterator[_Edge]]] = {}
-    while ready:
-        row, play = ready.popleft()
-        edge = next(play, None)
-        if edge is not None:
-            waiting[edge] = row, play
-        for arrived in [edge for edge in waiting if links[edge].messages]:
-            ready.append(waiting.pop(arrived))
-    if waiting:
-        raise ScheduleError(
-            "the schedule cannot run: "
-            + "; ".join(
-                f"rank {row.rank} waits in {row.program[len(row.spans)]} (its action {len(row.spans)}) for rank "
-                f"{source}, which has nothing more to send"
-                for (source, _), (row, _) in sorted(waiting.items(), key=lambda item: item[0][1])
-            )
-            + ". Put the sends before the receives that need them; penstock.verify shows the rows"
-        )
-    return Timeline(tuple(span for row in rows for span in row.spans), ranks)
+    folding = fold(placement, costs, None)
+    result = play({rank: programs[rank] for rank in folding.played}, placement, costs)
+    return _timeline(programs, result.tracks, folding, Sizes.of(costs, placement))
 
 
-_Edge: TypeAlias = tuple[int, int]
-_Content: TypeAlias = tuple[int, int, int]
-"""Sending stage, receiving stage, microbatch or version."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """`rows`: the actions that were played, by rank. `tracks`: when they happened. And what made the times."""
+
+    rows: Mapping[int, Sequence[Action]]
+    tracks: Mapping[int, Track]
+    writer: Writer
+    player: Player
+
+    @property
+    def seconds(self) -> float:
+        """When the last action ends."""
+        return max((track.now for track in self.tracks.values()), default=0.0)
+
+    def links(self) -> dict[int, float]:
+        """For how many seconds messages occupied each link, by the writer's number of it."""
+        return dict(enumerate(self.player.link_seconds))
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A directed link: what is on its way, and when the last of it will have arrived."""
-
-    messages: deque[tuple[float, _Content]] = field(default_factory=deque)
-    free_seconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One rank on its way through its program."""
-
-    rank: int
-    program: Sequence[Action]
-    placement: Sequence[int]
-    costs: Costs
-    links: dict[_Edge, _Link]
-    spans: list[Span] = field(default_factory=list)
-
-    def play(self) -> Iterator[_Edge]:
-        """Runs until a message is missing; yields the edge that it must come over, and expects it when resumed."""
-        rank, costs, placement, links = self.rank, self.costs, self.placement, self.links
-        now = 0.0
-        for action in self.program:
-            start = now
-            match action:
-                case Forward(stage=stage):
-                    now += costs.forward_seconds[stage]
-                case Backward(stage=stage):
-                    now += costs.backward_seconds[stage]
-                case Send(stage, number, target) | SendTied(stage, number, target):
-                    link = links[rank, placement[target]]
-                    start = max(now, link.free_seconds)
-                    stop = start + _transfer_seconds(action, costs)
-                    link.free_seconds = stop
-                    link.messages.append((stop, (stage, target, number)))
-                    self.spans.append(Span(rank, str(action), start, stop))
-                    continue
-                case Receive(stage, number, source) | ReceiveTied(stage, number, source):
-                    edge = placement[source], rank
-                    if not links[edge].messages:
-                        yield edge
-                    arrival, content = links[edge].messages.popleft()
-                    if content != (source, stage, number):
-                        raise _mismatch(action, rank, edge, content)
-                    now = max(now, arrival)
-                case Update(stage=stage):
-                    now += costs.update_seconds[stage]
-                case _:
-                    assert_never(action)
-            self.spans.append(Span(rank, str(action), start, now))
+def play(rows: Mapping[int, Sequence[Action]], placement: Placement, costs: Costs) -> Played:
+    """Plays the `rows` of some ranks, from second 0. `ScheduleError` as for `execute`."""
+    writer = Writer(placement, costs)
+    tracks = [Track(rank, writer.write(rank, row)) for rank, row in rows.items()]
+    player = Player(tracks, placement, costs.assumptions, len(writer.links), len(writer.edges))
+    player.play(rows)
+    return Played(rows, {track.rank: track for track in tracks}, writer, player)
 
 
-def _transfer_seconds(action: Send | SendTied, costs: Costs) -> float:
-    match action:
-        case Send(stage=stage, target=target):
-            return costs.activation_seconds[stage] if target > stage else costs.gradient_seconds[target]
-        case SendTied():
-            return 0.0
-        case _:
-            assert_never(action)
+def _timeline(
+    programs: Programs,
+    tracks: Mapping[int, Track],
+    folding: Folding,
+    sizes: Sizes,
+    width: int = 1,
+    memory: Mapping[int, RankMemory] | None = None,
+) -> Timeline:
+    """The spans of all ranks; rank g of the schedule is `width` ranks here, which do the same."""
+    spans: list[Span] = []
+    for rank, row in enumerate(programs):
+        track = tracks[folding.stands[rank]]
+        texts = list(map(str, row))
+        carried = _carried_bytes(track, sizes)
+        for lane in range(rank * width, rank * width + width):
+            spans += map(_make_span, repeat(lane, len(texts)), texts, track.starts, track.stops, carried)
+    held = () if memory is None else tuple(memory[first] for first in folding.stands for _ in range(width))
+    return Timeline(tuple(spans), len(programs) * width, held)
 
 
-def _mismatch(action: Action, rank: int, edge: _Edge, content: _Content) -> ScheduleError:
-    source, target, number = content
-    return ScheduleError(
-        f"rank {rank}: expected the message of {action} to be next on the link from rank {edge[0]}, found that of "
-        f"{number} from stage {source} to stage {target}: receive in the order of the sends"
-    )
+_new = object.__new__
+# Unpacked, so that a field more in Span is an error here at once.
+_set_rank, _set_action, _set_start, _set_stop, _set_size = (Span.__dict__[field.name].__set__ for field in fields(Span))
+
+
+def _make_span(rank: int, action: str, start: float, stop: float, size: float | None) -> Span:
+    """``Span(...)`` without its checks, which take most of the time of a long simulation: these are right as made."""
+    span = _new(Span)
+    _set_rank(span, rank)
+    _set_action(span, action)
+    _set_start(span, start)
+    _set_stop(span, stop)
+    _set_size(span, size)
+    return span
+
+
+def _carried_bytes(track: Track, sizes: Sizes) -> list[float | None]:
+    """For every action of a row what this rank sends, receives or reduces; None where that is nothing or not known."""
+    stages = len(sizes.saved)
+    contents = iter(track.instructions.contents)
+    carried: list[float | None] = []
+    for kind, detail in zip(track.instructions.kinds, track.instructions.details, strict=True):
+        if kind == COMPUTE:
+            carried.append(None)
+        elif isinstance(detail, Meeting):
+            carried.append(sizes.parameters[detail.stage] or None)
+        else:
+            key = next(contents) % (2 * stages**2)
+            source, target = divmod(key, stages)
+            if source >= stages:  # tied gradients
+                carried.append(None)
+            elif kind == SEND:
+                carried.append((sizes.output[source] if target > source else sizes.input[source]) or None)
+            else:
+                carried.append((sizes.input[target] if target > source else sizes.output[target]) or None)
+    return carried
+
+
+def _remember(result: Played, played: Schedule, costs: Costs, sizes: Sizes) -> dict[int, RankMemory]:
+    return {
+        rank: hold(result.rows[rank], track, sizes, costs, played.stages_of(rank), played.versions)
+        for rank, track in result.tracks.items()
+    }
 
 
 def _uniform(schedule: Schedule, layers: int) -> Plan:
-    """Stages of equal length on the ranks of `schedule`; of the plan, only they are used."""
+    """Stages of equal length where `schedule` has them; of the plan, only they are used."""
+    placement = schedule.placement
+    even = Plan.uniform(layers, schedule.stages)
+    stages = tuple(Stage(own.start, own.stop, ranks) for own, ranks in zip(even.stages, placement.stages, strict=True))
     dealing = "interleaved" if schedule.stages_per_rank > 1 else "gpipe"
-    return Plan.uniform(layers, schedule.stages, schedule=dealing, stages_per_rank=schedule.stages_per_rank)
+    return Plan(stages, dealing, schedule.microbatches, routing="split" if placement.split else "round-robin")

@@ -1,0 +1,61 @@
+"""What the simulator takes for granted of a machine and a runtime, beside the profile and the cluster."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, TypedDict, get_args
+
+from penstock.errors import PlanError
+from penstock.values.documents import suggestion, text_of
+
+__all__ = ["AllReduce", "Assumptions", "Options"]
+
+AllReduce: TypeAlias = Literal["ring", "shared"]
+"""``ring``: each replica sends 2 (r-1)/r of the weights over its own links. ``shared``: all r replicas through one
+medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it."""
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `simulate` and `evaluate`; `Assumptions` says what each means and what it is if left out."""
+
+    update_seconds_per_byte: float
+    overlap: bool
+    overlap_reduce: bool
+    allreduce: AllReduce
+    shared_nic: bool
+    optimizer_copies: float
+    master_copies: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """Each has a default; `PlanError` if one makes no sense."""
+
+    update_seconds_per_byte: float = 0.0
+    """Seconds of an update per byte of the stage's parameters; profiles do not measure updates."""
+    overlap: bool = True
+    """Whether ranks compute while they send and receive. If not, the sender is busy while its message is on the link,
+    and the receiver spends as long on taking it (thesis, section 3.4: communication is added to computation)."""
+    overlap_reduce: bool = True
+    """Whether the all-reduce of gradients begins during the last backward before it, bucket by bucket."""
+    allreduce: AllReduce = "ring"
+    shared_nic: bool = False
+    """Whether all ranks of a server (a group of the cluster's innermost level) share one link to each other server."""
+    optimizer_copies: float = 2.0
+    """Optimizer state in units of the weights: 2 for Adam, 1 for momentum, 0 for plain SGD."""
+    master_copies: float = 0.0
+    """Weights of full precision in units of those that compute: 2 for float32 beside bfloat16."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise PlanError(f"{field.name}: expected True or False, found {text_of(value)}: give one of them")
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+            if isinstance(field.default, float) and not number:
+                raise PlanError(f"{field.name}: expected a finite number, 0 or more, found {text_of(value)}: give one")
+        known = get_args(AllReduce)
+        if self.allreduce not in known:
+            raise PlanError(
+                f"allreduce: expected one of {', '.join(known)}, found {text_of(self.allreduce)}. "
+                f"{suggestion(str(self.allreduce), known)}ring is the default"
+            )

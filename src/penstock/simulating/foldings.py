@@ -1,0 +1,59 @@
+"""Which ranks are played: replicas that do the same at the same times are simulated once.
+
+- Replicas that split every microbatch run in step: the first of each stage stands for all.
+- Where every stage has d replicas that take turns, and d divides the minibatch, they form d pipelines that do the same
+  d microbatches apart. If their links are equal too, the pipeline of the first replicas stands for all.
+- Otherwise every rank is played.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.scheduling.placements import Placement
+from penstock.simulating.costs import Costs
+from penstock.simulating.routes import slowest_link
+from penstock.values.clusters import Cluster
+
+__all__ = ["Folding", "fold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """`played`: the ranks that are simulated, ascending. `stands[rank]`: which of them stands for a rank."""
+
+    played: tuple[int, ...]
+    stands: tuple[int, ...]
+
+
+def fold(placement: Placement, costs: Costs, microbatches: int | None) -> Folding:
+    """The folding of a schedule with so many microbatches in a minibatch; None if that is not known."""
+    if not (placement.split or _runs_in_pipelines(placement, costs, microbatches)):
+        every = tuple(range(placement.ranks))
+        return Folding(every, every)
+    first = {rank: ranks[0] for ranks in placement.stages for rank in ranks}
+    stands = tuple(first[rank] for rank in range(placement.ranks))
+    return Folding(tuple(sorted(set(stands))), stands)
+
+
+def _runs_in_pipelines(placement: Placement, costs: Costs, microbatches: int | None) -> bool:
+    replicas = placement.replicas(0)
+    if replicas == 1 or microbatches is None or microbatches % replicas or costs.assumptions.shared_nic:
+        return False
+    if not placement.equal(range(len(placement.stages))):
+        return False
+    if costs.cluster is None:
+        return True
+    pairs = {pair for pair in pairwise(placement.stages) if pair[0] != pair[1]}
+    return all(_links_are_equal(costs.cluster, here, there, costs.tensor_parallel) for here, there in pairs)
+
+
+def _links_are_equal(cluster: Cluster, here: tuple[int, ...], there: tuple[int, ...], width: int) -> bool:
+    kinds = {
+        (
+            slowest_link(cluster, (a * width + lane,), (b * width + lane,)),
+            slowest_link(cluster, (b * width + lane,), (a * width + lane,)),
+        )
+        for a, b in zip(here, there, strict=True)
+        for lane in range(width)
+    }
+    return len(kinds) == 1

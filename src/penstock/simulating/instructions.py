@@ -1,0 +1,204 @@
+"""The rows of a schedule as the player reads them: what each action costs and which way its message takes.
+
+Costs and ways are looked up here, once for every action, so that the player's loop has none of that to do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import add
+from typing import TypeAlias, assert_never
+
+from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
+from penstock.scheduling.placements import Placement
+from penstock.simulating.costs import Costs
+from penstock.simulating.routes import Link, Route, find_route
+
+__all__ = ["COMPUTE", "RECEIVE", "REDUCE", "SEND", "Instructions", "Meeting", "Way", "Writer", "content_text"]
+
+COMPUTE, SEND, RECEIVE, REDUCE = range(4)
+
+Way: TypeAlias = tuple[int, int, float, float, tuple[tuple[int, float], ...]]
+"""Edge (the queue between two ranks), link, seconds on the link, latency seconds; all legs if there are several, and
+the link is then -1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instructions:
+    """The instructions of one rank, in flat lists, which cost the least time and memory.
+
+    `kinds` and `details` have an entry for each: seconds of a COMPUTE, the `Way` of a SEND or RECEIVE, the `Meeting` of
+    a REDUCE. `contents`: what each message is, in the order of the row, as a number that `content_text` explains.
+    """
+
+    kinds: list[int]
+    details: list[object]
+    contents: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """An all-reduce of `stage` for the update to `version`; `backward`: the place in the row of the last backward of
+    the stage before it, or -1."""
+
+    stage: int
+    version: int
+    seconds: float
+    backward: int
+
+
+class Writer:
+    """Writes the instructions of the ranks of one simulation, and numbers its edges and links."""
+
+    def __init__(self, placement: Placement, costs: Costs) -> None:
+        self.edges: dict[tuple[int, int], int] = {}
+        """Number of each directed pair of ranks."""
+        self.links: dict[Link, int] = {}
+        """Number of each link."""
+        self.cuts: dict[tuple[int, int], float] = {}
+        """(link, lower stage of a cut): seconds that one message of the cut occupies the link."""
+        self._placement = placement
+        self._costs = costs
+        self._stages = len(placement.stages)
+        self._routes: dict[tuple[int, int, int, int], Way] = {}
+        self._kinds = 2 * self._stages**2
+        """Of messages: from each stage to each other one, tied or not; the number of one is below it."""
+        again = costs.backward_seconds
+        if costs.recompute:
+            again = tuple(map(add, costs.backward_seconds, costs.forward_seconds))
+        self._seconds = costs.forward_seconds, costs.backward_seconds, again, costs.update_seconds
+
+    def write(self, rank: int, row: Iterable[Action]) -> Instructions:
+        """The instructions of `rank` for `row`."""
+        costs, stages = self._costs, self._stages
+        forwards, backwards, again, updates = self._seconds
+        ways: dict[int, list[Way]] = {}
+        last: dict[int, int] = {}
+        latest = -1, -1
+        kinds: list[int] = []
+        details: list[object] = []
+        contents: list[int] = []
+        for action in row:
+            match action:
+                case Forward(stage=stage, microbatch=number):
+                    kinds.append(COMPUTE)
+                    details.append(forwards[stage])
+                    latest = stage, number
+                case Backward(stage=stage, microbatch=number):
+                    last[stage] = len(kinds)
+                    kinds.append(COMPUTE)
+                    details.append(backwards[stage] if latest == (stage, number) else again[stage])
+                    latest = -1, -1
+                case Send(stage=stage, microbatch=number, target=target):
+                    key = stage * stages + target
+                    choice = ways.get(key) or ways.setdefault(key, self._choose(rank, stage, target, sends=True))
+                    kinds.append(SEND)
+                    details.append(choice[number % len(choice)])
+                    contents.append(number * self._kinds + key)
+                case Receive(stage=stage, microbatch=number, source=source):
+                    key = source * stages + stage
+                    choice = ways.get(-key) or ways.setdefault(-key, self._choose(rank, stage, source, sends=False))
+                    kinds.append(RECEIVE)
+                    details.append(choice[number % len(choice)])
+                    contents.append(number * self._kinds + key)
+                case Update(stage=stage):
+                    kinds.append(COMPUTE)
+                    details.append(updates[stage])
+                    latest = -1, -1
+                case Reduce(stage=stage, version=number):
+                    kinds.append(REDUCE)
+                    details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
+                case SendTied(stage, number, target):
+                    kinds.append(SEND)
+                    details.append(self._tied(rank, self._placement.beside(stage, target, rank)))
+                    contents.append((number + 1) * self._kinds - 1 - stage * stages - target)
+                case ReceiveTied(stage, number, source):
+                    kinds.append(RECEIVE)
+                    details.append(self._tied(self._placement.beside(stage, source, rank), rank))
+                    contents.append((number + 1) * self._kinds - 1 - source * stages - stage)
+                case _:
+                    assert_never(action)
+        return Instructions(kinds, details, contents)
+
+    def _choose(self, rank: int, stage: int, other: int, *, sends: bool) -> list[Way]:
+        """The ways between `rank`, for `stage`, and each replica of `other` in the order of the microbatches."""
+        placement = self._placement
+        peers = [placement.rank_of(other, turn) for turn in range(1 if placement.split else placement.replicas(other))]
+        cut = min(stage, other)
+        return [
+            self._way(cut, stage, rank, other, peer) if sends else self._way(cut, other, peer, stage, rank)
+            for peer in peers
+        ]
+
+    def _way(self, cut: int, stage: int, rank: int, target: int, peer: int) -> Way:
+        key = stage, rank, target, peer
+        if key not in self._routes:
+            split, stages = self._placement.split, self._placement.stages
+            senders = stages[stage] if split else (rank,)
+            receivers = stages[target] if split else (peer,)
+            self._routes[key] = self._number(
+                rank, peer, self._route(self._costs.cut_bytes[cut], senders, receivers), cut
+            )
+        return self._routes[key]
+
+    def _route(self, size_bytes: float, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Route:
+        """With tensor parallelism rank i of a group passes everything to rank i of the other group, side by side."""
+        costs, width = self._costs, self._costs.tensor_parallel
+        shared = costs.assumptions.shared_nic
+        if width == 1:
+            return find_route(costs.cluster, size_bytes, senders, receivers, shared=shared)
+        lanes = [
+            find_route(
+                costs.cluster,
+                size_bytes,
+                [rank * width + lane for rank in senders],
+                [rank * width + lane for rank in receivers],
+                shared=shared,
+            )
+            for lane in range(width)
+        ]
+        return _join(lanes, (senders[0] * width, receivers[0] * width))
+
+    def _number(self, rank: int, peer: int, route: Route, cut: int) -> Way:
+        edge = self.edges.setdefault((rank, peer), len(self.edges))
+        legs = tuple((self.links.setdefault(link, len(self.links)), seconds) for link, seconds in route.legs)
+        for link, seconds in legs:
+            self.cuts[link, cut] = seconds
+        if len(legs) == 1:
+            ((link, seconds),) = legs
+            return edge, link, seconds, route.latency_seconds, legs
+        return edge, -1, max(seconds for _, seconds in legs), route.latency_seconds, legs
+
+    def _tied(self, rank: int, peer: int) -> Way:
+        """A profile does not know what is tied, so that it takes no time on the link."""
+        key = -1, rank, -1, peer
+        if key not in self._routes:
+            edge = self.edges.setdefault((rank, peer), len(self.edges))
+            route = self._route(0.0, (rank,), (peer,))
+            self._routes[key] = (
+                edge,
+                self.links.setdefault(route.legs[0][0], len(self.links)),
+                0.0,
+                route.latency_seconds,
+                (),
+            )
+        return self._routes[key]
+
+
+def _join(lanes: list[Route], link: Link) -> Route:
+    """Transfers side by side as one message: on links of their own the slowest decides, on shared ones they add up."""
+    loads: dict[Link, float] = {}
+    for lane in lanes:
+        for leg, seconds in lane.legs:
+            if leg[0] < 0:
+                loads[leg] = loads.get(leg, 0.0) + seconds
+            else:
+                loads[link] = max(loads.get(link, 0.0), seconds)
+    return Route(tuple(loads.items()), max(lane.latency_seconds for lane in lanes))
+
+
+def content_text(content: int, stages: int) -> str:
+    """What a message carries, for an error."""
+    number, key = divmod(content, 2 * stages**2)
+    tied = key >= stages**2
+    source, target = divmod(2 * stages**2 - 1 - key if tied else key, stages)
+    return f"{'tied gradients for version ' if tied else ''}{number} from stage {source} to stage {target}"

@@ -1,0 +1,195 @@
+"""The outcome of a plan: what planners compare, taken from the simulator without building a timeline.
+
+Steady state. A flushing schedule is played for one minibatch. Of an asynchronous one two runs are played, both long
+enough to fill the pipe; what the longer one takes more, per minibatch more, has neither fill nor drain in it. (The
+number of minibatches more is a multiple of the period in which unequal replicas meet the same microbatches again.)
+
+What limits a plan. The wall time of a minibatch falls into three parts, seen from the rank or link that is occupied the
+longest: the time that it is occupied; the time that an all-reduce takes after the last replica has come to it, so that
+nothing hides it; and the rest, in which it waits. The longest part names the limit: that rank's stage, or the link; the
+all-reduce; and if waiting is the longest, then under a flush the fill and drain of the pipeline, and else the round
+trips between the stages. Where two are equal, the one named first here is taken.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, gcd, inf, lcm
+from typing import Unpack
+
+from penstock.scheduling.actions import Action
+from penstock.scheduling.methods import Drain, Step
+from penstock.scheduling.schedules import Schedule, schedule
+from penstock.simulating.assumptions import Assumptions, Options
+from penstock.simulating.costs import plan_costs
+from penstock.simulating.foldings import fold
+from penstock.simulating.holdings import Sizes, peak_bytes
+from penstock.simulating.simulator import Played, play, telling_minibatches
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Prediction
+from penstock.values.profiles import Profile
+
+__all__ = ["Outcome", "evaluate"]
+
+_LONGEST_PERIOD = 64
+"""Minibatches: where unequal replicas take longer to meet again, the steady state is taken over this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a plan comes to in its steady state, fill and drain of an asynchronous schedule left out."""
+
+    minibatch_seconds: float
+    samples_per_second: float
+    bubble: float
+    """Idle share of the wall time of all ranks: neither forward, backward nor update."""
+    peak_bytes: tuple[float, ...]
+    """Per rank."""
+    bottleneck_seconds: float
+    """Per microbatch, of the rank, link or all-reduce that is occupied the longest."""
+    limit: str
+    """What keeps it from being faster, in words."""
+
+    def prediction(self) -> Prediction:
+        """For `Plan.predicted`."""
+        return Prediction(
+            self.minibatch_seconds,
+            self.samples_per_second,
+            self.bottleneck_seconds,
+            self.peak_bytes,
+            self.bubble,
+            self.limit,
+        )
+
+
+def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Outcome:
+    """The outcome of `plan`; keywords as for `simulate`.
+
+    `PlanError` if plan, profile and cluster do not fit each other; `ScheduleError` if the plan's numbers do not fit its
+    schedule.
+    """
+    made = schedule(plan)
+    placement = made.placement
+    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options))
+    folding = fold(placement, costs, made.microbatches)
+    lengths = [telling_minibatches(made)]
+    if not made.flushes:
+        lengths.append(lengths[0] + _period(made, lengths[0]))
+    rows = _rows(made, folding.played, lengths)
+    runs = [play(row, placement, costs) for row in rows]
+    last, more = runs[-1], lengths[-1] - (0 if made.flushes else lengths[0])
+    loads = _loads(last, more) if made.flushes else _loads(last, more, runs[0])
+    sizes = Sizes.of(costs, placement)
+    peaks = {
+        rank: peak_bytes(last.rows[rank], track, sizes, costs, made.stages_of(rank), made.versions)
+        for rank, track in last.tracks.items()
+    }
+    seconds = loads.seconds
+    busy = sum(loads.busy[first] for first in folding.stands) / len(folding.stands)
+    longest = max(*loads.occupied.values(), *loads.links, *(total for total, _ in loads.reduces.values()), 0.0)
+    return Outcome(
+        minibatch_seconds=seconds,
+        samples_per_second=plan.microbatches * profile.microbatch_size / seconds if seconds else inf,
+        bubble=min(1.0, max(0.0, 1 - busy / seconds)) if seconds else 0.0,
+        peak_bytes=tuple(peaks[first] for first in folding.stands for _ in range(plan.tensor_parallel)),
+        bottleneck_seconds=longest / plan.microbatches,
+        limit=_limit(made, loads, last),
+    )
+
+
+def _period(made: Schedule, filling: int) -> int:
+    """How many minibatches more the longer run has: at least as many as fill the pipe, and whole periods."""
+    placement = made.placement
+    every = lcm(*(placement.stride(stage) for stage in range(made.stages)))
+    period = every // gcd(every, made.microbatches)
+    return period * ceil(filling / period) if period <= _LONGEST_PERIOD else _LONGEST_PERIOD
+
+
+def _rows(made: Schedule, played: tuple[int, ...], lengths: list[int]) -> list[dict[int, list[Action]]]:
+    """The actions of the ranks that are played, for every number of minibatches (ascending); none is made twice."""
+    rows: list[dict[int, list[Action]]] = [{} for _ in lengths]
+    for rank in played:
+        steps: list[Action] = []
+        done = 0
+        for length, programs in zip(lengths, rows, strict=True):
+            for minibatch in range(done, length):
+                steps.extend(made.row(rank, Step(minibatch)))
+            done = length
+            programs[rank] = [*steps, *made.row(rank, Drain(length))]
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Seconds per minibatch: of wall time; by rank that is played, of computing and of being occupied; by link; by
+    stage, of all-reduces and of what of them nothing hides."""
+
+    seconds: float
+    busy: Mapping[int, float]
+    occupied: Mapping[int, float]
+    links: list[float]
+    reduces: Mapping[int, tuple[float, float]]
+
+
+def _loads(run: Played, minibatches: int, shorter: Played | None = None) -> _Loads:
+    """Those of `run`, or of what it does more than the `shorter` one, over so many minibatches."""
+
+    def per_minibatch(whole: float, part: float) -> float:
+        return (whole - part) / minibatches
+
+    def track_times(rank: int, field: str) -> float:
+        part = getattr(shorter.tracks[rank], field) if shorter else 0.0
+        return per_minibatch(getattr(run.tracks[rank], field), part)
+
+    busy = {rank: track_times(rank, "busy_seconds") for rank in run.tracks}
+    occupied = {rank: busy[rank] + track_times(rank, "talking_seconds") for rank in run.tracks}
+    before = shorter.links() if shorter else {}
+    links = [per_minibatch(seconds, before.get(link, 0.0)) for link, seconds in run.links().items()]
+    reduces = {}
+    for stage, (total, alone) in run.player.reduce_seconds.items():
+        total_before, alone_before = shorter.player.reduce_seconds.get(stage, (0.0, 0.0)) if shorter else (0.0, 0.0)
+        reduces[stage] = per_minibatch(total, total_before), per_minibatch(alone, alone_before)
+    wall = per_minibatch(run.seconds, shorter.seconds if shorter else 0.0)
+    return _Loads(wall, busy, occupied, links, reduces)
+
+
+def _limit(made: Schedule, loads: _Loads, run: Played) -> str:
+    """The rule is the file's docstring."""
+    if not loads.seconds:
+        return "nothing: no action takes time"
+    rank = max(loads.occupied, key=loads.occupied.__getitem__)
+    rank_share = loads.occupied[rank] / loads.seconds
+    busiest, occupied = (
+        f"{_rank_text(made, rank)} (compute {loads.busy[rank] / loads.seconds:.0%} of the time)",
+        rank_share,
+    )
+    if loads.occupied[rank] > loads.busy[rank]:
+        talk = (loads.occupied[rank] - loads.busy[rank]) / loads.seconds
+        busiest = f"{busiest[:-1]}, messages {talk:.0%})"
+    if loads.links and max(loads.links) / loads.seconds > rank_share:
+        link = max(range(len(loads.links)), key=loads.links.__getitem__)
+        occupied = loads.links[link] / loads.seconds
+        busiest = f"{_link_text(run, link)} (in use {occupied:.0%} of the time)"
+    stage = max(loads.reduces, key=lambda stage: loads.reduces[stage][1], default=None)
+    alone = 0.0 if stage is None else loads.reduces[stage][1] / loads.seconds
+    waiting = 1 - occupied - alone
+    if occupied >= max(alone, waiting):
+        return busiest
+    if alone >= waiting:
+        return f"all-reduce of stage {stage} ({alone:.0%} of the time)"
+    if made.flushes:
+        return f"fill and drain of the pipeline ({waiting:.0%} of the time; the busiest is {busiest})"
+    return f"round trips between the stages ({waiting:.0%} of the time; the busiest is {busiest})"
+
+
+def _rank_text(made: Schedule, rank: int) -> str:
+    stages = made.stages_of(rank)
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"rank {rank} with stages {', '.join(map(str, stages))}"
+
+
+def _link_text(run: Played, index: int) -> str:
+    """Named by the cut whose messages occupy it the longest."""
+    writer = run.writer
+    cut = max((cut for link, cut in writer.cuts if link == index), key=lambda cut: writer.cuts[index, cut])
+    return f"link between stages {cut} and {cut + 1}"
