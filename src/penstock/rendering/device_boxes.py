@@ -1,0 +1,257 @@
+"""Devices as boxes within the boxes of their machines, each with its stage, its replica and its memory.
+
+In a large cluster the boxes that hold the same are drawn once, with a count: 3,072 devices in 384 equal servers are one
+server, "x 384".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, isinf, prod, sqrt
+from typing import TypeAlias
+
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+from penstock.values.quantities import bandwidth_text, bytes_text
+
+__all__ = ["STYLE", "Box", "Tenancy", "draw_devices", "draw_levels", "speed_words", "stage_colours"]
+
+_CELL, _TALL, _FLAT, _GAP, _PAD, _TITLE = 104, 74, 52, 10, 12, 24
+_SMALL = 128
+"""Up to so many devices are all drawn, alike or not."""
+
+STYLE = """
+  svg { background: #ffffff; --ink: #1b1f24; --soft: #59636e; --edge: #c3cad3; --free: #f4f6f8; --well: #e3e7ec;
+    --full: #59636e; --over: #c65200 }
+  @media (prefers-color-scheme: dark) {
+    svg { background: #14171c; --ink: #e6eaef; --soft: #9aa4b0; --edge: #3d4651; --free: #1b1f26; --well: #2c323b;
+      --full: #9aa4b0; --over: #f0883e }
+  }
+  text { font: 12px ui-sans-serif, system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink) }
+  .title { font-weight: 600; font-size: 13px } .soft { fill: var(--soft); font-size: 11px } .small { font-size: 11px }
+  .middle { text-anchor: middle } .end { text-anchor: end }
+  .arrow { fill: none; stroke: var(--soft); stroke-width: 1.5 } .level { fill: none; stroke: var(--edge) }
+  .device { fill: var(--free); stroke: var(--edge) } .well { fill: var(--well) } .full { fill: var(--full) }
+  .over { fill: var(--over) } .copies { font-weight: 600; fill: var(--ink); text-anchor: end }
+""".strip("\n")
+
+_ANCHORS = ((59, 66, 140), (38, 120, 178), (38, 150, 132), (139, 187, 74), (242, 200, 75))
+"""From dark to light, so that the order shows without colour too."""
+
+
+def stage_colours(stages: int) -> list[tuple[str, str]]:
+    """The colour of every stage and that of a text on it."""
+    colours = []
+    for stage in range(stages):
+        at = stage / max(1, stages - 1) * (len(_ANCHORS) - 1)
+        index = min(int(at), len(_ANCHORS) - 2)
+        low, high = _ANCHORS[index], _ANCHORS[index + 1]
+        red, green, blue = (round(a + (b - a) * (at - index)) for a, b in zip(low, high, strict=True))
+        bright = 0.299 * red + 0.587 * green + 0.114 * blue
+        colours.append((f"#{red:02x}{green:02x}{blue:02x}", "#14171c" if bright > 118 else "#ffffff"))
+    return colours
+
+
+def speed_words(bandwidth: float) -> str:
+    """``12 GB/s``; an infinite bandwidth is no limit."""
+    return "any speed" if isinf(bandwidth) else bandwidth_text(bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a picture with its upper left corner at 0, 0."""
+
+    width: float
+    height: float
+    lines: list[str]
+
+
+_Signature: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """Who lives where: of every device its stages, its place among the replicas, and its peak memory."""
+
+    plan: Plan
+    memory_bytes: float | None
+    held: tuple[tuple[tuple[int, int], ...], ...]
+    """Per device: (stage, position among the stage's ranks)."""
+
+    @classmethod
+    def of(cls, plan: Plan, cluster: Cluster) -> "Tenancy":
+        """Reads the stages of `plan` device by device."""
+        held: list[list[tuple[int, int]]] = [[] for _ in range(cluster.devices)]
+        for index, stage in enumerate(plan.stages):
+            for position, rank in enumerate(stage.ranks):
+                held[rank].append((index, position))
+        return cls(plan, cluster.memory_bytes, tuple(map(tuple, held)))
+
+    @property
+    def devices(self) -> int:
+        """Of the cluster, used or not."""
+        return len(self.held)
+
+    def peak(self, device: int) -> float | None:
+        """Predicted bytes; None if there is no prediction for it."""
+        expected = self.plan.predicted
+        return expected.peak_bytes[device] if expected is not None and device < len(expected.peak_bytes) else None
+
+    def signature(self, device: int) -> _Signature:
+        """Equal for devices that differ in nothing but their number and that of their replica."""
+        peak = self.peak(device)
+        return (*(stage for stage, _ in self.held[device]), None if peak is None else bytes_text(peak))
+
+
+def draw_devices(tenancy: Tenancy, width: float) -> Box:
+    """All devices side by side, in rows of at most `width` pixels."""
+    return _grid(_alike([(tenancy.signature(rank), rank, 1) for rank in range(tenancy.devices)], tenancy), width)
+
+
+def draw_levels(levels: Sequence[tuple[int, float]], tenancy: Tenancy, width: float) -> Box:
+    """The devices within their machines, level by level; `width` is what the outermost box should take."""
+    return _level(levels, len(levels), 0, tenancy, width)
+
+
+_Part: TypeAlias = tuple[_Signature, int, int]
+"""What is in it, its first rank, how many equal ones it stands for."""
+
+
+def _level(levels: Sequence[tuple[int, float]], depth: int, first: int, tenancy: Tenancy, width: float) -> Box:
+    """The box of a component of level `depth` (0 is a device) whose first rank is `first`."""
+    count, bandwidth = levels[depth - 1]
+    size = prod(count for count, _ in levels[: depth - 1])
+    inner = width - 2 * _PAD
+    starts = [first + index * size for index in range(count)]
+    signed = [(_signature(start, size, tenancy), start, 1) for start in starts]
+    parts = _merged(signed) if tenancy.devices > _SMALL else signed
+    if depth == 1:
+        content = _grid(_cells(parts, tenancy), inner)
+    else:
+        boxes = [_counted(_level(levels, depth - 1, start, tenancy, inner), copies) for _, start, copies in parts]
+        content = _grid(boxes, inner)
+    words = f"{count} {'device' if depth == 1 else 'group'}{'s' if count > 1 else ''}"
+    words += f", {speed_words(bandwidth)} between them" if count > 1 else ""
+    wide, high = (
+        max(content.width, 6 * len(words) + (36 if tenancy.devices > _SMALL else 0)) + 2 * _PAD,
+        content.height + _TITLE + _PAD,
+    )
+    lines = [
+        f'<rect class="level" x="0.5" y="0.5" width="{wide:g}" height="{high:g}" rx="8"/>',
+        f'<text class="soft" x="{_PAD}" y="17">{words}</text>',
+        f'<g transform="translate({_PAD} {_TITLE})">',
+        *content.lines,
+        "</g>",
+    ]
+    return Box(wide + 1, high + 1, lines)
+
+
+def _signature(first: int, size: int, tenancy: Tenancy) -> _Signature:
+    return tuple(tenancy.signature(rank) for rank in range(first, first + size))
+
+
+def _alike(parts: Sequence[_Part], tenancy: Tenancy) -> list[Box]:
+    return _cells(_merged(parts) if tenancy.devices > _SMALL else parts, tenancy)
+
+
+def _merged(parts: Sequence[_Part]) -> list[_Part]:
+    """The first of each kind, with the number of its kind."""
+    found: dict[_Signature, tuple[int, int]] = {}
+    for signature, first, copies in parts:
+        start, before = found.get(signature, (first, 0))
+        found[signature] = start, before + copies
+    return [(signature, first, copies) for signature, (first, copies) in found.items()]
+
+
+def _cells(parts: Sequence[_Part], tenancy: Tenancy) -> list[Box]:
+    colours = stage_colours(len(tenancy.plan.stages))
+    return [_counted(_cell(rank, tenancy, colours), copies) for _, rank, copies in parts]
+
+
+def _counted(box: Box, copies: int) -> Box:
+    """The box with its number at the upper right, where it stands for several."""
+    if copies == 1:
+        return box
+    mark = f'<text class="copies" x="{box.width - 8:g}" y="17">\N{MULTIPLICATION SIGN} {copies}</text>'
+    return Box(box.width, box.height, [*box.lines, mark])
+
+
+def _cell(rank: int, tenancy: Tenancy, colours: Sequence[tuple[str, str]]) -> Box:
+    """One device: its rank, its stages in their colours, its replica and layers, its memory."""
+    held = tenancy.held[rank]
+    height = _FLAT if tenancy.plan.predicted is None else _TALL
+    lines = [
+        f'<g class="tenant"><title>{escape(_words(rank, tenancy))}</title>',
+        f'<rect class="device" x="0.5" y="0.5" width="{_CELL - 1}" height="{height - 1}" rx="5"/>',
+        f'<text class="small" x="8" y="17">rank {rank}</text>',
+    ]
+    if not held:
+        return Box(_CELL, height, [*lines, '<text class="soft" x="8" y="38">not used</text></g>'])
+    wide = (_CELL - 12) / len(held)
+    for index, (stage, position) in enumerate(held):
+        paint, ink = colours[stage]
+        x = 6 + index * wide
+        lines.append(f'<rect x="{x:g}" y="24" width="{wide - 1:g}" height="20" rx="3" fill="{paint}"/>')
+        text = _short(stage, position, tenancy, len(held))
+        if 6.2 * len(text) < wide:
+            lines.append(f'<text class="small middle" x="{x + wide / 2:g}" y="38" style="fill:{ink}">{text}</text>')
+    return Box(_CELL, height, [*lines, *_memory_bar(rank, tenancy), "</g>"])
+
+
+def _short(stage: int, position: int, tenancy: Tenancy, stages: int) -> str:
+    if stages > 1:
+        return str(stage)
+    replicas = tenancy.plan.replicas[stage]
+    replica = position // tenancy.plan.tensor_parallel
+    # A box that stands for several shows none of their replicas.
+    return f"stage {stage}" + (f" #{replica}" if replicas > 1 and tenancy.devices <= _SMALL else "")
+
+
+def _memory_bar(rank: int, tenancy: Tenancy) -> list[str]:
+    peak = tenancy.peak(rank)
+    if peak is None:
+        return []
+    predicted = tenancy.plan.predicted
+    limit = tenancy.memory_bytes
+    most = limit if limit is not None else max(predicted.peak_bytes if predicted else (peak,)) or 1.0
+    wide = _CELL - 12
+    name = "over" if limit is not None and peak > limit else "full"
+    text = bytes_text(peak) if limit is None else f"{bytes_text(peak)} of {bytes_text(limit)}"
+    return [
+        f'<rect class="well" x="6" y="48" width="{wide}" height="6" rx="2"/>',
+        f'<rect class="{name}" x="6" y="48" width="{min(1.0, peak / most) * wide:.1f}" height="6" rx="2"/>',
+        f'<text class="soft middle" x="{_CELL // 2}" y="67" style="font-size:10px">{text}</text>',
+    ]
+
+
+def _words(rank: int, tenancy: Tenancy) -> str:
+    """The tooltip of a device."""
+    plan = tenancy.plan
+    lines = [f"rank {rank}" if tenancy.held[rank] else f"rank {rank}: not used"]
+    for index, position in tenancy.held[rank]:
+        stage, replicas = plan.stages[index], plan.replicas[index]
+        replica, part = divmod(position, plan.tensor_parallel)
+        copy = f", replica {replica} of {replicas}" if replicas > 1 else ""
+        copy += f", part {part} of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
+        lines.append(f"stage {index}: layers [{stage.start}, {stage.stop}){copy}")
+    if (peak := tenancy.peak(rank)) is not None:
+        limit = tenancy.memory_bytes
+        room = "" if limit is None else f", {peak / limit:.0%} of {bytes_text(limit)}"
+        lines.append(f"peak memory {bytes_text(peak)}{room}")
+    return "\n".join(lines)
+
+
+def _grid(boxes: Sequence[Box], width: float) -> Box:
+    """Boxes in rows of equal columns: as wide as fits, but rather a compact block than one long row."""
+    cell_wide, cell_high = max(box.width for box in boxes), max(box.height for box in boxes)
+    fitting = max(1, int((width + _GAP) // (cell_wide + _GAP)))
+    square = ceil(sqrt(len(boxes) * cell_high / cell_wide * 2.4))
+    columns = min(len(boxes), fitting, max(square, min(fitting, 4)))
+    columns = ceil(len(boxes) / ceil(len(boxes) / columns))  # rows of nearly equal length
+    lines: list[str] = []
+    for index, box in enumerate(boxes):
+        row, column = divmod(index, columns)
+        lines.append(f'<g transform="translate({column * (cell_wide + _GAP):g} {row * (cell_high + _GAP):g})">')
+        lines += [*box.lines, "</g>"]
+    rows = ceil(len(boxes) / columns)
+    return Box(columns * (cell_wide + _GAP) - _GAP, rows * (cell_high + _GAP) - _GAP, lines)

@@ -1,0 +1,172 @@
+"""The SVG picture of a plan over a cluster: which device holds what, over which links, and how full it is.
+
+At the top the stages in their order, with the bytes that cross each cut; below them the machines. It stands alone and
+follows the reader's light or dark setting. Equal parts of a large cluster are drawn once, with their number.
+
+    [stage 0: layers 0-4] 1.2 MB > [stage 1: layers 5-7 x 2] > ...
+    +- 2 of these at 1.25 GB/s ------------------------------------+
+    | +- 2 devices at 12 GB/s ---+   +- 2 devices at 12 GB/s ---+  |
+    | | [rank 0   ]  [rank 1   ] |   | [rank 2   ]  [rank 3   ] |  |
+"""
+
+from collections.abc import Iterator
+from html import escape
+from itertools import chain
+from math import lcm
+from typing import assert_never
+
+from penstock.errors import PlanError
+from penstock.rendering.device_boxes import STYLE, Box, Tenancy, draw_devices, draw_levels, stage_colours
+from penstock.rendering.heat_maps import draw_heat_map
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text, seconds_text
+
+__all__ = ["draw_plan"]
+
+_WIDTH, _MARGIN = 1120, 20
+_CHIP, _CHIP_HEIGHT, _ARROW = 128, 58, 66
+_PAIRS = 4_096
+"""So many pairs of replicas are looked at for the slowest transfer of a cut."""
+
+
+def draw_plan(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> str:
+    """The picture as the text of an SVG document.
+
+    With a profile it also says what each stage takes and what crosses each cut, for one microbatch of the plan's size.
+    `PlanError` if the plan has more ranks than the cluster devices, or other layers than the profile.
+    """
+    _check(plan, cluster, profile)
+    if profile is not None and plan.microbatch_size is not None:
+        profile = profile.scaled(plan.microbatch_size)
+    stages = _Chain(plan, cluster, profile)
+    top = 74 + stages.height
+    tenancy = Tenancy.of(plan, cluster)
+    match cluster.links:
+        case LinkLevels(levels):
+            machines = draw_levels(levels, tenancy, _WIDTH - 2 * _MARGIN)
+        case LinkMatrix(rows):
+            machines = _beside(draw_devices(tenancy, _WIDTH // 2 - 2 * _MARGIN), draw_heat_map(rows))
+        case _:
+            assert_never(cluster.links)
+    width = max(_WIDTH, machines.width + 2 * _MARGIN)
+    height = top + machines.height + _MARGIN
+    headline, figures = _headline(plan, cluster), _figures(plan)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img">',
+        f"<title>{escape(headline)}</title>",
+        f"<style>\n{STYLE}\n</style>",
+        f'<text class="title" x="{_MARGIN}" y="26">{escape(headline)}</text>',
+        f'<text class="soft" x="{_MARGIN}" y="44">{escape(figures)}</text>',
+        *stages.draw(58),
+        f'<g transform="translate({_MARGIN} {top})">',
+        *machines.lines,
+        "</g>",
+        "</svg>",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _check(plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
+    last = max(chain.from_iterable(stage.ranks for stage in plan.stages))
+    if last >= cluster.devices:
+        raise PlanError(
+            f"the plan uses rank {last} and the cluster has {cluster.devices} devices: expected ranks below "
+            f"{cluster.devices}. Draw the plan over the cluster that it was made for"
+        )
+    if profile is not None and plan.layers != len(profile.layers):
+        raise PlanError(
+            f"the plan has {plan.layers} layers and the profile {profile.name!r} has {len(profile.layers)}: expected "
+            "the same number. Use the profile that the plan was made from"
+        )
+
+
+def _headline(plan: Plan, cluster: Cluster) -> str:
+    options = ["recompute"] if plan.recompute else []
+    options += [f"tensor parallel {plan.tensor_parallel}"] if plan.tensor_parallel > 1 else []
+    options += ["split microbatches"] if plan.routing == "split" else []
+    size = "" if plan.microbatch_size is None else f" of {plan.microbatch_size}"
+    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}{size}"
+    stages = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
+    return f"{plan.schedule}: {', '.join([stages, microbatches, *options])}, {plan.ranks} of {cluster.devices} devices"
+
+
+def _figures(plan: Plan) -> str:
+    expected = plan.predicted
+    if expected is None:
+        return "no prediction"
+    limit = f", limited by {expected.limit}" if expected.limit else ""
+    return (
+        f"predicted: {seconds_text(expected.minibatch_seconds)} a minibatch, "
+        f"{expected.samples_per_second:.4g} samples/s, bubble {expected.bubble:.1%} of wall time, "
+        f"peak memory {bytes_text(max(expected.peak_bytes))}{limit}"
+    )
+
+
+class _Chain:
+    """The stages one after the other, broken into rows like text."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
+        self.plan, self.cluster, self.profile = plan, cluster, profile
+        self.columns = (_WIDTH - 2 * _MARGIN + _ARROW) // (_CHIP + _ARROW)
+        self.height = -(-len(plan.stages) // self.columns) * (_CHIP_HEIGHT + 12)
+
+    def draw(self, top: int) -> Iterator[str]:
+        colours = stage_colours(len(self.plan.stages))
+        for index, stage in enumerate(self.plan.stages):
+            row, column = divmod(index, self.columns)
+            x, y = _MARGIN + column * (_CHIP + _ARROW), top + row * (_CHIP_HEIGHT + 12)
+            paint, ink = colours[index]
+            words = escape(f"stage {index}: {stage}{self._names(stage)}")
+            yield f'<g class="stage"><title>{words}</title>'
+            yield f'<rect x="{x}" y="{y}" width="{_CHIP}" height="{_CHIP_HEIGHT}" rx="6" fill="{paint}"/>'
+            replicas = self.plan.replicas[index]
+            copies = f" \N{MULTIPLICATION SIGN} {replicas}" if replicas > 1 else ""
+            yield f'<text x="{x + 10}" y="{y + 20}" style="fill:{ink}" class="title">stage {index}{copies}</text>'
+            yield f'<text x="{x + 10}" y="{y + 36}" style="fill:{ink}">{_layers(stage)}</text>'
+            yield f'<text x="{x + 10}" y="{y + 51}" style="fill:{ink}" class="small">{self._cost(stage)}</text></g>'
+            if index + 1 < len(self.plan.stages):
+                yield from self._arrow(index, x + _CHIP, y + _CHIP_HEIGHT // 2)
+
+    def _names(self, stage: Stage) -> str:
+        if self.profile is None:
+            return ""
+        first, last = self.profile.layers[stage.start].name, self.profile.layers[stage.stop - 1].name
+        return f": {first}" + (f" to {last}" if stage.stop - stage.start > 1 else "")
+
+    def _cost(self, stage: Stage) -> str:
+        if self.profile is None:
+            return ""
+        layers = self.profile.layers[stage.start : stage.stop]
+        seconds, weights = sum(layer.seconds for layer in layers), sum(layer.parameter_bytes for layer in layers)
+        return f"{seconds_text(seconds)}, {bytes_text(weights)}"
+
+    def _arrow(self, index: int, x: int, y: int) -> Iterator[str]:
+        """To the next stage, with what crosses the cut and how long that takes where it takes longest."""
+        yield f'<path class="arrow" d="M{x + 6} {y}h{_ARROW - 12}m-5 -4l5 4l-5 4"/>'
+        if self.profile is None:
+            return
+        stages = self.plan.stages
+        size = self.profile.layers[stages[index].stop - 1].cut_bytes
+        here, there = stages[index].ranks, stages[index + 1].ranks
+        rounds = min(lcm(len(here), len(there)), _PAIRS)
+        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(rounds)}
+        seconds = max(self.cluster.transfer_seconds(size, a, b) for a, b in pairs)
+        middle = x + _ARROW / 2
+        yield f'<text class="small middle" x="{middle:g}" y="{y - 7}">{bytes_text(size)}</text>'
+        yield f'<text class="soft middle" x="{middle:g}" y="{y + 17}">{seconds_text(seconds)}</text>'
+
+
+def _layers(stage: Stage) -> str:
+    return (
+        f"layer {stage.start}" if stage.stop - stage.start == 1 else f"layers {stage.start}\N{EN DASH}{stage.stop - 1}"
+    )
+
+
+def _beside(left: Box, right: Box) -> Box:
+    gap = 40
+    moved = [f'<g transform="translate({left.width + gap:g} 0)">', *right.lines, "</g>"]
+    return Box(left.width + gap + right.width, max(left.height, right.height), [*left.lines, *moved])
