@@ -2,16 +2,10 @@
 
 A plan is made by a planner, by `Plan.uniform`, or by hand in a YAML file; the schedule, the simulator and the runtime
 are made from it.
-
-Laws of this file:
-  1. The stages tile the layers: stage 0 starts at layer 0, every other one where the one before it stops.
-  2. Each rank from 0 on holds one stage; under `interleaved` the stages are dealt out in turn, so that stage s is where
-     stage s mod p is, and all stages have equally many replicas.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
@@ -19,6 +13,7 @@ from typing import Literal, TypeAlias, cast, get_args
 from penstock.errors import PlanError
 from penstock.values.documents import Place, number_text, quoted_text, read_yaml, suggestion, text_of, write_text
 from penstock.values.quantities import bytes_text
+from penstock.values.stages import Stage, check_stages, is_count, ranks_text
 
 __all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage"]
 
@@ -33,39 +28,6 @@ PipeDream (SOSP'19, section 3.2); d replicas of every stage are then d parallel 
 is split evenly over all replicas (SPP, INFOCOM 2022)."""
 
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Layers `start` up to and without `stop`, on `ranks`; more than one rank means replicas."""
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        for name, value in (("start", self.start), ("stop", self.stop)):
-            if not _is_count(value, least=0):
-                raise PlanError(
-                    f"{name}: expected the index of a layer, 0 or more, found {text_of(value)}: "
-                    "layers are counted from 0, and stop is the first layer of the next stage"
-                )
-        if self.stop <= self.start:
-            raise PlanError(
-                f"stop: expected more than start = {self.start}, found {self.stop}: "
-                "a stage holds at least one layer; use fewer stages or move a cut"
-            )
-        if not self.ranks:
-            raise PlanError("ranks: expected one rank or more, found none: say which rank holds the stage")
-        for index, rank in enumerate(self.ranks):
-            if not _is_count(rank, least=0):
-                raise PlanError(
-                    f"ranks[{index}]: expected a rank, 0 or more, found {text_of(rank)}: ranks are counted from 0"
-                )
-
-    def __str__(self) -> str:
-        return f"layers [{self.start}, {self.stop}) on {_ranks_text(self.ranks)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +76,10 @@ class Plan:
     routing: Routing = "round-robin"
     tensor_parallel: int = 1
     """So many consecutive ranks of a stage hold one replica together (``t`` of PTD-P)."""
+    planner: str = field(default="", compare=False)
+    """Who made the plan."""
+    explanation: str = field(default="", compare=False, repr=False)
+    """What else was considered, and why this plan is better; a file does not keep it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -129,16 +95,14 @@ class Plan:
             )
         for name in ("microbatches", "microbatch_size", "tensor_parallel"):
             value = getattr(self, name)
-            if not (value is None and name == "microbatch_size") and not _is_count(value, least=1):
+            if not (value is None and name == "microbatch_size") and not is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
         for name in ("vertical_sync", "recompute"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(
                     f"{name}: expected true or false, found {text_of(getattr(self, name))}: give one of them"
                 )
-        _check_tiling(self.stages)
-        _check_replicas(self.stages, self.tensor_parallel)
-        _check_ranks(self.stages, interleaved=self.schedule == "interleaved")
+        check_stages(self.stages, self.tensor_parallel, interleaved=self.schedule == "interleaved")
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
@@ -161,12 +125,12 @@ class Plan:
 
         Stage s is on rank s mod (stages / stages_per_rank). `PlanError` if there are fewer layers than stages.
         """
-        if not _is_count(stages, least=1) or not _is_count(layers, least=1) or layers < stages:
+        if not is_count(stages, least=1) or not is_count(layers, least=1) or layers < stages:
             raise PlanError(
                 f"cannot cut {text_of(layers)} layers into {text_of(stages)} stages: expected at least one layer per "
                 "stage. Use fewer stages, or capture the model in finer layers"
             )
-        if not _is_count(stages_per_rank, least=1) or stages % stages_per_rank:
+        if not is_count(stages_per_rank, least=1) or stages % stages_per_rank:
             raise PlanError(
                 f"stages_per_rank: expected a divisor of {stages} stages, found {text_of(stages_per_rank)}: "
                 "stages is the number of all stages, ranks times stages_per_rank"
@@ -219,7 +183,7 @@ class Plan:
         options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}"]
         rows = [("stage", "layers", "ranks")]
-        rows += [(str(i), f"[{s.start}, {s.stop})", _ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
+        rows += [(str(i), f"[{s.start}, {s.stop})", ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines += [f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         if self.predicted is not None:
@@ -233,6 +197,11 @@ class Plan:
             lines += [f"  limited by {expected.limit}"] if expected.limit else []
         return "\n".join(lines)
 
+    def explain(self) -> str:
+        """Why this plan: the ranked table of all that `penstock.plan` considered, and why the next best lost."""
+        reason = "it was not found by a search: penstock.plan(profile, cluster) compares plans and says why"
+        return self.explanation or f"{self}\n{reason}"
+
     def save(self, path: str | Path) -> None:
         """Writes YAML. `PlanError` if the file cannot be written."""
         lines = [f"format: {_FORMAT}", f"schedule: {self.schedule}", f"microbatches: {self.microbatches}"]
@@ -241,6 +210,7 @@ class Plan:
         lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(self.recompute).lower()}"]
         lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
         lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
+        lines += [f"planner: {quoted_text(self.planner)}"] if self.planner else []
         lines.append("stages: # layers from start up to and without stop")
         lines += [f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}" for s in self.stages]
         if self.predicted is not None:
@@ -259,7 +229,7 @@ class Plan:
         """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the mend."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
-        optional = [field.name for field in fields(cls) if field.name != "stages"]
+        optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation")]
         places = place.mapping(("format", "stages"), optional)
         stages = tuple(_read_stage(stage) for stage in places["stages"].items())
         schedule = places["schedule"].text() if "schedule" in places else "1f1b-flush"
@@ -269,8 +239,9 @@ class Plan:
         routing = cast(Routing, places["routing"].text()) if "routing" in places else "round-robin"
         parallel = places["tensor_parallel"].integer() if "tensor_parallel" in places else 1
         predicted = _read_prediction(places["predicted"]) if "predicted" in places else None
+        planner = places["planner"].text() if "planner" in places else ""
         return place.build(
-            lambda: cls(stages, schedule, microbatches, size, sync, recompute, predicted, routing, parallel)
+            lambda: cls(stages, schedule, microbatches, size, sync, recompute, predicted, routing, parallel, planner)
         )
 
 
@@ -287,96 +258,3 @@ def _read_prediction(place: Place) -> Prediction:
     limit = places.pop("limit").text() if "limit" in places else ""
     numbers = {name: inner.number() for name, inner in places.items()}
     return place.build(lambda: Prediction(peak_bytes=peaks, limit=limit, **numbers))
-
-
-def _check_tiling(stages: tuple[Stage, ...]) -> None:
-    if not stages:
-        raise PlanError("stages: expected one stage or more, found none: give at least one")
-    expected = 0
-    for index, stage in enumerate(stages):
-        if stage.start != expected:
-            what = "a gap" if stage.start > expected else "an overlap"
-            before = f"stage {index - 1} stops at {expected}" if index else "the first stage starts at layer 0"
-            raise PlanError(
-                f"stages[{index}].start: expected {expected} ({before}), found {stage.start} in {stage}: {what}. "
-                f"Let stage {index} start at {expected}" + (f", or move the stop of stage {index - 1}" if index else "")
-            )
-        expected = stage.stop
-
-
-def _check_replicas(stages: tuple[Stage, ...], tensor_parallel: int) -> None:
-    for index, stage in enumerate(stages):
-        if len(stage.ranks) % tensor_parallel:
-            raise PlanError(
-                f"stages[{index}].ranks: expected a multiple of {tensor_parallel} ranks (tensor_parallel), found "
-                f"{len(stage.ranks)} in {stage}: give every replica all its ranks"
-            )
-        for first in stage.ranks[::tensor_parallel]:
-            at = stage.ranks.index(first)
-            expected = tuple(range(first, first + tensor_parallel))
-            if first % tensor_parallel or stage.ranks[at : at + tensor_parallel] != expected:
-                raise PlanError(
-                    f"stages[{index}].ranks: expected groups of {tensor_parallel} consecutive ranks (tensor_parallel), "
-                    f"each from a multiple of {tensor_parallel}, found {list(stage.ranks)}: number the ranks so that "
-                    "those of a replica stand together"
-                )
-
-
-def _check_ranks(stages: tuple[Stage, ...], *, interleaved: bool) -> None:
-    held = [rank for stage in stages for rank in stage.ranks]
-    ranks = max(held) + 1
-    missing = sorted(set(range(ranks)) - set(held))
-    if missing:
-        raise PlanError(
-            f"stages: expected ranks 0 to {ranks - 1} to hold a stage each, found none on {_ranks_text(missing)}: "
-            "number the ranks from 0 without gaps"
-        )
-    around = _positions(stages, ranks) if interleaved else len(stages)
-    before: dict[int, int] = {}
-    for index, stage in enumerate(stages):
-        at = f"stages[{index}].ranks: "
-        if index >= around:
-            expected = stages[index % around].ranks
-            if stage.ranks != expected:
-                raise PlanError(
-                    f"{at}expected {list(expected)} (interleaved: stage s where stage s mod {around} is), "
-                    f"found {list(stage.ranks)} in {stage}: deal the stages to the ranks in turn"
-                )
-            continue
-        for rank in stage.ranks:
-            if rank in before:
-                raise PlanError(
-                    f"{at}rank {rank} is used twice: expected each rank once, found it in stage {before[rank]} and in "
-                    f"{stage}. Give stage {index} another rank (several stages on a rank need schedule interleaved)"
-                )
-            before[rank] = index
-
-
-def _positions(stages: tuple[Stage, ...], ranks: int) -> int:
-    """How many stages in a row are on ranks of their own, under `interleaved` on so many ranks."""
-    replicas = len(stages[0].ranks)
-    for index, stage in enumerate(stages):
-        if len(stage.ranks) != replicas:
-            raise PlanError(
-                f"stages[{index}].ranks: expected {replicas} ranks (interleaved: as many as stage 0 has), found "
-                f"{len(stage.ranks)} in {stage}: give all stages the same number of replicas"
-            )
-    if ranks % replicas or len(stages) % (ranks // replicas):
-        around = ranks // replicas
-        raise PlanError(
-            f"stages: expected a multiple of {around} stages (interleaved on {ranks} ranks), found {len(stages)}: "
-            f"the last is {stages[-1]}. Give every rank the same number of stages"
-        )
-    return ranks // replicas
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least and value < math.inf
