@@ -5,7 +5,9 @@ Nothing is guessed: each change that the text names was tried, alone, with the s
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,6 +24,10 @@ __all__ = ["fitting_advice", "is_alone", "least_rank_bytes", "room_of"]
 
 _MOST_DEVICES = 64
 """Beyond so many a search takes too long for an error message."""
+
+
+_SWEEPS = 10
+"""Enough to come near the least bytes of interleaved stages; a message must not take as long as a plan."""
 
 
 def is_alone(request: Request) -> bool:
@@ -56,7 +62,7 @@ def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
     free = [np.zeros(costs.layers + 1)] * (stages - 1)
     if request.schedule == "interleaved":
         counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
-        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies).worst_bytes
+        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, sweeps=_SWEEPS).worst_bytes
     room = room_of(request, ranks, 0.0)
     return least_slowest(_stage_bytes(costs, room, ranks), free)
 
@@ -68,11 +74,10 @@ def fitting_advice(profile: Profile, devices: int, size_bytes: float, request: R
         needed = "no plan of that shape exists"
     else:
         needed = f"the rank that needs most takes {bytes_text(least)} at the least"
-    mends = [
-        words
-        for words, other, count, changed in _changes(profile, devices, size_bytes, request)
-        if _fits(other, count, changed, size_bytes)
-    ]
+    mends = []
+    for variants in _changes(profile, devices, request):
+        fitting = (words for words, other, count, asked in variants if _fits(other, count, asked, size_bytes))
+        mends += [*islice(fitting, 1)]
     if mends:
         return f"{needed}. It would fit with {', or with '.join(mends)}"
     largest = max(layer.parameter_bytes for layer in profile.layers)
@@ -84,34 +89,28 @@ def fitting_advice(profile: Profile, devices: int, size_bytes: float, request: R
     )
 
 
-def _changes(
-    profile: Profile, devices: int, size_bytes: float, request: Request
-) -> Iterator[tuple[str, Profile, int, Request]]:
-    """(Words, profile, devices, request) of each change of one thing; of numbers the one that changes least."""
+_Variant: TypeAlias = tuple[str, Profile, int, Request]
+"""(Words, profile, devices, request)."""
+
+
+def _changes(profile: Profile, devices: int, request: Request) -> Iterator[Iterator[_Variant]]:
+    """For each thing that may be changed alone, its changes, the least one first."""
     if not request.recompute:
-        yield "recompute=True", profile, devices, replace(request, recompute=True)
+        yield iter([("recompute=True", profile, devices, replace(request, recompute=True))])
     if request.schedule not in ("1f1b-flush", "interleaved"):
-        yield "schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush")
+        yield iter([("schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush"))])
     if request.vertical_sync and request.schedule == "1f1b":
-        yield "vertical_sync=False", profile, devices, replace(request, vertical_sync=False)
+        yield iter([("vertical_sync=False", profile, devices, replace(request, vertical_sync=False))])
     if request.schedule not in ("1f1b", "2bw"):
         # Interleaving takes its microbatches in groups of one per rank.
         group = request.stage_count(devices) // request.stages_per_rank if request.schedule == "interleaved" else 1
-        for fewer in _halves(request.microbatches):
-            changed = replace(request, microbatches=fewer)
-            if not fewer % group and _fits(profile, devices, changed, size_bytes):
-                yield f"microbatches={fewer}", profile, devices, changed
-                break
-    for size in _halves(profile.microbatch_size):
-        scaled = profile.scaled(size)
-        if _fits(scaled, devices, request, size_bytes):
-            yield f"{size} instead of {profile.microbatch_size} samples in a microbatch", scaled, devices, request
-            break
+        counts = (count for count in _halves(request.microbatches) if not count % group)
+        yield ((f"microbatches={count}", profile, devices, replace(request, microbatches=count)) for count in counts)
+    most = profile.microbatch_size
+    yield ((f"{size} instead of {most} samples", profile.scaled(size), devices, request) for size in _halves(most))
     if request.stages is None:
-        for more in (2 * devices, 4 * devices, 8 * devices):
-            if more <= _MOST_DEVICES and _fits(profile, more, request, size_bytes):
-                yield f"{more} devices", profile, more, request
-                break
+        counts = (count for count in (2 * devices, 4 * devices, 8 * devices) if count <= _MOST_DEVICES)
+        yield ((f"{count} devices", profile, count, request) for count in counts)
 
 
 def _fits(profile: Profile, devices: int, request: Request, size_bytes: float) -> bool:

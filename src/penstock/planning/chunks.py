@@ -44,19 +44,22 @@ def deal_stages(
     optimizer_copies: float = OPTIMIZER_COPIES,
     *,
     try_all: int = _TRY_ALL,
+    sweeps: int | None = None,
 ) -> Deal:
     """The best deal found that needs no more than `size_bytes` on a rank; else the one that needs least.
 
     ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is; one less than there are stages.
-    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most.
+    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most. `try_all`: up to
+    so many ways to cut all are tried. `sweeps`: how often each cut is moved at most; None as often as it helps.
     """
-    game = _Game(costs, tuple(exchange), tuple(in_flight), size_bytes, optimizer_copies)
+    sent = np.array([*exchange, np.zeros(costs.layers + 1)])
+    game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies)
     if comb(costs.layers - 1, len(exchange)) <= try_all:
         inner = np.array(list(combinations(range(1, costs.layers), len(exchange))), dtype=np.int64)
         inner = inner.reshape(-1, len(exchange))
         best = game.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
     else:
-        ends = [_improve(game, start) for start in _starts(game)]
+        ends = [_improve(game, start, costs.layers if sweeps is None else sweeps) for start in _starts(game)]
         best = game.best(np.array([end[:-1] for end in ends]), costs.layers)
     seconds, _, held = game.judge(best[None])
     return Deal(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))
@@ -67,7 +70,8 @@ class _Game:
     """What cuts are worth."""
 
     costs: ChainCosts
-    exchange: tuple[Matrix, ...]
+    exchange: Matrix
+    """(stages, N+1): behind the last stage nothing is sent."""
     in_flight: tuple[int, ...]
     size_bytes: float
     optimizer_copies: float
@@ -89,9 +93,7 @@ class _Game:
             return matrix.take(flat).reshape(len(cuts), stages // ranks, ranks)
 
         loads = by_rank(self.costs.seconds).sum(axis=1)
-        sent = np.zeros((len(cuts), stages))
-        for stage, seconds in enumerate(self.exchange):
-            sent[:, stage] = seconds[cuts[:, stage + 1]]
+        sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
         links = sent.reshape(len(cuts), stages // ranks, ranks).sum(axis=1)
         held = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
         held = held + by_rank(self.costs.recomputed_bytes).max(axis=1)
@@ -102,7 +104,7 @@ class _Game:
 
 def _starts(game: _Game) -> Iterator[Counts]:
     """Cuts to start from."""
-    layers, stages = game.costs.layers, len(game.exchange) + 1
+    layers, stages = game.costs.layers, len(game.exchange)
     shares = np.arange(1, stages) / stages
     lengths = np.arange(1, layers + 1, dtype=np.float64)
     for sizes in (game.costs.seconds[0, 1:], lengths, game.costs.parameter_bytes[0, 1:]):
@@ -116,34 +118,40 @@ def _starts(game: _Game) -> Iterator[Counts]:
     def seconds(stage: int, starts: Counts) -> Matrix:
         return np.where(positions > starts[:, None], game.costs.seconds[starts], np.inf)
 
-    limit = least_slowest(seconds, game.exchange)
-    yield np.array(cut_evenly(seconds, game.exchange, limit))
+    limit = least_slowest(seconds, game.exchange[:-1])
+    yield np.array(cut_evenly(seconds, game.exchange[:-1], limit))
 
 
-def _improve(game: _Game, cuts: Counts) -> Counts:
-    """The cuts after moving them for as long as something gets better; each round takes the best of all moves."""
-    for _ in range(4 * game.costs.layers):
-        better = game.best(np.concatenate([cuts[None, :-1], _moves(cuts)]), game.costs.layers)
-        if (better == cuts).all():
+def _improve(game: _Game, cuts: Counts, sweeps: int) -> Counts:
+    """The cuts after moving them for as long as something gets better; of every group of moves the best is taken."""
+    layers, count = game.costs.layers, len(cuts) - 2
+    for _ in range(sweeps):
+        before = cuts
+        for cut in range(1, count + 1):
+            cuts = game.best(_places(cuts, cut), layers)
+        cuts = game.best(_shifts(cuts), layers)
+        if (before == cuts).all():
             break
-        cuts = better
     return cuts
 
 
-def _moves(cuts: Counts) -> Counts:
-    """All places of each cut between its neighbours, and runs of neighbours one layer up or down; last cut left out."""
-    rows = []
+def _places(cuts: Counts, cut: int) -> Counts:
+    """All places of one cut between its neighbours, where it is first; the last of all cuts left out."""
+    places = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
+    moved = np.repeat(cuts[None, :-1], len(places) + 1, axis=0)
+    moved[1:, cut] = places
+    return moved
+
+
+def _shifts(cuts: Counts) -> Counts:
+    """The cuts as they are, then runs of neighbours one layer up or down; the last of all cuts left out."""
+    rows = [cuts]
     count = len(cuts) - 2
-    for cut in range(1, count + 1):
-        places = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
-        moved = np.repeat(cuts[None, :-1], len(places), axis=0)
-        moved[:, cut] = places
-        rows.append(moved)
-    for length in {2**power for power in range(1, count.bit_length())} | ({count} if count > 1 else set()):
+    for length in {*(2**power for power in range(1, count.bit_length())), count} - {0, 1}:
         for first in range(1, count - length + 2):
             for step in (-1, 1):
                 moved = cuts.copy()
                 moved[first : first + length] += step
-                if (np.diff(moved) > 0).all():
-                    rows.append(moved[None, :-1])
-    return np.concatenate(rows) if rows else np.zeros((0, len(cuts) - 1), dtype=np.int64)
+                rows.append(moved)
+    every = np.array(rows)
+    return every[(np.diff(every, axis=1) > 0).all(axis=1), :-1]
