@@ -1,0 +1,91 @@
+"""The links that groups of ranks share out among themselves: what rings around each group can carry.
+
+Ranks are numbered as Megatron-LM numbers them: tensor-parallel ranks are neighbours, then come the replicas of the
+same stage, and the stages are farthest apart. Stage i, replica j, tensor rank k of (p, d, t) is rank (i d + j) t + k.
+
+Every device has a link of its own at every level, as a server of the thesis has a network card for each of its devices
+(section 4.4.1). Collectives run as many rings as have links side by side: a group with q devices in each server leaves
+a server over q cards at once. Where the links are a matrix, nothing is known of levels, and there is one ring.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import assert_never
+
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+
+__all__ = ["Ring", "data_ring", "pipeline_ring", "tensor_ring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The slowest of several equal groups: bytes per second that its rings carry, seconds per message."""
+
+    ranks: int
+    bandwidth: float = inf
+    latency_seconds: float = 0.0
+
+    def allreduce_seconds(self, size_bytes: float) -> float:
+        """Sum of `size_bytes` on every rank: each sends 2 (r - 1) / r of them in 2 (r - 1) messages."""
+        return 2 * self.gather_seconds(size_bytes)
+
+    def gather_seconds(self, size_bytes: float) -> float:
+        """Every rank gets the parts of all others, `size_bytes` together: (r - 1) / r of them in r - 1 messages."""
+        return (self.ranks - 1) * (self.latency_seconds + size_bytes / self.ranks / self.bandwidth)
+
+    def transfer_seconds(self, size_bytes: float) -> float:
+        """One message to the next rank."""
+        return self.latency_seconds + size_bytes / self.bandwidth if self.ranks > 1 else 0.0
+
+
+def tensor_ring(cluster: Cluster, ranks: int, tensor: int) -> Ring:
+    """Around the ranks 0 to t - 1, t to 2t - 1, ... below `ranks`."""
+    return _slowest_ring(cluster, ranks, 1, tensor, True)
+
+
+def data_ring(cluster: Cluster, ranks: int, tensor: int, data: int) -> Ring:
+    """Around the replicas of a stage: every t-th of d t neighbours."""
+    return _slowest_ring(cluster, ranks, tensor, data, True)
+
+
+def pipeline_ring(cluster: Cluster, ranks: int, pipeline: int) -> Ring:
+    """Through the stages, and from the last back to the first, as interleaving sends; a message takes one link."""
+    return _slowest_ring(cluster, ranks, ranks // pipeline, pipeline, False)
+
+
+@lru_cache(maxsize=4096)
+def _slowest_ring(cluster: Cluster, ranks: int, stride: int, members: int, collective: bool) -> Ring:
+    """Of the groups of `members` ranks that are `stride` apart, among the first `ranks`."""
+    if members == 1:
+        return Ring(1)
+    span = stride * members
+    # The groups of one span are alike where levels are aligned with them, but need not be.
+    groups = [range(first, start + span, stride) for start in range(0, ranks, span) for first in _firsts(start, stride)]
+    found = [_ring(cluster, group, collective) for group in groups]
+    return Ring(members, min(speed for speed, _ in found), max(latency for _, latency in found))
+
+
+def _firsts(start: int, stride: int) -> range:
+    return range(start, start + stride)
+
+
+def _ring(cluster: Cluster, group: range, collective: bool) -> tuple[float, float]:
+    """(Bytes per second, seconds per message) around one group."""
+    match cluster.links:
+        case LinkLevels(levels):
+            bandwidth, latency, below = inf, 0.0, 1
+            for (count, link), seconds in zip(levels, cluster.links.latency_seconds, strict=True):
+                parts = Counter(rank // below for rank in group)
+                below *= count
+                if len(parts) > len({rank // below for rank in group}):
+                    bandwidth = min(bandwidth, link * (min(parts.values()) if collective else 1))
+                    latency = max(latency, seconds)
+            return bandwidth, latency
+        case LinkMatrix():
+            hops = [(a, b) for a, b in zip(group, (*group[1:], group[0]), strict=True)]
+            hops += [(b, a) for a, b in hops]
+            return min(cluster.bandwidth(a, b) for a, b in hops), max(cluster.latency(a, b) for a, b in hops)
+        case _:
+            assert_never(cluster.links)

@@ -1,0 +1,734 @@
+"""The search of PTD-P against closed forms, an exhaustive search, and takeaways and numbers of the thesis."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, permutations, product
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.planning.accelerators import A100, Accelerator, Precision
+from penstock.planning.arrangements import (
+    Arrangement,
+    ArrangementLinks,
+    Candidate,
+    activation_bytes,
+    boundary_seconds,
+    candidate,
+    checkpoint_count,
+    stages_in_flight,
+)
+from penstock.planning.pipeline_trials import play
+from penstock.planning.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
+from penstock.planning.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d
+from penstock.planning.transformer_costs import (
+    PartCosts,
+    TransformerCosts,
+    part_costs,
+    profile_of,
+    tensor_numbers,
+)
+from penstock.scheduling import schedule
+from penstock.scheduling.actions import Backward, Forward
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+from penstock.values.transformers import Transformer
+
+GIB = 2**30
+GPT_175B, GPT_530B, GPT_1T = Transformer(96, 12288, 96), Transformer(105, 20480, 128), Transformer(128, 25600, 160)
+GPT_162B, GPT_145B = Transformer(32, 20480, 128), Transformer(80, 12288, 96)
+GPT_91B, GPT_6B, GPT_1B = Transformer(72, 10240, 80), Transformer(32, 3840, 32), Transformer(4, 4096, 128)
+NOTHING = PartCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = ArrangementLinks(Ring(1), Ring(1), Ring(1))
+TOY = Accelerator("toy", 1e12, 1e11, 0.8, 1000.0)
+
+
+def selene(devices: int, server: int = 8) -> Cluster:
+    """Servers of A100s as in section 4.5: NVLink inside, one InfiniBand card of 200 Gbit/s per device outside."""
+    return Cluster.hierarchical([(server, 300e9), (-(-devices // server), 25e9)], 80 * GIB)
+
+
+def slowest_pair(cluster: Cluster, groups: list[list[int]], *, striped: bool) -> float:
+    """The least over all pairs of the link between them, times the links of those beside the first if `striped`."""
+    sizes = [1, *accumulate((count for count, _ in cluster.levels), mul)]
+
+    def rails(group: list[int], a: int, b: int) -> int:
+        apart = max(size for size in sizes if a // size != b // size)
+        return sum(other // apart == a // apart for other in group) if striped else 1
+
+    pairs = [(group, a, b) for group in groups for a, b in permutations(group, 2)]
+    return min((cluster.bandwidth(a, b) * rails(group, a, b) for group, a, b in pairs), default=math.inf)
+
+
+def best(transformer: Transformer, devices: int, batch: int, server: int = 8, **fixed: int | bool) -> Candidate:
+    return rank_three_d(ThreeDRequest(transformer, selene(devices, server), batch, **fixed), 0)[0]
+
+
+# Accelerator, rings, parts.
+
+
+@settings(max_examples=300, deadline=None)
+@given(*[st.integers(1, 5000)] * 3, st.integers(1, 50), st.integers(1, 4))
+def test_larger_products_take_longer_at_higher_rates(m: int, k: int, n: int, count: int, times: int) -> None:
+    small, large = TOY.product_seconds(m, k, n, count), TOY.product_seconds(m, k, n * times, count)
+
+    assert small <= large <= times * small * (1 + 1e-12)
+    assert small >= 2 * count * m * k * n / (TOY.efficiency * TOY.peak_operations)
+    assert small >= 2 * count * (m * k + k * n + m * n) / TOY.memory_bandwidth
+
+
+def test_a_very_large_product_reaches_the_efficiency() -> None:
+    seconds = A100.product_seconds(1e6, 1e6, 1e6)
+
+    assert math.isclose(2e18 / seconds, A100.efficiency * A100.peak_operations, rel_tol=1e-5)
+
+
+LEVELS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 100)), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LEVELS, st.data())
+def test_a_ring_is_as_slow_as_the_slowest_pair_of_its_groups(
+    levels: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    # Links farther out are slower, as in every machine; then a chain of neighbours meets the slowest pair.
+    speeds = sorted((float(speed) for _, speed in levels), reverse=True)
+    cluster = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
+    n = cluster.devices
+    tensor = data.draw(st.sampled_from([t for t in range(1, n + 1) if n % t == 0]))
+    pipeline = data.draw(st.sampled_from([p for p in range(1, n // tensor + 1) if n // tensor % p == 0]))
+    replicas = n // tensor // pipeline
+    ranks = [
+        [[(i * replicas + j) * tensor + k for k in range(tensor)] for j in range(replicas)] for i in range(pipeline)
+    ]
+    tensors = [row for stage in ranks for row in stage]
+    datas = [[row[k] for row in stage] for stage in ranks for k in range(tensor)]
+    stages = [[stage[j][k] for stage in ranks] for j in range(replicas) for k in range(tensor)]
+
+    assert tensor_ring(cluster, n, tensor) == Ring(tensor, slowest_pair(cluster, tensors, striped=True))
+    assert data_ring(cluster, n, tensor, replicas) == Ring(replicas, slowest_pair(cluster, datas, striped=True))
+    assert pipeline_ring(cluster, n, pipeline) == Ring(pipeline, slowest_pair(cluster, stages, striped=False))
+
+
+def test_a_group_leaves_a_server_over_the_cards_of_all_its_devices() -> None:
+    cluster = selene(64)
+
+    assert tensor_ring(cluster, 64, 8).bandwidth == 300e9
+    assert tensor_ring(cluster, 64, 16).bandwidth == 8 * 25e9
+    assert data_ring(cluster, 64, 1, 64).bandwidth == 8 * 25e9
+    assert data_ring(cluster, 64, 4, 16).bandwidth == 2 * 25e9
+    assert data_ring(cluster, 64, 8, 8).bandwidth == 25e9
+    assert pipeline_ring(cluster, 64, 8).bandwidth == 25e9
+    assert pipeline_ring(cluster, 64, 64).bandwidth == 25e9
+
+
+def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
+    rows = [[0, 5, 1, 1], [4, 0, 7, 1], [1, 8, 0, 6], [9, 1, 5, 0]]
+    cluster = Cluster.from_matrix(rows)
+
+    # Around and back: 0-1-2-3-0 has 5, 7, 6, 9 and backwards 4, 8, 5, 1.
+    assert tensor_ring(cluster, 4, 4) == Ring(4, 1)
+    assert tensor_ring(cluster, 4, 2) == Ring(2, 4)
+    assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 64), st.floats(1, 1e12), st.floats(1, 1e12))
+def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float, speed: float) -> None:
+    assert math.isclose(Ring(ranks, speed).allreduce_seconds(size), 2 * (ranks - 1) / ranks * size / speed)
+    assert math.isclose(Ring(ranks, speed, 1.0).allreduce_seconds(0.0), 2 * (ranks - 1))
+
+
+@pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
+def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
+    costs = part_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
+    numbers = costs.layer.reduce_seconds * 300e9 / 2
+
+    assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
+    assert math.isclose(numbers, tensor_numbers(GPT_175B, b, tensor))
+
+
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
+    links = ArrangementLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))
+    costs = part_costs(GPT_175B, A100, links.tensor, b)
+    whole, none, all_bytes = boundary_seconds(costs, replace(links, scatter_gather=False))
+    scattered, _, part_bytes = boundary_seconds(costs, links)
+
+    assert (none, all_bytes) == (0.0, 2 * b * 2048 * 12288)
+    assert part_bytes == all_bytes / 8
+    assert math.isclose(scattered, part_bytes / 25e9 + 7 / 8 * all_bytes / 300e9)
+    assert scattered < whole
+    # Where the links between stages are as fast as those of the group, there is nothing to gain.
+    fast = replace(links, pipeline=Ring(12, 300e9))
+    assert boundary_seconds(costs, fast)[0] <= all_bytes / 300e9
+
+
+def test_saved_bytes_are_those_of_korthikanti() -> None:
+    for transformer, b, t in product([GPT_175B, GPT_1T, GPT_1B], [1, 3], [1, 2, 8]):
+        s, h, a = transformer.sequence, transformer.hidden, transformer.heads
+        found = part_costs(transformer, A100, Ring(t), b).layer.saved_bytes
+
+        assert math.isclose(found, s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+        if t == 1:
+            assert math.isclose(found, s * b * h * (34 + 5 * a * s / h))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> None:
+    costs = part_costs(GPT_175B, A100, Ring(tensor), 1)
+    h = GPT_175B.hidden
+    shared = 6 * h
+
+    assert math.isclose(tensor * (costs.layer.parameters - shared) + shared, GPT_175B.layer_parameters)
+    assert math.isclose(tensor * costs.tied_parameters, GPT_175B.vocabulary * h)
+
+
+def test_a_profile_has_the_parameters_and_seconds_of_the_parts() -> None:
+    profile = profile_of(GPT_6B, A100, selene(8), microbatch_size=2)
+    costs = part_costs(GPT_6B, A100, Ring(1), 2)
+    table = GPT_6B.vocabulary * GPT_6B.hidden
+
+    assert len(profile) == GPT_6B.layers + 2
+    assert profile.microbatch_size == 2
+    # The head has a copy of the table.
+    assert math.isclose(profile.parameter_bytes, 2 * (GPT_6B.parameters + table))
+    assert math.isclose(profile.seconds, 32 * costs.layer.seconds + costs.embedding.seconds + costs.head.seconds)
+
+
+def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
+    slow = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=4)
+    fast = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e12), tensor_parallel=4)
+    numbers = tensor_numbers(GPT_6B, 1, 4)
+
+    assert math.isclose(slow.layers[5].seconds - fast.layers[5].seconds, 2 * numbers * (1e-9 - 1e-12))
+    assert slow.layers[5].cut_bytes == 2 * 2048 * 3840 / 4
+    with pytest.raises(PlanError, match="divisor of the model's 32 heads, found 3"):
+        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=3)
+    with pytest.raises(PlanError, match="at most the 8 devices"):
+        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=16)
+
+
+# Memory.
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, 200), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 200))
+def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer: float, in_flight: int) -> None:
+    def size(count: int) -> float:
+        return in_flight * count * kept + math.ceil(layers / count) * layer
+
+    found = checkpoint_count(layers, kept, layer, in_flight)
+
+    assert found == min(range(1, layers + 1), key=lambda count: (size(count), count))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 100), st.floats(0.1, 50))
+def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, ratio: float) -> None:
+    """c A_in + l / c A is least at sqrt(l A / A_in); rounding l / c up costs one layer at most."""
+    optimum = min(max(math.sqrt(layers * ratio), 1.0), layers)
+    found = checkpoint_count(layers, 1.0, ratio)
+
+    assert found + math.ceil(layers / found) * ratio <= math.ceil(optimum) + (layers / optimum + 1) * ratio + 1e-9
+
+
+def test_activation_bytes_are_those_of_section_4_3_5() -> None:
+    costs = part_costs(GPT_175B, A100, Ring(8), 1)
+    kept, layer = costs.boundary_bytes, costs.layer.saved_bytes
+
+    assert kept == 2 * 2048 * 12288
+    assert activation_bytes(costs, 8, 1, 4) == 4 * kept + 2 * layer
+    assert activation_bytes(costs, 8, 5, 4) == 20 * kept + 2 * layer
+    assert activation_bytes(costs, 8, 5, None) == 40 * layer
+
+
+@pytest.mark.parametrize(("p", "v", "rounds"), list(product([1, 2, 3, 4, 6], [1, 2, 3], [1, 2, 4])))
+def test_stages_in_flight_are_those_of_the_schedule(p: int, v: int, rounds: int) -> None:
+    if p == 1 and v > 1:
+        return
+    m = p * rounds
+    name = "interleaved" if v > 1 else "1f1b-flush"
+    program = schedule(Plan.of_cuts(range(p * v + 1), p, name, m)).step(0)
+
+    for position, row in enumerate(program):
+        held, most, first, most_first = 0, 0, 0, 0
+        for action in row:
+            change = {Forward: 1, Backward: -1}.get(type(action), 0)
+            held += change
+            first += change if change and action.stage == 0 else 0
+            most, most_first = max(most, held), max(most_first, first)
+        assert most == stages_in_flight(p, v, m, position)
+        if position == 0:
+            assert most_first <= min(m, p if v == 1 else 2 * p)
+
+
+# Closed forms.
+
+
+def equal_parts(layer: PartCosts) -> TransformerCosts:
+    """Costs in which all positions of a pipeline are alike."""
+    return TransformerCosts(1, 1, NOTHING, layer, NOTHING, 0.0, 0.0)
+
+
+def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recompute: bool = False) -> Candidate:
+    """The closed form for equal positions, free links and free updates."""
+    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = Arrangement(p, tensor, d, b, v, recompute)
+    return candidate(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 32), st.integers(1, 16), st.integers(1, 8), st.integers(1, 20))
+def test_the_bubble_without_tensor_parallelism_is_n_minus_d(p: int, d: int, b: int, m: int) -> None:
+    """(p - 1) / m of the ideal time is (n - d) / b' with t = 1 and b' = B / b (section 4.3.3)."""
+    one = alike(p, d, b, 1, batch=m * b * d)
+    n, microbatches = p * d, m * d
+
+    assert math.isclose(one.bubble_seconds / one.compute_seconds, (n - d) / microbatches, abs_tol=1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 16), st.integers(1, 4), st.integers(1, 20))
+def test_the_bubble_without_data_parallelism_is_n_over_t(t: int, p: int, v: int, rounds: int) -> None:
+    """(n / t - 1) / m of the ideal time with d = 1 (section 4.3.2), and a v-th of it interleaved (section 4.2.2)."""
+    m = rounds * p
+    one = alike(p, 1, 1, v, batch=m, tensor=t)
+
+    assert math.isclose(one.bubble_seconds / one.compute_seconds, (p * t / t - 1) / m / v, abs_tol=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.integers(1, 20), st.booleans())
+def test_seconds_are_equation_4_1(p: int, d: int, b: int, m: int, recompute: bool) -> None:
+    batch = m * b * d
+    one = alike(p, d, b, 1, batch, recompute=recompute)
+
+    # Here b' = B / d.
+    assert math.isclose(one.minibatch_seconds, (batch / d / b + p - 1) * (1 + 2 + recompute))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: int, recompute: bool) -> None:
+    if p == 1:
+        v = 1
+    m = p * rounds
+    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = Arrangement(p, 1, 1, 1, v, recompute)
+
+    found = play(p * v, costs, form, replace(FREE, pipeline=Ring(p)), m)
+
+    assert math.isclose(found, alike(p, 1, 1, v, m, recompute=recompute).minibatch_seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.floats(0, 2), st.floats(0, 2))
+def test_the_simulator_agrees_where_the_head_is_slow(p: int, m: int, forward: float, backward: float) -> None:
+    costs = replace(equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=PartCosts(forward, backward, 0, 0, 0))
+    form = Arrangement(p, 1, 1, 1, 1, False)
+    closed = candidate(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
+
+    assert math.isclose(play(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
+
+
+def test_the_simulator_and_the_closed_form_agree_on_gpt3_within_two_percent() -> None:
+    request = ThreeDRequest(GPT_175B, selene(192), 192, tensor=8, microbatch_size=1)
+    closed = {one.arrangement: one for one in rank_three_d(request, 0)}
+    played = [one for one in rank_three_d(request, 3) if one.simulated]
+
+    assert len(played) == 3
+    for one in played:
+        assert abs(one.minibatch_seconds / closed[one.arrangement].minibatch_seconds - 1) < 0.02
+    assert played == sorted(played, key=lambda one: one.minibatch_seconds)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_seconds_by_cause_add_up(recompute: bool) -> None:
+    request = ThreeDRequest(GPT_145B, selene(128), 256, recompute=recompute)
+
+    for one in rank_three_d(request, 2):
+        causes = one.compute_seconds + one.tensor_seconds + one.pipeline_seconds + one.bubble_seconds + one.data_seconds
+        assert math.isclose(causes, one.minibatch_seconds)
+        assert math.isclose(one.samples_per_second * one.minibatch_seconds, 256)
+        operations = GPT_145B.batch_operations(256, recompute=recompute)
+        assert math.isclose(one.device_operations * 128 * one.minibatch_seconds, operations)
+
+
+# The search against an exhaustive one.
+
+
+def gemm(device: Accelerator, m: float, k: float, n: float, count: float) -> float:
+    flat_out = 2 * m * k * n * count / (device.peak_operations * device.efficiency)
+    bound = 2 * count * (m * k + k * n + n * m) / device.memory_bandwidth
+    return max(flat_out + flat_out * device.half_wave / (m * n * count), bound)
+
+
+def exhaustive(model: Transformer, cluster: Cluster, batch: int) -> dict[tuple[int, int, int, int, int, bool], float]:
+    """Seconds of every (p, t, d, b, v, recompute) that fits, from the formulas as they stand in the papers."""
+    n, found = cluster.devices, {}
+    for p, t, d in product(range(1, n + 1), repeat=3):
+        if p * t * d != n or model.heads % t or model.layers % p or batch % d:
+            continue
+        rank = {(i, j, k): (i * d + j) * t + k for i in range(p) for j in range(d) for k in range(t)}
+        tensor = slowest_pair(
+            cluster, [[rank[i, j, k] for k in range(t)] for i in range(p) for j in range(d)], striped=True
+        )
+        data = slowest_pair(
+            cluster, [[rank[i, j, k] for j in range(d)] for i in range(p) for k in range(t)], striped=True
+        )
+        between = slowest_pair(
+            cluster, [[rank[i, j, k] for i in range(p)] for j in range(d) for k in range(t)], striped=False
+        )
+        for b, v, recompute in product(range(1, batch + 1), range(1, model.layers + 1), [False, True]):
+            if batch % (b * d) or model.layers % (p * v) or (v > 1 and (p == 1 or batch // (b * d) % p)):
+                continue
+            speeds = tensor, data, between
+            seconds, peak = one_by_one(model, (p, t, d, b, v, recompute), batch, speeds)
+            if peak <= (cluster.memory_bytes or math.inf):
+                found[p, t, d, b, v, recompute] = seconds
+    return found
+
+
+def one_by_one(
+    model: Transformer,
+    form: tuple[int, int, int, int, int, bool],
+    batch: int,
+    speeds: tuple[float, float, float],
+) -> tuple[float, float]:
+    """(Seconds, peak bytes) of one form, layer by layer and position by position."""
+    p, t, d, b, v, recompute = form
+    tensor, data, between = speeds
+    h, s, a, vocabulary, device = model.hidden, model.sequence, model.heads, model.vocabulary, TOY
+    tokens, m, size, score = b * s, batch // (b * d), h / a, b * a / t * s * s
+    reduce = 2 * (t - 1) / t * 2 * tokens * h / tensor
+    shapes = [(tokens, h, 3 * h / t, 1), (tokens, h / t, h, 1), (tokens, h, 4 * h / t, 1), (tokens, 4 * h / t, h, 1)]
+    shapes += [(s, size, s, b * a / t), (s, s, size, b * a / t)]
+    forward = backward = 2 * reduce
+    for rows, inner, columns, count in shapes:
+        forward += gemm(device, rows, inner, columns, count)
+        backward += gemm(device, rows, columns, inner, count) + gemm(device, inner, rows, columns, count)
+    forward += (22 * tokens * h + 16 * tokens * h / t + 9 * score) / device.memory_bandwidth
+    backward += (30 * tokens * h + 24 * tokens * h / t + 11 * score) / device.memory_bandwidth
+    layer = backward + forward * (2 if recompute else 1)
+    first = 22 * tokens * h / device.memory_bandwidth + reduce
+    logits = tokens * vocabulary / t
+    last = gemm(device, tokens, h, vocabulary / t, 1) + gemm(device, tokens, vocabulary / t, h, 1)
+    last += gemm(device, h, tokens, vocabulary / t, 1) + (10 * tokens * h + 16 * logits) / device.memory_bandwidth
+    last += reduce
+    whole = 2 * tokens * h
+    send = min(whole / between, whole / t / between + (t - 1) / t * whole / tensor) if p > 1 else 0.0
+    times = [model.layers // p * layer + 2 * v * send for _ in range(p)]
+    times[0] += first
+    times[-1] += last
+    held = (12 * h * h + 7 * h) / t + 6 * h
+    table = vocabulary * h / t
+    most = model.layers // p * held + table + s * h
+    seconds = m * max(times) + (sum(times) - max(times)) / v
+    seconds += 2 * (d - 1) / d * 4 * most / data + (4 * table / between if p > 1 else 0.0)
+    seconds += 30 * most / device.memory_bandwidth
+    saved, k = tokens * h * (10 + 24 / t) + 5 * score, model.layers // p // v
+    in_flight = [min(m, p - i) if v == 1 else min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]
+    kept = [f * k * saved for f in in_flight]
+    if recompute:
+        c = min(range(1, k + 1), key=lambda c: (in_flight[0] * c * whole + math.ceil(k / c) * saved, c))
+        kept = [f * c * whole + math.ceil(k / c) * saved for f in in_flight]
+    peaks = [18 * v * k * held + size for size in kept]
+    peaks[0] += 18 * (table + s * h) + min(m, p if v == 1 else 2 * p) * tokens * h
+    peaks[-1] += 4 * tokens * h + 4 * logits + (18 * table if p > 1 else 0)
+    return seconds, max(peaks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 4, 6]), st.integers(2, 16)),
+    st.lists(st.tuples(st.integers(1, 3), st.floats(1e6, 1e10)), min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.floats(0, 1),
+)
+def test_the_search_finds_what_an_exhaustive_one_finds(
+    shape: tuple[int, int, int], levels: list[tuple[int, float]], batch: int, tightness: float
+) -> None:
+    layers, heads, size = shape
+    model = Transformer(layers, heads * size, heads, sequence=16, vocabulary=64)
+    speeds = sorted((speed for _, speed in levels), reverse=True)
+    roomy = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
+    request = ThreeDRequest(model, roomy, batch, TOY)
+    if not exhaustive(model, roomy, batch):
+        with pytest.raises(PlanError, match=r"have no arrangement"):
+            rank_three_d(request, 0)
+        return
+    sizes = [one.peak_bytes for one in rank_three_d(request, 0)]
+    limit = min(sizes) + tightness * (max(sizes) - min(sizes)) + 1
+    cluster = replace(roomy, memory_bytes=limit)
+    expected = exhaustive(model, cluster, batch)
+
+    found = rank_three_d(replace(request, cluster=cluster), 0)
+
+    forms = [one.arrangement for one in found]
+    keys = [(f.pipeline, f.tensor, f.data, f.microbatch_size, f.stages_per_rank, f.recompute) for f in forms]
+    assert Counter(keys) == Counter(expected.keys())
+    for key, one in zip(keys, found, strict=True):
+        assert math.isclose(one.minibatch_seconds, expected[key], rel_tol=1e-9)
+        assert one.peak_bytes <= limit
+    assert math.isclose(found[0].minibatch_seconds, min(expected.values()), rel_tol=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObject) -> None:
+    model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
+    request = ThreeDRequest(model, Cluster.hierarchical([(4, 1e9), (4, 1e8)]), 16, TOY)
+    ranked = rank_three_d(request, 0)
+    form = data.draw(st.sampled_from(ranked)).arrangement
+    names = ["pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "recompute"]
+    fixed = {name: getattr(form, name) for name in data.draw(st.sets(st.sampled_from(names)))}
+
+    found = rank_three_d(replace(request, **fixed), 0)
+
+    kept = [one for one in ranked if all(getattr(one.arrangement, name) == fixed[name] for name in fixed)]
+    assert list(found) == kept
+
+
+# Takeaways of the thesis as choices of the search.
+
+
+@pytest.mark.parametrize(("server", "batch"), [(2, 512), (4, 128), (4, 512), (8, 32), (8, 64), (8, 128), (8, 512)])
+def test_takeaway_1_tensor_parallelism_fills_a_server_and_the_pipeline_goes_beyond(server: int, batch: int) -> None:
+    found = best(GPT_162B, 64, batch, server, recompute=True).arrangement
+
+    assert found.tensor == server
+    assert found.pipeline == 64 // server
+
+
+@pytest.mark.parametrize(("batch", "worst"), [(32, 1.5), (128, 1.35)])
+def test_takeaway_1_the_best_mix_of_figure_4_13_is_one_server(batch: int, worst: float) -> None:
+    fixed = {"microbatch_size": 1, "stages_per_rank": 1, "recompute": True}
+    rates = {
+        tensor: best(GPT_162B, 64, batch, tensor=tensor, pipeline=64 // tensor, **fixed).device_operations
+        for tensor in (2, 4, 8, 16, 32)
+    }
+
+    assert max(rates, key=rates.__getitem__) == 8
+    assert rates[8] > worst * min(rates.values())
+    # Up to a server and beyond it the rates rise and fall without a second peak.
+    assert rates[2] < rates[4] < rates[8] > rates[16] > rates[32]
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch"), [(GPT_6B, 64, 512), (GPT_175B, 384, 1536), (GPT_1T, 3072, 3072), (GPT_1B, 16, 4096)]
+)
+def test_takeaway_2_model_parallel_size_is_just_large_enough(model: Transformer, devices: int, batch: int) -> None:
+    request = ThreeDRequest(model, selene(devices), batch, recompute=True)
+    found = rank_three_d(request, 0)
+    sizes = [one.arrangement.pipeline * one.arrangement.tensor for one in found]
+
+    # Of all sizes from 1 to n, the choice is the least that fits or at most twice that.
+    assert sizes[0] <= 2 * min(sizes)
+    # And the best of each size gets slower once the size is more than that.
+    slower = [next(i for i, size in enumerate(sizes) if size == one) for one in sorted(set(sizes)) if one >= sizes[0]]
+    assert slower == sorted(slower)
+
+
+def test_takeaway_2_throughput_falls_with_the_pipeline_size_as_in_figure_4_14() -> None:
+    for batch in (32, 64, 128, 512):
+        rates = []
+        for pipeline in (2, 4, 8, 16, 32):
+            fixed = {"pipeline": pipeline, "tensor": 1, "microbatch_size": 1, "stages_per_rank": 1, "recompute": True}
+            rates.append(best(GPT_6B, 64, batch, **fixed).device_operations)
+        assert rates == sorted(rates, reverse=True)
+
+
+def test_takeaway_2_throughput_falls_with_the_tensor_size_as_in_figure_4_15() -> None:
+    rates = [
+        best(GPT_6B, 64, 512, pipeline=1, tensor=tensor, microbatch_size=1, recompute=True).device_operations
+        for tensor in (2, 4, 8, 16, 32)
+    ]
+
+    assert rates == sorted(rates, reverse=True)
+    # Across servers it is far worse.
+    assert rates[2] / rates[3] > rates[1] / rates[2]
+
+
+def best_size(model: Transformer, devices: int, batch: int, **fixed: int | bool) -> int:
+    return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).arrangement.microbatch_size
+
+
+def test_takeaway_3_the_best_microbatch_depends_on_model_depth_and_batch() -> None:
+    # A single device has no bubble: the largest microbatch that fits is best.
+    assert best_size(GPT_1B, 1, 128) >= 8
+    # With 8 stages a large microbatch is a large bubble, the more so the smaller the batch.
+    deep = {batch: best_size(GPT_91B, 64, batch, pipeline=8, tensor=8) for batch in (32, 512, 4096)}
+    assert deep[32] < deep[512] < deep[4096]
+    # Figure 4.16: 2 is best for 91 billion parameters with (t, p) = (8, 8).
+    assert deep[512] == 2
+    # More replicas leave fewer microbatches to each.
+    assert best_size(GPT_91B, 64 * 16, 512, pipeline=8, tensor=8) < deep[512]
+    # Shallower pipelines take larger ones.
+    assert best_size(GPT_91B, 32, 512, pipeline=4, tensor=8) > deep[512]
+
+
+# Numbers of the thesis.
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "pipeline", "rate"),
+    [
+        (GPT_175B, 384, 1536, 12, 153),
+        (GPT_175B, 768, 1536, 12, 149),
+        (GPT_175B, 1536, 1536, 12, 141),
+        (GPT_530B, 560, 2240, 35, 171),
+        (GPT_530B, 1120, 2240, 35, 167),
+        (GPT_530B, 2240, 2240, 35, 159),
+    ],
+)
+def test_rates_are_within_8_percent_of_table_4_2(
+    model: Transformer, devices: int, batch: int, pipeline: int, rate: float
+) -> None:
+    found = best(model, devices, batch, pipeline=pipeline, tensor=8, microbatch_size=1, recompute=True)
+
+    assert abs(found.device_operations / 1e12 / rate - 1) < 0.08
+
+
+def test_the_trillion_parameter_model_gets_the_arrangement_and_rate_of_the_thesis() -> None:
+    found = best(GPT_1T, 3072, 3072)
+    form = found.arrangement
+
+    assert (form.pipeline, form.tensor, form.data) == (64, 8, 6)
+    assert form.schedule == "interleaved"
+    assert form.recompute
+    assert abs(found.device_operations / 163e12 - 1) < 0.03
+
+
+def test_recomputation_pays_where_memory_is_short_as_in_figure_4_17() -> None:
+    fixed = {"pipeline": 16, "tensor": 8}
+    with_it = best(GPT_145B, 128, 4, recompute=True, **fixed).samples_per_second
+    without = best(GPT_145B, 128, 4, recompute=False, **fixed).samples_per_second
+
+    # "Up to 33 % lower" for the extra forward, which is a quarter of the time with it.
+    assert 0.67 < with_it / without < 0.8
+    with pytest.raises(PlanError, match="recompute=True, which needs"):
+        best(GPT_1T, 3072, 3072, recompute=False)
+
+
+def test_interleaving_gains_less_as_the_batch_grows_as_in_figure_4_12() -> None:
+    def gain(batch: int) -> float:
+        fixed = {"pipeline": 12, "tensor": 8, "microbatch_size": 1, "recompute": True}
+        rates = [best(GPT_175B, 96, batch, stages_per_rank=v, **fixed).device_operations for v in (2, 1)]
+        return rates[0] / rates[1]
+
+    assert gain(12) > gain(24) > gain(60) > gain(240)
+    assert gain(12) > 1.1
+
+
+# Plans and refusals.
+
+
+def test_a_plan_lays_ranks_out_tensor_first_then_replicas_then_stages() -> None:
+    model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
+    cluster = Cluster.uniform(8, 1e9)
+    fixed = {"pipeline": 2, "tensor": 2, "data": 2, "microbatch_size": 1, "stages_per_rank": 2}
+    plan = plan_three_d(model, cluster, batch_size=8, accelerator=TOY, **fixed)
+
+    assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 3), (3, 5), (5, 7), (7, 10)]
+    assert [stage.ranks for stage in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
+    assert (plan.schedule, plan.microbatches, plan.microbatch_size) == ("interleaved", 8, 1)
+    assert plan.tensor_parallel == 2
+    assert plan.replicas == (2, 2, 2, 2)
+    assert plan.layers == len(profile_of(model, TOY, cluster, tensor_parallel=2))
+    assert plan.predicted is not None
+    assert len(plan.predicted.peak_bytes) == 8
+    assert plan.predicted.limit == "stage 3"
+
+
+def test_a_plan_says_what_its_candidate_says() -> None:
+    request = ThreeDRequest(GPT_145B, selene(128), 256, devices=64)
+    chosen = rank_three_d(request, 0)[0]
+    plan = plan_of(request, chosen)
+
+    assert plan.ranks == 64
+    assert plan.predicted is not None
+    assert max(plan.predicted.peak_bytes) == chosen.peak_bytes
+    assert plan.predicted.minibatch_seconds == chosen.minibatch_seconds
+    assert 0 <= plan.predicted.bubble < 1
+
+
+def test_without_a_limit_everything_fits() -> None:
+    cluster = Cluster.hierarchical([(8, 300e9)])
+
+    assert rank_three_d(ThreeDRequest(GPT_1T, cluster, 8), 0)[0].peak_bytes > 80 * GIB
+
+
+def test_what_does_not_fit_says_what_it_takes() -> None:
+    with pytest.raises(PlanError) as caught:
+        best(GPT_1T, 64, 64, recompute=False)
+    message = str(caught.value)
+
+    assert message.startswith("1008 billion parameters do not fit on 64 devices")
+    for words in (
+        "expected at most 85.9 GB",
+        "in the smallest arrangement, (p, t, d) =",
+        "devices of",
+        "recompute=True",
+    ):
+        assert words in message
+    with pytest.raises(PlanError, match=r"It takes devices of 291 GB, or 256 devices like these$"):
+        best(GPT_1T, 64, 64)
+    # What the message asks for is enough, and half of it is not.
+    assert best(GPT_1T, 256, 64).peak_bytes <= 80 * GIB
+    with pytest.raises(PlanError, match="do not fit on 128 devices"):
+        best(GPT_1T, 128, 64)
+    roomy = Cluster.hierarchical([(8, 300e9), (8, 25e9)], 292e9)
+    assert rank_three_d(ThreeDRequest(GPT_1T, roomy, 64), 0)[0].peak_bytes <= 292e9
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"devices": 7}, "7 devices have no arrangement .* use devices=4, the next smaller number that has"),
+        ({"tensor": 5}, "with tensor = 5: expected p t d = 8, t a divisor of 8 heads"),
+        ({"pipeline": 3, "data": 2}, "with pipeline = 3, data = 2"),
+        ({"microbatch_size": 5}, "d b of a batch of 16"),
+    ],
+)
+def test_an_impossible_grid_is_refused(fixed: dict[str, int], words: str) -> None:
+    model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
+
+    with pytest.raises(PlanError, match=words):
+        plan_three_d(model, Cluster.uniform(8, 1e9), batch_size=16, **fixed)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "devices"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_a_wrong_number_is_named(name: str, value: float) -> None:
+    with pytest.raises(PlanError, match=rf"^{name}: expected"):
+        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, **{name: value})
+
+
+def test_more_devices_than_the_cluster_has_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"^devices: expected at most the 8 of the cluster, found 9"):
+        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, devices=9)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"peak_operations": 0.0}, "peak_operations"),
+        ({"memory_bandwidth": math.inf}, "memory_bandwidth"),
+        ({"efficiency": 1.5}, "efficiency"),
+        ({"half_wave": -1.0}, "half_wave"),
+    ],
+)
+def test_a_wrong_accelerator_is_named(change: dict[str, float], named: str) -> None:
+    with pytest.raises(PlanError, match=rf"^{named}: expected"):
+        replace(TOY, **change)
+
+
+def test_a_wrong_precision_is_named() -> None:
+    with pytest.raises(PlanError, match=r"^gradient_bytes: expected"):
+        Precision(gradient_bytes=-1)
+    assert (Precision().state_bytes, Precision(gradient_bytes=2).state_bytes) == (18, 16)
