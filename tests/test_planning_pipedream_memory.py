@@ -76,7 +76,7 @@ def nested_plans(profile, levels, request):
     """(Slowest seconds, stages) of all plans in which a stage takes whole components, each with its replicas."""
     seconds = [layer.seconds + layer.forward_seconds * request.recompute for layer in profile.layers]
     weights = [layer.parameter_bytes for layer in profile.layers]
-    sent = [0 if request.allreduce == "released" else 2 * layer.cut_bytes for layer in profile.layers]
+    sent = [2 * layer.cut_bytes for layer in profile.layers]
 
     @cache
     def plans(depth, start, stop):
@@ -284,7 +284,7 @@ def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_ran
         stages = ranks * per_rank
         rows = [[generator.randint(0, 9) for _ in range(5)] for _ in range(stages + generator.randint(1, 5))]
         costs = chain_costs(Profile(tuple(LayerProfile(str(index), *row) for index, row in enumerate(rows)), 1))
-        exchange = [costs.exchange_seconds(generator.choice((1.0, 4.0)), "ring")] * (stages - 1)
+        exchange = [costs.exchange_seconds(generator.choice((1.0, 4.0)))] * (stages - 1)
         in_flight = chunks_in_flight(ranks, per_rank, generator.randint(1, 3) * ranks)
         best, least = (deal_stages(costs, exchange, in_flight, room) for room in (inf, 0.0))
         found, small = (deal_stages(costs, exchange, in_flight, room, try_all=0) for room in (inf, 0.0))

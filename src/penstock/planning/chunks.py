@@ -118,8 +118,9 @@ def _starts(game: _Game) -> Iterator[Counts]:
     def seconds(stage: int, starts: Counts) -> Matrix:
         return np.where(positions > starts[:, None], game.costs.seconds[starts], np.inf)
 
-    limit = least_slowest(seconds, game.exchange[:-1])
-    yield np.array(cut_evenly(seconds, game.exchange[:-1], limit))
+    exchange = list(game.exchange[:-1])
+    cuts = cut_evenly(seconds, exchange, least_slowest(seconds, exchange))
+    yield np.array(cuts, dtype=np.int64)
 
 
 def _improve(game: _Game, cuts: Counts, sweeps: int) -> Counts:

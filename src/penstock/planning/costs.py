@@ -33,7 +33,8 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 AllReduce: TypeAlias = Literal["ring", "shared", "released"]
 """``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas through one
 medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it. ``released``: as the
-authors' program counts, 4 (r-1)/r of the weights, added to the compute and not beside it, and activations for free."""
+authors' program counts, 4 (r-1)/r of the weights, added to the compute and not beside it. (That program also leaves
+activations out unless asked for them; here they count. A profile with ``cut_bytes`` of 0 leaves them out.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +57,9 @@ class ChainCosts:
         """``N``."""
         return len(self.exchanged_bytes) - 1
 
-    def exchange_seconds(self, bandwidth: float, allreduce: AllReduce) -> Matrix:
+    def exchange_seconds(self, bandwidth: float) -> Matrix:
         """(N+1,): the time of each cut at `bandwidth` bytes per second; zero at both ends, where nothing is cut."""
-        seconds = self.exchanged_bytes / bandwidth if allreduce != "released" else np.zeros(self.layers + 1)
+        seconds = self.exchanged_bytes / bandwidth
         seconds[[0, -1]] = 0.0
         return seconds
 

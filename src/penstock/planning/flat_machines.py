@@ -106,7 +106,7 @@ class _Machine:
 
     @property
     def exchange(self) -> Matrix:
-        return self.costs.exchange_seconds(self.level.bandwidth, self.level.allreduce)
+        return self.costs.exchange_seconds(self.level.bandwidth)
 
     def least_limit(self) -> float:
         """The least X with which nothing need be slower than X; infinite if memory allows nothing."""

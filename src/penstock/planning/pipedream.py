@@ -107,7 +107,7 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
         )
     hops = [(stage % ranks, (stage + 1) % ranks) for stage in range(stages - 1)]
     bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in hops]
-    exchange = [costs.exchange_seconds(bandwidth, request.allreduce) for bandwidth in bandwidths]
+    exchange = [costs.exchange_seconds(bandwidth) for bandwidth in bandwidths]
     size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
     if request.schedule == "interleaved":
         in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)

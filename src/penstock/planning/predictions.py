@@ -87,7 +87,7 @@ def slowest_seconds(
         if index:
             before = stages[index - 1]
             link = before.ranks, stage.ranks
-            sent = costs.exchange_seconds(_slowest_link(cluster, before, stage), allreduce)[stage.start]
+            sent = costs.exchange_seconds(_slowest_link(cluster, before, stage))[stage.start]
             links[link] = links.get(link, 0.0) + float(sent)
     return max(*ranks.values(), *links.values(), 0.0)
 

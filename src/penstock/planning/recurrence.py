@@ -116,7 +116,7 @@ class Hierarchy:
 
 def _raise_level(costs: ChainCosts, level: Level, stage: Callable[[int, int], Matrix]) -> Matrix:
     """``A^k(i -> j, m_k)`` for all i and j. O(N^3 m^2), vectorised over i and j."""
-    exchange = costs.exchange_seconds(level.bandwidth, level.allreduce)
+    exchange = costs.exchange_seconds(level.bandwidth)
     best: list[Matrix] = []
     for workers in range(1, level.count + 1):
         onwards = level.count - workers
@@ -140,7 +140,7 @@ def _cheapest_pipeline(
     less in flight), and of these one with the smallest sum of squared stage times: the most balanced.
     """
     window = slice(start, stop + 1)
-    exchange = costs.exchange_seconds(level.bandwidth, level.allreduce)[window]
+    exchange = costs.exchange_seconds(level.bandwidth)[window]
     exchange[0] = 0.0
 
     def last(workers: int, replicas: int) -> Matrix:
