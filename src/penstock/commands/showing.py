@@ -1,43 +1,165 @@
-"""``penstock show``: print what is in a file."""
+"""``penstock show``: print what is in a file, and draw it."""
 
 import argparse
-from dataclasses import asdict
-from typing import assert_never
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
 
 from penstock.commands.command import Command, print_json
-from penstock.commands.files import load_any
+from penstock.commands.files import declare_cluster, load_any, load_profile, read_cluster
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.values import Cluster, Plan, Profile, Timeline
 
 __all__ = ["SHOW"]
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="PLAN|PROFILE|CLUSTER", help="a file of Penstock, or PipeDream's graph.txt")
+    parser.add_argument(
+        "file", metavar="PLAN|PROFILE|CLUSTER|TRACE", help="a file of Penstock, or PipeDream's graph.txt"
+    )
+    parser.add_argument("profile", metavar="PROFILE", nargs="?", help="for a plan: predict its timeline with this")
+    declare_cluster(parser, devices=False)
+    pictures = parser.add_argument_group("pictures of a plan or a trace")
+    pictures.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
+    pictures.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and to ask")
+    pictures.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev (JSON)")
+    pictures.add_argument("--measured", metavar="TRACE", help="draw this timeline below the plan's prediction")
+    pictures.add_argument("--map", metavar="FILE", help="write a picture of the plan over the cluster (SVG)")
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from penstock.commands.descriptions import describe_cluster, describe_plan, describe_profile
-    from penstock.values import Cluster, Plan, Profile
+    from penstock.values import Plan, Timeline
 
-    value = load_any(arguments.file)
-    if arguments.json:
-        print_json(asdict(value))
-        return
+    value = _load(arguments.file)
     match value:
         case Plan():
-            print(describe_plan(value))
+            text = _show_plan(value, arguments)
+        case Timeline():
+            _refuse(arguments, "a trace", ("profile", "cluster", "bandwidth", "measured", "map"))
+            text = _show_timeline(value, None, arguments, Path(arguments.file).name)
+        case _:
+            kind = type(value).__name__.lower()
+            _refuse(arguments, f"a {kind}", ("profile", "cluster", "bandwidth", "measured", "map", *_PICTURES))
+            text = _describe(value)
+    if arguments.json:
+        print_json(_figures(value) if isinstance(value, Timeline) else asdict(value))
+        return
+    print(text)
+    for name in (*_PICTURES, "map"):
+        if getattr(arguments, name):
+            print(f"wrote {getattr(arguments, name)}")
+
+
+_PICTURES = ("svg", "html", "trace")
+
+
+def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
+    from penstock.values import Timeline
+    from penstock.values.documents import read_json
+
+    if Path(path).suffix == ".json":
+        value = read_json(path, PenstockError).value
+        if isinstance(value, dict) and "traceEvents" in value:
+            return Timeline.load_trace(path)
+    return load_any(path)
+
+
+def _refuse(arguments: argparse.Namespace, kind: str, names: tuple[str, ...]) -> None:
+    """Nothing that was asked for is left out in silence."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            option = name.upper() if name in ("profile", "cluster") else f"--{name}"
+            raise PenstockError(
+                f"{arguments.file} is {kind}: expected no {option} with it, found {getattr(arguments, name)}: drop it, "
+                "or give a plan"
+            )
+
+
+def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
+    from penstock.commands.descriptions import describe_plan
+    from penstock.rendering import draw_plan
+    from penstock.simulating import simulate
+    from penstock.values import Timeline
+    from penstock.values.documents import write_text
+
+    profile = None if arguments.profile is None else load_profile(arguments.profile)
+    if profile is None and arguments.measured is not None:
+        raise PenstockError(
+            f"--measured {arguments.measured}: expected a profile to predict the plan's timeline with, found none: give "
+            "PROFILE after the plan, or show the trace alone"
+        )
+    devices = max(rank for stage in plan.stages for rank in stage.ranks) + 1 if arguments.cluster is None else None
+    cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
+    text, title = describe_plan(plan), str(plan).partition("\n")[0]
+    if arguments.map:
+        write_text(arguments.map, draw_plan(plan, cluster, profile), PenstockError)
+    if profile is None:
+        if any(getattr(arguments, name) for name in _PICTURES):
+            _show_timeline(_play(plan), None, arguments, f"{title}; forward and backward drawn equally long")
+        return text
+    if plan.microbatch_size is not None:
+        profile = profile.scaled(plan.microbatch_size)
+    measured = None if arguments.measured is None else Timeline.load_trace(arguments.measured)
+    return f"{text}\n\n{_show_timeline(simulate(plan, profile, cluster), measured, arguments, title)}"
+
+
+def _play(plan: "Plan") -> "Timeline":
+    """The plan's timeline if every forward and every backward of a stage takes one second; nothing of memory."""
+    from penstock.scheduling import schedule
+    from penstock.simulating import simulate
+    from penstock.values import Cluster, LayerProfile, Profile
+
+    played = schedule(plan)
+    layers = (LayerProfile(f"stage {stage}", 1.0, 1.0, 0.0, 0.0, 0.0) for stage in range(played.stages))
+    timeline = simulate(played, Profile(tuple(layers), 1), Cluster.uniform(played.ranks, float("inf")))
+    return replace(timeline, memory=())
+
+
+def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments: argparse.Namespace, title: str) -> str:
+    from penstock.rendering import render
+    from penstock.simulating.critical_paths import critical_path
+
+    if arguments.svg or arguments.html:
+        critical = critical_path(timeline) + (() if measured is None else critical_path(measured))
+        if arguments.svg:
+            timeline.save_svg(arguments.svg, measured=measured, critical=critical)
+        if arguments.html:
+            timeline.save_html(arguments.html, measured=measured, critical=critical, title=title)
+    if arguments.trace:
+        timeline.save_trace(arguments.trace)
+    if measured is None:
+        return render(timeline)
+    return f"predicted\n{render(timeline)}\n\nmeasured\n{render(measured)}"
+
+
+def _describe(value: "Profile | Cluster") -> str:
+    from penstock.commands.descriptions import describe_cluster, describe_profile
+    from penstock.values import Cluster, Profile
+
+    match value:
         case Profile():
-            print(describe_profile(value))
+            return describe_profile(value)
         case Cluster():
-            print(describe_cluster(value))
+            return describe_cluster(value)
         case _:
             assert_never(value)
 
 
+def _figures(timeline: "Timeline") -> dict[str, object]:
+    numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
+    peaks = [memory.peak_bytes for memory in timeline.memory]
+    return {**numbers, "ranks": timeline.ranks, "idle_shares": timeline.idle_shares, "peak_bytes": peaks}
+
+
 SHOW = Command(
     name="show",
-    summary="print a plan with its picture, a profile or a cluster",
-    description="Prints what is in a file: a plan with the picture of its schedule, a profile, or a cluster.",
-    example="penstock show plan.yaml",
+    summary="print and draw a plan, a profile, a cluster or a trace",
+    description="Prints what is in a file: a plan with the picture of its schedule, a profile, a cluster, or a trace "
+    "that Penstock wrote. With PROFILE it also predicts the timeline of a plan; without, pictures of a plan show every "
+    "forward and backward equally long. Links are instant if neither CLUSTER nor --bandwidth is given.",
+    example="penstock show plan.yaml profile.json cluster.yaml --html timeline.html --map plan.svg",
     declare=_declare,
     run=_run,
 )

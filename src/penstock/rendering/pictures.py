@@ -22,6 +22,10 @@ __all__ = ["render"]
 
 _PANELS = 4
 """A picture that needs more panels of full width than this is cut short."""
+_RANKS = 64
+"""Of more ranks only these are drawn: nobody reads a thousand lines."""
+_MICROBATCHES = ("forward", "backward")
+"""The kinds of spans whose number is a microbatch."""
 
 
 def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None = None, width: int = 120) -> str:
@@ -63,8 +67,7 @@ def _render_timeline(timeline: Timeline, width: int) -> str:
     lengths = lengths or [mark.span.seconds for mark in marks if mark.span.seconds > 0]
     if not lengths:
         return "\n".join([*head, "nothing in it takes any time"])
-    shares = (timeline.busy_seconds(rank) / timeline.seconds for rank in range(timeline.ranks))
-    head.append(f"busy, rank by rank: {' '.join(f'{share:.0%}' for share in shares)}")
+    head.append(f"busy, rank by rank: {_listed([1 - idle for idle in timeline.idle_shares], '.0%')}")
     # Room for the number in the shortest forward, unless it is so short that it would stretch everything else.
     shortest = max(min(lengths), median(lengths) / 2)
     column_seconds = shortest / (2 + max(len(mark.label) for mark in marks))
@@ -76,6 +79,9 @@ def _title(schedule: Schedule, minibatches: int) -> str:
     parts = [_count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch") + " a minibatch"]
     if schedule.stages_per_rank > 1:
         parts.insert(1, f"{schedule.stages_per_rank} stages per rank")
+    if schedule.ranks > schedule.placement.length:
+        split = " that split microbatches" if schedule.placement.split else ""
+        parts.insert(1, f"replicas {schedule.placement.text()}{split}")
     if schedule.vertical_sync:
         parts.append("vertical sync")
     return f"{schedule.method}: {', '.join(parts)}; {_count(minibatches, 'minibatch')} drawn"
@@ -94,28 +100,26 @@ def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
     """What every rank must hold: the most microbatches in flight that the picture has, and the weight versions."""
     if all(mark.span.kind == "forward" for mark in marks):
         return
-    peaks = []
-    for rank in range(schedule.ranks):
-        held = peak = 0
-        for mark in marks:
-            if mark.span.rank == rank:
-                held += {"forward": 1, "backward": -1}.get(mark.span.kind, 0)
-                peak = max(peak, held)
-        peaks.append(peak)
+    held, peaks = [0] * schedule.ranks, [0] * schedule.ranks
+    for mark in marks:
+        rank = mark.span.rank
+        held[rank] += {"forward": 1, "backward": -1}.get(mark.span.kind, 0)
+        peaks[rank] = max(peaks[rank], held[rank])
     versions = [max(map(schedule.versions, schedule.stages_of(rank))) for rank in range(schedule.ranks)]
     where = " over its stages" if schedule.stages_per_rank > 1 else ""
-    yield f"microbatches in flight{where}, rank by rank: {' '.join(map(str, peaks))}"
-    yield f"weight versions, rank by rank: {' '.join(map(str, versions))}"
+    yield f"microbatches in flight{where}, rank by rank: {_listed(peaks)}"
+    yield f"weight versions, rank by rank: {_listed(versions)}"
 
 
 def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str) -> list[str]:
     """What the signs of this picture mean; those that it does not use are left out."""
     kinds = {mark.span.kind for mark in marks}
     text = "".join(strip.text for strip in strips)
-    number = max((mark.span.number for mark in marks if mark.span.kind != "update"), default=0)
+    number = max((mark.span.number for mark in marks if mark.span.kind in _MICROBATCHES), default=0)
     signs = [f" {number}  forward of microbatch {number}"]
     signs += [f"[{number}]  its backward"] if "backward" in kinds else []
     signs += ["U  update"] if "update" in kinds else []
+    signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []
     signs += ["- =  too short for a number"] if "-" in text or "=" in text else []
     lines = ["   ".join([*signs, f"({scale})"])]
@@ -140,7 +144,9 @@ class _Layout:
 
 def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> Iterator[str]:
     """The lines of the strips, broken at multiples of the layout's unit, and of the legend."""
-    unit = layout.unit
+    unit, whole = layout.unit, ranks
+    if ranks > _RANKS:
+        ranks, marks = _RANKS, [mark for mark in marks if mark.span.rank < _RANKS]
     units = -(-last_column(marks, layout.column_seconds) // unit)
     labels = _labels(draw_strips(marks, ranks, layout.column_seconds, 0, layout.dot_columns))
     room = max(1, (layout.width - len(labels[0]) - 1) // unit)  # one column is for a last update
@@ -157,20 +163,31 @@ def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> I
             yield (label + strip.text[panel * size : stop]).rstrip()
     if panels > shown:
         yield from ("", f"... cut short: the first {shown * size / (units * unit):.1%} is drawn")
+    if whole > ranks:
+        yield from ("", f"... ranks {ranks} to {whole - 1} are not drawn")
     yield ""
     yield from _legend([mark for mark in marks if mark.span.stop_seconds <= drawn], strips, scale)
 
 
 def _labels(strips: Sequence[Strip]) -> list[str]:
-    """``rank 0  ``, and the stage where a rank has several."""
-    split = len({strip.rank for strip in strips}) < len(strips)
+    """``rank 0  ``, and the stage where it is not the rank's own number."""
+    told = any(strip.stage not in (None, strip.rank) for strip in strips)
     widest = max(strip.rank for strip in strips)
+    names = ["" if strip.stage is None else f"stage {strip.stage}" for strip in strips]
     labels = []
     for index, strip in enumerate(strips):
         first = index == 0 or strips[index - 1].rank != strip.rank
         name = f"rank {strip.rank:<{len(str(widest))}}" if first else " " * (5 + len(str(widest)))
-        labels.append(f"{name} stage {strip.stage:<{len(str(strips[-1].stage))}} " if split else f"{name} ")
+        labels.append(f"{name} {names[index]:<{max(map(len, names))}} " if told else f"{name} ")
     return labels
+
+
+def _listed(values: Sequence[float], form: str = "") -> str:
+    """One for each rank, or their range if that would be too many."""
+    if len(values) > _RANKS:
+        least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+        return f"{least} each" if least == most else f"{least} to {most}"
+    return " ".join(f"{value:{form}}" for value in values)
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ several stages has a row for each, so that every row reads as the pipeline of it
     [3]      its backward, from bracket to bracket; `=` where there is no room
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn at its moment: it takes no time, or little
+    ++       the sum of the replicas' gradients, where it takes time
      .       idle (blank where the rank is busy with another of its stages)
 """
 
@@ -18,38 +19,44 @@ from penstock.values.timelines import Timeline
 
 __all__ = ["Mark", "Strip", "draw_strips", "last_column", "read_marks"]
 
+_HEIGHTS = {"reduce": 0, "update": 2}
+"""A sum of gradients may go on below a computation; everything else is 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A computation of a timeline, with the label that it carries where there is room for it."""
+    """A computation of a timeline, or a sum of gradients, with the label that it carries where there is room for it."""
 
     span: Span
     label: str
-    """The microbatch, and the version if it is not the stage's newest."""
+    """The microbatch, and the version if it is not the stage's newest; nothing for a sum of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The row of one stage on one rank."""
+    """The row of one stage on one rank; of none if the rank does nothing."""
 
     rank: int
-    stage: int
+    stage: int | None
     text: str
 
 
 def read_marks(timeline: Timeline) -> tuple[Mark, ...]:
-    """The computations of `timeline`, rank by rank in the order in which they start."""
-    newest: dict[int, int] = {}
+    """What `timeline` shows, rank by rank in the order in which it starts."""
+    newest: dict[tuple[int, int], int] = {}
     marks = []
-    own = (span for span in timeline.spans if span.computes)
+    own = (span for span in timeline.spans if span.computes or (span.kind == "reduce" and span.seconds > 0))
     for span in sorted(own, key=lambda span: (span.rank, span.start_seconds, span.stop_seconds)):
+        held = span.rank, span.stage  # replicas update one by one
         if span.kind == "update":
-            newest[span.stage] = span.number
+            newest[held] = span.number
             marks.append(Mark(span, "U"))
+        elif span.kind == "reduce":
+            marks.append(Mark(span, ""))
         else:
             # A measurement may begin in the middle of a run: what ran first was the newest then, for all that is known.
-            newest.setdefault(span.stage, span.reference)
-            old = f"@{span.reference}" if span.reference < newest[span.stage] else ""
+            newest.setdefault(held, span.reference)
+            old = f"@{span.reference}" if span.reference < newest[held] else ""
             marks.append(Mark(span, f"{span.number}{old}"))
     return tuple(marks)
 
@@ -69,13 +76,15 @@ def draw_strips(
     """
     origin = _origin(marks)
     strips = []
-    for rank in range(ranks):
-        own = [mark for mark in marks if mark.span.rank == rank]
-        stages = sorted({mark.span.stage for mark in own}) or [rank]
-        for stage in stages:
+    rows: list[list[Mark]] = [[] for _ in range(ranks)]
+    for mark in marks:
+        rows[mark.span.rank].append(mark)
+    for rank, own in enumerate(rows):
+        held: list[int | None] = [*sorted({mark.span.stage for mark in own})]
+        for stage in held or [None]:
             row = ["." if column % dot_columns == 1 else " " for column in range(columns)] + [" "]
             # What is written later lies on top: the row's own stage over the blanks, updates over everything.
-            for mark in sorted(own, key=lambda mark: (mark.span.kind == "update", mark.span.stage == stage)):
+            for mark in sorted(own, key=lambda mark: (_HEIGHTS.get(mark.span.kind, 1), mark.span.stage == stage)):
                 start = _column(mark.span.start_seconds - origin, column_seconds)
                 stop = min(_column(mark.span.stop_seconds - origin, column_seconds), columns)
                 if start > stop:
@@ -84,6 +93,8 @@ def draw_strips(
                     row[start:stop] = " " * (stop - start)
                 elif mark.span.kind == "update":
                     _write_update(row, start, stop)
+                elif mark.span.kind == "reduce":
+                    row[start:stop] = "+" * (stop - start)
                 else:
                     row[start:stop] = _cell(mark, stop - start)
             strips.append(Strip(rank, stage, "".join(row)))

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ScheduleError
+from penstock.values.documents import write_text
 from penstock.values.drawings import timeline_svg
 from penstock.values.memories import RankMemory
 from penstock.values.pages import timeline_page
 from penstock.values.panels import Panel
 from penstock.values.spans import Span
-from penstock.values.traces import trace_json
+from penstock.values.traces import read_trace, trace_json
 
 __all__ = ["Span", "Timeline"]
 
@@ -89,7 +90,15 @@ class Timeline:
 
     def save_trace(self, path: str | Path) -> None:
         """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing, with the memory as counters."""
-        Path(path).write_text(trace_json(self._rows(), self.memory, self._extent[0]), encoding="utf-8")
+        write_text(path, trace_json(self._rows(), self.memory, self._extent[0]), ScheduleError)
+
+    @classmethod
+    def load_trace(cls, path: str | Path) -> "Timeline":
+        """Reads what `save_trace` wrote; its times count from 0, rounded to a float of microseconds.
+
+        `ScheduleError` if the file is another one.
+        """
+        return cls(*read_trace(path))
 
     def save_svg(self, path: str | Path, *, measured: "Timeline | None" = None, critical: Sequence[Span] = ()) -> None:
         """Writes a picture that any browser opens: one row per rank, readable on light and dark pages.
@@ -97,7 +106,7 @@ class Timeline:
         `measured`: drawn below this timeline, which is then called the prediction, on one time axis. `critical`: the
         spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
         """
-        Path(path).write_text(timeline_svg(self._panels(measured, critical)), encoding="utf-8")
+        write_text(path, timeline_svg(self._panels(measured, critical)), ScheduleError)
 
     def save_html(
         self,
@@ -111,7 +120,7 @@ class Timeline:
 
         `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
         """
-        Path(path).write_text(timeline_page(self._panels(measured, critical), title), encoding="utf-8")
+        write_text(path, timeline_page(self._panels(measured, critical), title), ScheduleError)
 
     def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
         if measured is None:

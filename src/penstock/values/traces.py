@@ -12,14 +12,20 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from penstock.values.memories import RankMemory
+from penstock.errors import ScheduleError
+from penstock.values.documents import read_json
+from penstock.values.memories import Course, RankMemory
 from penstock.values.spans import Span
 
-__all__ = ["trace_json"]
+__all__ = ["read_trace", "trace_json"]
 
 _MICROSECONDS = 1e6
+_COUNTER = "memory (bytes)"
+_CONSTANTS = ("weight", "gradient", "optimizer", "master")
+_COURSES = ("activations", "buffers")
 _Event: TypeAlias = dict[str, object]
 _Placed: TypeAlias = tuple[Span, int]
 """A span and its track."""
@@ -101,10 +107,9 @@ def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
 
 def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
     """What the rank holds at every moment of change, as bytes of each part, stacked by the viewer."""
-    parts = {"constant": held.constant_bytes, "activations": 0.0, "buffers": 0.0}
+    parts = {name: getattr(held, f"{name}_bytes") for name in _CONSTANTS} | dict.fromkeys(_COURSES, 0.0)
     yield _counter(parts, rank, 0.0)
-    courses = {"activations": held.activations, "buffers": held.buffers}
-    changes = merge(*([(at, name, size) for at, size in course] for name, course in courses.items()))
+    changes = merge(*([(at, name, size) for at, size in getattr(held, name)] for name in _COURSES))
     moment: float | None = None
     for at, name, size in changes:
         if moment is not None and at > moment:
@@ -115,8 +120,55 @@ def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
 
 
 def _counter(parts: dict[str, float], rank: int, seconds: float) -> _Event:
-    return {"name": "memory (bytes)", "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(parts)}
+    return {"name": _COUNTER, "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(parts)}
 
 
 def _metadata(name: str, rank: int, lane: int, args: dict[str, object]) -> _Event:
     return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": args}
+
+
+def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemory, ...]]:
+    """The spans, the number of ranks and their memory from what `trace_json` wrote.
+
+    `ScheduleError` if the file is no trace, or one of another program.
+    """
+    place = read_json(path, ScheduleError)
+    found = place.value.get("traceEvents") if isinstance(place.value, dict) else None
+    if not isinstance(found, list):
+        raise ScheduleError(f"{path}: expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote")
+    spans: list[Span] = []
+    ranks = 0
+    memory: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    try:
+        for event in found:
+            ranks = max(ranks, int(event["pid"]) + 1)
+            if event["ph"] == "X":
+                spans.append(_read_span(event))
+            elif event["ph"] == "C":
+                memory[int(event["pid"])].append(event)
+        held = tuple(_read_memory(memory[rank]) for rank in range(ranks)) if memory else ()
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ScheduleError(
+            f"{path}: an event is not as Penstock writes it ({type(error).__name__}: {error}): give a file that "
+            "Timeline.save_trace wrote, not one of another program"
+        ) from error
+    return tuple(spans), max(1, ranks), held
+
+
+def _read_span(event: dict[str, Any]) -> Span:
+    start, args = event["ts"] / _MICROSECONDS, event["args"]
+    return Span(event["pid"], args["action"], start, start + event["dur"] / _MICROSECONDS, args.get("bytes"))
+
+
+def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
+    first = events[0]["args"]
+    weight, gradient, optimizer, master = (float(first[name]) for name in _CONSTANTS)
+    activations, buffers = (_read_course(events, name) for name in _COURSES)
+    return RankMemory(weight, gradient, optimizer, master, activations, buffers)
+
+
+def _read_course(events: Sequence[dict[str, Any]], name: str) -> Course:
+    """Of one part, without the moments at which it does not change."""
+    course = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
+    before = [(0.0, 0.0), *course]
+    return tuple(entry for last, entry in zip(before, course, strict=False) if entry[1] != last[1])
