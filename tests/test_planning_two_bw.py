@@ -1,5 +1,6 @@
 """The planner of parallel pipelines finds what trying everything finds, without the traps of the printed algorithm."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf, isclose
 
@@ -14,7 +15,7 @@ from penstock.planning.memory import interval_bytes, peak_bytes
 from penstock.planning.parallel_pipelines import filling
 from penstock.planning.repeated_blocks import find_blocks
 from penstock.planning.requests import Request
-from penstock.planning.two_bw_searches import plan_two_bw, rank_pipelines
+from penstock.planning.two_bw_searches import plan_two_bw, rank_pipelines, simulated_cost
 from penstock.values import Cluster, LayerProfile, Profile
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
@@ -176,8 +177,11 @@ def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedul
     assert (ranked is None) == (not everything)
     if ranked is not None:
         assert isclose(ranked[0].samples_per_second, max(everything)[0], rel_tol=1e-9)
-        found = {(c.replicas, c.stages, c.microbatch_size, c.microbatches, c.recompute) for c in ranked}
-        assert found == {configuration[1:6] for configuration in everything}
+        # Not only the best: the best cuts for every d, p, b, m and recomputation.
+        found = {(c.replicas, c.stages, c.microbatch_size, c.microbatches, c.recompute): c for c in reversed(ranked)}
+        expected = {each[1:6]: each[0] for each in sorted(everything)}
+        assert found.keys() == expected.keys()
+        assert {key: c.samples_per_second for key, c in found.items()} == pytest.approx(expected)
 
 
 @settings(max_examples=1200, deadline=None)
@@ -481,25 +485,57 @@ def test_64_devices_are_few_configurations():
 # The seam for a simulator, and what is refused.
 
 
-def test_another_throughput_decides_among_the_shortlist():
+def test_another_cost_decides_among_the_shortlist():
     asked = []
 
     def deepest(plan, profile, cluster):
         assert plan.microbatch_size == profile.microbatch_size
         asked.append(plan)
-        return float(len(plan.stages))
+        return replace(plan.predicted, samples_per_second=float(len(plan.stages)), limit="taste")
 
-    profile, cluster = gpt(8), Cluster.uniform(8, 10.0)
-    ranked = rank_pipelines(
-        profile, cluster, request(), batch_size=64, microbatch_sizes=[2], throughput=deepest, shortlist=30
-    )
-    by_closed_form = rank_pipelines(profile, cluster, request(), batch_size=64, microbatch_sizes=[2])[:30]
+    question = gpt(8), Cluster.uniform(8, 10.0), request()
+    ranked = rank_pipelines(*question, batch_size=64, microbatch_sizes=[2], cost=deepest, shortlist=30)
+    by_closed_form = rank_pipelines(*question, batch_size=64, microbatch_sizes=[2])[:30]
 
     assert len(ranked) == len(asked) == 30
     assert ranked[0].stages == max(candidate.stages for candidate in by_closed_form)
-    assert ranked[0].samples_per_second == ranked[0].stages
-    assert ranked[0].plan(cluster).predicted.samples_per_second == ranked[0].stages
-    assert [candidate.plan(cluster).stages for candidate in by_closed_form] == [plan.stages for plan in asked]
+    assert ranked[0].plan(question[1]).predicted.limit == "taste"
+    assert [candidate.plan(question[1]).stages for candidate in by_closed_form] == [plan.stages for plan in asked]
+
+
+def test_what_does_not_fit_by_another_cost_is_left_out():
+    def heavy(plan, profile, cluster):
+        return replace(
+            plan.predicted, peak_bytes=tuple(peak + 100 * plan.recompute for peak in plan.predicted.peak_bytes)
+        )
+
+    profile, cluster = gpt(8), Cluster.uniform(4, 1e9, 300)
+    assert any(candidate.recompute for candidate in rank_pipelines(profile, cluster, request(), batch_size=64))
+    ranked = rank_pipelines(profile, cluster, request(), batch_size=64, cost=heavy, shortlist=1000)
+
+    assert ranked and all(max(candidate.predicted.peak_bytes) <= 300 for candidate in ranked)
+    with pytest.raises(PlanError, match="the cost that was given finds none"):
+        rank_pipelines(profile, cluster, request(recompute=True, stages=2), batch_size=64, cost=heavy)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_simulator_confirms_the_closed_form_where_nothing_is_sent(schedule):
+    """Free links and equal stages, so that overlap and imbalance make no difference."""
+    profile = gpt(8, block=(1.0, 2.0, 0.0, 10.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
+    question = profile, Cluster.uniform(8, 1e12), request(schedule)
+    simulated = rank_pipelines(*question, batch_size=32, cost=simulated_cost, shortlist=1000)
+    closed = rank_pipelines(*question, batch_size=32)
+
+    def key(candidate):
+        return candidate.replicas, candidate.cuts, candidate.microbatches, candidate.recompute
+
+    found, expected = ({key(c): c.samples_per_second for c in each if c.equal_blocks} for each in (simulated, closed))
+    assert len(found) > 20
+    # A backward that directly follows its forward, as in the last stage, recomputes nothing in the simulator.
+    assert all(found[each] >= expected[each] * (1 - 1e-9) for each in found)
+    once = [each for each in found if not each[-1]]
+    assert [found[each] for each in once] == pytest.approx([expected[each] for each in once])
+    assert all(candidate.plan(question[1]).predicted == candidate.predicted for candidate in simulated)
 
 
 def test_batch_is_that_of_the_request_by_default():

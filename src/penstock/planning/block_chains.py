@@ -118,24 +118,24 @@ class BlockChain:
         constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
 
         # The all-reduce is mostly hidden: then the cuts without it, which hold for any number of replicas, are best.
-        slowest, cuts = self._cut(counts, *hop, 0.0)
+        slowest, cuts = self._cut(counts, hop)
         if cuts:
             heaviest = max(float(self.costs.parameter_bytes[cut]) for cut in pairwise(cuts))
             if constant + per_byte * heaviest > slowest:
-                _, cuts = self._cut(counts, *hop, per_byte)
+                _, cuts = self._cut(counts, hop, (per_byte, constant))
         return cuts or None
 
     def _cut(
-        self, counts: Counts, hop_per_byte: float, hop_latency: float, reduce_per_byte: float
+        self, counts: Counts, hop: tuple[float, float], reduced: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, tuple[int, ...]]:
-        """(Slowest seconds, cuts); no cuts if nothing fits."""
-        key = (counts, hop_per_byte, hop_latency, reduce_per_byte)
+        """(Slowest seconds, cuts); no cuts if nothing fits. `hop`, `reduced`: (seconds per byte, seconds)."""
+        key = (counts, hop, reduced)
         if key not in self._balanced:
-            edges = self.costs.exchanged_bytes * hop_per_byte + hop_latency
+            edges = self.costs.exchanged_bytes * hop[0] + hop[1]
             edges[[0, -1]] = 0.0
             work = self.costs.seconds + edges[:, None] + edges[None, :]
-            if reduce_per_byte:
-                work = np.maximum(work, self.costs.parameter_bytes * reduce_per_byte)
+            if any(reduced):
+                work = np.maximum(work, self.costs.parameter_bytes * reduced[0] + reduced[1])
             found = _cut_evenly(work, len(counts))
             if found[1] and not self.fits(found[1], counts):
                 fits = [self._interval_bytes(*held) <= self._memory_bytes for held in counts]

@@ -57,6 +57,8 @@ class Candidate:
     """The peak of each rank of each stage."""
     limit: str
     """What keeps the pipelines from being faster."""
+    predicted: Prediction | None = None
+    """What was asked instead of the closed form."""
 
     @property
     def stages(self) -> int:
@@ -108,7 +110,7 @@ class Candidate:
             self.replicas * self.microbatches,
             self.microbatch_size,
             recompute=self.recompute,
-            predicted=predicted,
+            predicted=self.predicted or predicted,
         )
 
 

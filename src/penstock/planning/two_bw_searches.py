@@ -27,16 +27,17 @@ from penstock.planning.orientations import TOGETHER, LinkTable, Orientation
 from penstock.planning.parallel_pipelines import Candidate, filling, slowest_stage
 from penstock.planning.repeated_blocks import find_blocks
 from penstock.planning.requests import Request
+from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Throughput", "plan_two_bw", "rank_pipelines"]
+__all__ = ["Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
 
-Throughput = Callable[[Plan, Profile, Cluster], float]
-"""Samples per second of a plan; the profile has the plan's microbatch size."""
+Cost = Callable[[Plan, Profile, Cluster], Prediction]
+"""What a plan takes; the profile has the plan's microbatch size."""
 
 _SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
 
@@ -49,7 +50,7 @@ def plan_two_bw(
     batch_size: int | None = None,
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
-    throughput: Throughput | None = None,
+    cost: Cost | None = None,
     shortlist: int = 16,
 ) -> Plan:
     """The parallel pipelines with the highest throughput, as `rank_pipelines` ranks them. Raises `PlanError`."""
@@ -60,7 +61,7 @@ def plan_two_bw(
         batch_size=batch_size,
         microbatch_sizes=microbatch_sizes,
         every_size=every_size,
-        throughput=throughput,
+        cost=cost,
         shortlist=shortlist,
     )
     return ranked[0].plan(cluster)
@@ -74,16 +75,18 @@ def rank_pipelines(
     batch_size: int | None = None,
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
-    throughput: Throughput | None = None,
+    cost: Cost | None = None,
     shortlist: int = 16,
 ) -> tuple[Candidate, ...]:
-    """All parallel pipelines that fit, best first; of equally fast ones the simpler: fewer devices, no recomputation.
+    """All parallel pipelines that fit, best first; of equally fast ones the simpler (fewer devices, no recomputation).
 
     `profiles`: one, or several of the same model at different microbatch sizes. Their sizes are tried, and those of
     `microbatch_sizes`, for which the nearest smaller profile is scaled. `batch_size` is the maximum safe global batch,
     samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` asks for it; else
-    both ways are tried. `request.stages` fixes p, `request.straight` one pipeline. With `throughput` (a simulation) the
-    best `shortlist` by the closed form are asked for theirs, and only these are returned.
+    both ways are tried. `request.stages` fixes p, `request.straight` one pipeline.
+
+    With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
+    and only these are returned; it is asked of four times as many at most.
 
     `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: it says what would be needed.
     """
@@ -104,13 +107,22 @@ def rank_pipelines(
     candidates = sorted(search.candidates(every), key=_order)
     if not candidates:
         raise PlanError(search.needs())
-    if throughput is not None:
-        candidates = [
-            replace(found, samples_per_second=throughput(found.plan(cluster), sized[found.microbatch_size], cluster))
-            for found in candidates[:shortlist]
-        ]
-        candidates.sort(key=_order)
-    return tuple(candidates)
+    if cost is None:
+        return tuple(candidates)
+    asked = candidates[: 4 * shortlist]
+    judged = (_judge(found, cost, sized[found.microbatch_size], cluster) for found in asked)
+    fitting = sorted(islice(filter(None, judged), shortlist), key=_order)
+    if not fitting:
+        raise PlanError(
+            f"nothing fits: of {len(candidates)} candidates that do by the closed form, the cost that was given finds "
+            f"none of the best {len(asked)} to fit. Use devices with more memory, a larger shortlist, or cost=None"
+        )
+    return tuple(fitting)
+
+
+def simulated_cost(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
+    """What the simulator says; a cost for `rank_pipelines`."""
+    return evaluate(plan, profile, cluster).prediction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +282,14 @@ class _Search:
             _, stages, batch, chain = min(deeper, key=lambda need: (need[1], need[2]))
             text += f"{stages} devices would do ({_words(stages, chain)}, batch_size={batch}). "
         return text + "Use devices with more memory, more devices, or smaller microbatches (microbatch_sizes)"
+
+
+def _judge(candidate: Candidate, cost: Cost, profile: Profile, cluster: Cluster) -> Candidate | None:
+    """The candidate with what `cost` says of it; None if by that it does not fit."""
+    found = cost(candidate.plan(cluster), profile, cluster)
+    if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
+        return None
+    return replace(candidate, samples_per_second=found.samples_per_second, limit=found.limit, predicted=found)
 
 
 def _words(stages: int, chain: BlockChain) -> str:
