@@ -87,8 +87,8 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
     profile = None if arguments.profile is None else load_profile(arguments.profile)
     if profile is None and arguments.measured is not None:
         raise PenstockError(
-            f"--measured {arguments.measured}: expected a profile to predict the plan's timeline with, found none: give "
-            "PROFILE after the plan, or show the trace alone"
+            f"--measured {arguments.measured}: expected a profile to predict the plan's timeline with, found none: "
+            "give PROFILE after the plan, or show the trace alone"
         )
     devices = max(rank for stage in plan.stages for rank in stage.ranks) + 1 if arguments.cluster is None else None
     cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)

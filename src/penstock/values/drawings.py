@@ -160,10 +160,14 @@ def _thinned(memory: RankMemory, origin: float, geometry: Geometry, width: float
 def _critical(panel: Panel, geometry: Geometry, top: int, pitch: int) -> Iterator[str]:
     """A line along the spans of the critical path, at the foot of their bars, and from each to the next."""
     path = ""
+    reached = -math.inf
     for span in panel.critical:
         y = top + span.rank * pitch + geometry.bar + (geometry.strip + 1.5 if span.kind == "send" else -0.5)
-        start, stop = ((at - panel.origin) * geometry.scale for at in (span.start_seconds, span.stop_seconds))
+        # A wait counts from the end of what it hangs on, not from when its rank began to wait.
+        began = min(span.stop_seconds, max(span.start_seconds, reached))
+        start, stop = ((at - panel.origin) * geometry.scale for at in (began, span.stop_seconds))
         path += f"{'L' if path else 'M'}{geometry.left + start:.1f} {y:g}H{geometry.left + stop:.1f}"
+        reached = span.stop_seconds
     if path:
         yield f'<path class="critical" d="{path}"><title>critical path</title></path>'
 

@@ -127,7 +127,7 @@
     pen.fillStyle = colours.paper; pen.fillRect(0, 0, wide, high);
     const seen = lanes.filter((lane) => lane.top + lane.pitch > down && lane.top < down + high);
     pen.save();
-    pen.beginPath(); pen.rect(LEFT, 0, width(), high); pen.clip();
+    pen.beginPath(); pen.rect(LEFT, 0, width() + 2, high); pen.clip();
     pen.translate(0, -down);
     seen.forEach(drawLane);
     data.panels.forEach(drawPath);
@@ -201,7 +201,9 @@
     const foot = (span) => lane.top + span.rank * lane.pitch + lane.bar + ("ST".includes(span.kind) ? lane.strip + 1 : -1);
     pen.beginPath();
     panel.path.forEach((span, index) => {
-      const start = Math.max(-1e4, Math.min(1e5, x(span.start))), stop = Math.max(-1e4, Math.min(1e5, x(span.stop)));
+      // A wait counts from the end of what it hangs on, not from when its rank began to wait.
+      const began = index ? Math.min(span.stop, Math.max(span.start, panel.path[index - 1].stop)) : span.start;
+      const start = Math.max(-1e4, Math.min(1e5, x(began))), stop = Math.max(-1e4, Math.min(1e5, x(span.stop)));
       if (index) pen.lineTo(start, foot(span)); else pen.moveTo(start, foot(span));
       pen.lineTo(stop, foot(span));
     });
