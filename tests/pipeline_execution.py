@@ -74,11 +74,12 @@ def plan_costs(layers, plan, bandwidth):
         links = [bandwidth(v, w) for v in devices for w in devices if v != w]
         weights = sum(layers[i][3] for i in range(a, b))
         reduce.append(2 * (k - 1) * weights / (k * min(links)) if k > 1 else 0.0)
-    there = []
+    there, back = [], []
     for (_, cut, one), (_, _, other) in pairwise(plan):
-        slowest = min(bandwidth(v, w) for v in one for w in other)
-        there.append(layers[cut - 1][2] / (len(one) * len(other) * slowest))
-    return forward, backward, there, list(there), reduce
+        size = layers[cut - 1][2] / (len(one) * len(other))
+        there.append(size / min(bandwidth(v, w) for v in one for w in other))
+        back.append(size / min(bandwidth(w, v) for v in one for w in other))
+    return forward, backward, there, back, reduce
 
 
 def busiest(layers, plan, bandwidth, microbatches):

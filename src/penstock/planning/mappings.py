@@ -82,20 +82,23 @@ def cheapest_mappings(
     most_stages: int,
     fits: Callable[[int, int], Flags] | None = None,
     *,
+    last_seconds: Matrix | None = None,
     straight: bool = False,
 ) -> tuple[Mapping, ...]:
     """The best plan in 1, 2, ... `most_stages` stages.
 
     ``fits(replicas, behind)``, if given, says of every interval of layers whether it fits in memory as a stage of so
-    many replicas with so many stages behind it. `straight` allows no replicas.
+    many replicas with so many stages behind it. `last_seconds`, (N+1, N+1), are the seconds of the last stage where
+    they are others than those of `costs`: with recomputation, since it can do without. `straight` allows no replicas.
     """
     most_replicas = 1 if straight else machine.devices
+    last = costs.seconds if last_seconds is None else last_seconds
     fitting = None
     if fits is not None:
         fitting = [np.stack([fits(r, behind) for behind in range(most_stages)]) for r in range(1, most_replicas + 1)]
     tables: list[_Table] = []
     while len(tables) < machine.devices:
-        tables.append(_table(costs, machine, microbatches, tables, most_stages, most_replicas, fitting))
+        tables.append(_table(costs, machine, microbatches, tables, most_stages, most_replicas, fitting, last))
     return tuple(_unfold(tables, machine, costs.layers, stages) for stages in range(1, most_stages + 1))
 
 
@@ -137,6 +140,7 @@ def _table(
     most_stages: int,
     most_replicas: int,
     fitting: Sequence[Flags] | None,
+    last_seconds: Matrix,
 ) -> _Table:
     """The table of one device more than the last of `tables`."""
     devices = len(tables) + 1
@@ -145,11 +149,10 @@ def _table(
     for front in _fronts(machine, devices, shape[0]):
         r = front.replicas
         rounds = 2 * (r - 1) / (1 if machine.shared_medium else r)
-        stage = microbatches * costs.seconds / r + rounds / front.inner_speed * costs.parameter_bytes
-        stage += 2 * (r - 1) * front.inner_latency
+        reduced = rounds / front.inner_speed * costs.parameter_bytes + 2 * (r - 1) * front.inner_latency
         allowed = None if fitting is None else fitting[r - 1]
         if r == devices:
-            alone = stage[:, -1]
+            alone = microbatches * last_seconds[:, -1] / r + reduced[:, -1]
             table.seconds[r - 1, 0] = alone if allowed is None else np.where(allowed[0, :, -1], alone, np.inf)
             table.cuts[r - 1, 0] = costs.layers
         elif most_stages > 1:
@@ -158,6 +161,7 @@ def _table(
             counts = slice(1, behind.shape[1] + 1)
             followers = rest.argmin(axis=0)
             least = np.take_along_axis(rest, followers[None], axis=0)[0]
+            stage = microbatches * costs.seconds / r + reduced
             first = stage if allowed is None else np.where(allowed[counts], stage, np.inf)
             slowest = np.maximum(first, least[:, None, :])
             cuts = slowest.argmin(axis=2)

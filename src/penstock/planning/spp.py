@@ -12,7 +12,9 @@ the least busy stage: deep pipelines are better balanced and take longer to fill
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -21,40 +23,80 @@ from penstock.planning.costs import ChainCosts, Flags, chain_costs
 from penstock.planning.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.mappings import Machine, Mapping, cheapest_mappings
 from penstock.planning.requests import Request
+from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
 
-__all__ = ["spp_candidates"]
+__all__ = ["evaluate_for", "plan_spp", "spp_candidates"]
 
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may look at: about ten seconds."""
+
+_BUFFERS = 4
+"""Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
+ahead than the next one, and takes gradients no more than 4 behind it."""
+
+
+def plan_spp(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """The plan whose simulated minibatch is the fastest; of equal ones, one with the fewest stages.
+
+    It runs under the schedule `spp` and splits every microbatch over the replicas of a stage, whatever
+    `request.schedule` says. Raises `PlanError` as `spp_candidates` does, and if no candidate fits when simulated.
+    """
+    candidates = spp_candidates(profile, cluster, request)
+    if cluster.memory_bytes is not None:
+        candidates = (*candidates, *_candidates(profile, cluster, request, _BUFFERS))
+    outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
+    memory = cluster.memory_bytes or inf
+    fitting = {plan: outcome for plan, outcome in outcomes.items() if max(outcome.peak_bytes) <= memory}
+    if not fitting:
+        raise _nothing_fits(profile, cluster, request)
+    plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
+    return replace(plan, predicted=fitting[plan].prediction())
+
+
+def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:
+    """The outcome of `plan` by the simulator, with what `request` says of the all-reduce and of the optimizer."""
+    allreduce: Literal["ring", "shared"] = "shared" if request.allreduce == "shared" else "ring"
+    return evaluate(plan, profile, cluster, allreduce=allreduce, optimizer_copies=request.optimizer_copies)
 
 
 def spp_candidates(profile: Profile, cluster: Cluster, request: Request) -> tuple[tuple[float, Plan], ...]:
     """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ.
 
     `request.stages` fixes the number of stages, on all devices; with `straight`, on as many devices and without
-    replicas. W in seconds for a minibatch. `PlanError` if there are more stages than layers or devices, if nothing fits
-    in memory, or if the problem is too large.
+    replicas. W in seconds for a minibatch. A memory limit is for weights, gradients, optimizer state and activations in
+    flight. `PlanError` if there are more stages than layers or devices, if nothing fits in memory, or if the problem is
+    too large.
     """
+    candidates = _candidates(profile, cluster, request)
+    if not candidates:
+        raise _nothing_fits(profile, cluster, request)
+    return candidates
+
+
+def _candidates(
+    profile: Profile, cluster: Cluster, request: Request, buffers: int = 0
+) -> tuple[tuple[float, Plan], ...]:
+    """`spp_candidates` that also have memory for so many activations and gradients that wait; none if none fits."""
     most = _most_stages(profile, cluster, request)
-    costs = chain_costs(profile, recompute=request.recompute)
+    # A backward that directly follows its forward has nothing to recompute: those of the last stage, and a single one.
+    plain = chain_costs(profile)
+    costs = chain_costs(profile, recompute=request.recompute and request.microbatches > 1)
     devices = most if request.straight else cluster.devices
     _check_size(devices, len(profile), most)
+    fits = None
+    if cluster.memory_bytes is not None:
+        fits = _fitting(costs, plain, cluster.memory_bytes, request, buffers)
     candidates: list[tuple[float, Plan]] = []
     for machine in _machines(cluster, devices, request):
-        fits = None if cluster.memory_bytes is None else _fitting(costs, cluster.memory_bytes, request)
-        mappings = cheapest_mappings(costs, machine, request.microbatches, most, fits, straight=request.straight)
+        mappings = cheapest_mappings(
+            costs, machine, request.microbatches, most, fits, last_seconds=plain.seconds, straight=request.straight
+        )
         wanted = mappings if request.stages is None else mappings[-1:]
         candidates += [(mapping.seconds, _plan(mapping, profile, request)) for mapping in wanted if mapping.stages]
-    if not candidates:
-        raise PlanError(
-            f"nothing fits: expected a plan under spp with at most {(cluster.memory_bytes or inf) / 1e9:.4g} GB on "
-            f"each of {devices} devices, found none for {profile.parameter_bytes / 1e9:.4g} GB of weights and "
-            f"{request.microbatches} microbatches. Use more devices, fewer or smaller microbatches, recompute=True, or "
-            "a schedule that keeps less (1f1b-flush)"
-        )
     return tuple(sorted(candidates, key=lambda candidate: len(candidate[1].stages)))
 
 
@@ -99,20 +141,36 @@ def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[Mach
     return machines
 
 
-def _fitting(costs: ChainCosts, memory_bytes: float, request: Request) -> Callable[[int, int], Flags]:
+def _fitting(
+    costs: ChainCosts, last: ChainCosts, memory_bytes: float, request: Request, buffers: int
+) -> Callable[[int, int], Flags]:
     """(Replicas, stages behind) to [i, j]: whether layers i up to and without j fit as such a stage.
 
-    Replicas share every microbatch, so that each keeps its part of all that are in flight; weights are whole.
+    Replicas share every microbatch, so that each keeps its part of all that are in flight; weights are whole. `last`
+    has the costs of the last stage.
     """
     weights = (2 + request.optimizer_copies) * costs.parameter_bytes
+    crossing = costs.exchanged_bytes / 2
+    crossing[-1] = 0.0
+    waiting = min(request.microbatches, buffers) * (crossing[:, None] + crossing)
 
     def fits(replicas: int, behind: int) -> Flags:
         in_flight = min(request.microbatches, 4 * behind + 1)
-        kept = (in_flight * costs.saved_bytes + costs.recomputed_bytes) / replicas
+        own = costs if behind else last
+        kept = (in_flight * own.saved_bytes + own.recomputed_bytes + waiting) / replicas
         fitting: Flags = kept + weights <= memory_bytes
         return fitting
 
     return fits
+
+
+def _nothing_fits(profile: Profile, cluster: Cluster, request: Request) -> PlanError:
+    return PlanError(
+        f"nothing fits: expected a plan under spp with at most {bytes_text(cluster.memory_bytes or inf)} on each of "
+        f"{cluster.devices} devices, found none for {bytes_text(profile.parameter_bytes)} of weights and "
+        f"{request.microbatches} microbatches. Use more devices, fewer or smaller microbatches, recompute=True, or a "
+        "schedule that keeps less (1f1b-flush)"
+    )
 
 
 def _plan(mapping: Mapping, profile: Profile, request: Request) -> Plan:
