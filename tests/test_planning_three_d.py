@@ -36,6 +36,7 @@ from penstock.scheduling import schedule
 from penstock.scheduling.actions import Backward, Forward
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
+from penstock.values.quantities import seconds_text
 from penstock.values.transformers import Transformer
 
 GIB = 2**30
@@ -642,7 +643,8 @@ def test_a_plan_lays_ranks_out_tensor_first_then_replicas_then_stages() -> None:
     assert plan.layers == len(profile_of(model, TOY, cluster, tensor_parallel=2))
     assert plan.predicted is not None
     assert len(plan.predicted.peak_bytes) == 8
-    assert plan.predicted.limit == "stage 3"
+    assert plan.predicted.limit.startswith("stage 3 (busy ")
+    assert plan.planner == "three_d"
 
 
 def test_a_plan_says_what_its_candidate_says() -> None:
@@ -655,6 +657,39 @@ def test_a_plan_says_what_its_candidate_says() -> None:
     assert max(plan.predicted.peak_bytes) == chosen.peak_bytes
     assert plan.predicted.minibatch_seconds == chosen.minibatch_seconds
     assert 0 <= plan.predicted.bubble < 1
+
+
+def test_a_plan_explains_why_it_is_better() -> None:
+    fixed = {"pipeline": 16, "tensor": 8, "recompute": True, "stages_per_rank": 1}
+    request = ThreeDRequest(GPT_145B, selene(128), 256, **fixed)
+    first, second = rank_three_d(request, 0)[:2]
+    text = plan_three_d(GPT_145B, selene(128), batch_size=256, simulated=0, **fixed).explain()
+    lines = text.splitlines()
+
+    assert lines[0].split()[:6] == ["p", "t", "d", "b", "v", "recompute"]
+    assert lines[1].split()[:6] == ["16", "8", "1", str(first.arrangement.microbatch_size), "1", "yes"]
+    percent = 100 * (second.minibatch_seconds / first.minibatch_seconds - 1)
+    assert lines[-1].startswith(f"{second.arrangement} takes {percent:.1f} % longer")
+    # What it loses by is named with its seconds, and the seconds are right.
+    bubble = second.bubble_seconds - first.bubble_seconds
+    assert f"bubble {seconds_text(abs(bubble))} {'more' if bubble > 0 else 'less'}" in lines[-1]
+
+
+def test_the_only_arrangement_needs_no_comparison() -> None:
+    fixed = {"pipeline": 1, "tensor": 1, "microbatch_size": 1, "recompute": False}
+    model = Transformer(2, 64, 8, sequence=16, vocabulary=64)
+    plan = plan_three_d(model, Cluster.uniform(1, 1e9), batch_size=1, accelerator=TOY, **fixed)
+
+    assert plan.explain().splitlines()[-1] == "No other arrangement fits."
+
+
+def test_messages_that_do_not_overlap_take_longer() -> None:
+    request = ThreeDRequest(GPT_175B, selene(96), 96, pipeline=12, tensor=8, microbatch_size=1, recompute=True)
+    hidden = rank_three_d(request, 2)[0]
+    shown = rank_three_d(replace(request, overlap=False), 2)[0]
+
+    assert hidden.simulated and shown.simulated
+    assert hidden.minibatch_seconds < shown.minibatch_seconds
 
 
 def test_without_a_limit_everything_fits() -> None:

@@ -1,12 +1,13 @@
 """The simulator's word on one arrangement: its pipeline is played with one rank for all devices of a position.
 
 The d pipelines do the same at the same time on links of their own, and so do the t devices of a stage; one of each
-stands for all. The simulator hides messages behind computation, as Penstock's transport does.
+stands for all. The simulator hides messages behind computation, as Penstock's transport does, or does not, as
+Megatron-LM.
 """
 
 from penstock.planning.arrangements import Arrangement, ArrangementLinks, boundary_seconds
 from penstock.planning.transformer_costs import PartCosts, TransformerCosts
-from penstock.simulating.simulator import simulate
+from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
@@ -14,9 +15,17 @@ from penstock.values.profiles import LayerProfile, Profile
 __all__ = ["play", "trial"]
 
 
-def play(layers: int, costs: TransformerCosts, form: Arrangement, links: ArrangementLinks, microbatches: int) -> float:
+def play(
+    layers: int,
+    costs: TransformerCosts,
+    form: Arrangement,
+    links: ArrangementLinks,
+    microbatches: int,
+    *,
+    overlap: bool = True,
+) -> float:
     """Seconds from the first forward to the last backward of `microbatches` microbatches in one pipeline."""
-    return simulate(*trial(layers, costs, form, links, microbatches)).seconds
+    return evaluate(*trial(layers, costs, form, links, microbatches), overlap=overlap).minibatch_seconds
 
 
 def trial(

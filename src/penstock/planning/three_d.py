@@ -13,6 +13,7 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.planning.accelerators import A100, Accelerator, Precision
+from penstock.planning.arrangement_tables import ranking_text
 from penstock.planning.arrangements import (
     Arrangement,
     ArrangementLinks,
@@ -56,6 +57,8 @@ class ThreeDRequest:
     """Layers per stage that keep their input when recomputed; None takes what needs least memory. 1 is what Penstock's
     runtime does: it recomputes a stage as a whole."""
     scatter_gather: bool = True
+    overlap: bool = True
+    """Whether the simulator hides messages behind computation, as Penstock does and Megatron-LM does not."""
 
     def __post_init__(self) -> None:
         numbers = ("devices", "pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "checkpoints")
@@ -107,13 +110,14 @@ def plan_three_d(
     recompute: bool | None = None,
     checkpoints: int | None = None,
     scatter_gather: bool = True,
+    overlap: bool = True,
     simulated: int = 5,
 ) -> Plan:
     """The fastest arrangement of `transformer` on `cluster` for minibatches of `batch_size` samples, as a plan.
 
     The layers of the plan are those of `profile_of`: the embedding, the transformer's layers, the head. A dimension
     that is given is fixed; see `ThreeDRequest`. The best `simulated` arrangements by closed form are played by the
-    simulator, and the best of them is taken. Raises `PlanError`.
+    simulator, and the best of them is taken; `Plan.explain` shows the ranking. Raises `PlanError`.
     """
     request = ThreeDRequest(
         transformer,
@@ -130,8 +134,10 @@ def plan_three_d(
         recompute,
         checkpoints,
         scatter_gather,
+        overlap,
     )
-    return plan_of(request, rank_three_d(request, simulated)[0])
+    ranked = rank_three_d(request, simulated)
+    return replace(plan_of(request, ranked[0]), explanation=ranking_text(ranked))
 
 
 def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
@@ -150,6 +156,8 @@ def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
         for position in range(p)
     ]
     seconds = chosen.minibatch_seconds
+    busy = microbatches // form.data * chosen.slowest_seconds / seconds
+    slowest = 0 if costs.embedding.seconds > costs.head.seconds else len(stages) - 1
     return Plan(
         stages,
         form.schedule,
@@ -163,8 +171,9 @@ def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
             bottleneck_seconds=chosen.slowest_seconds / form.data,
             peak_bytes=tuple(peak for peak in peaks for _ in range(width)),
             bubble=max(0.0, chosen.bubble_seconds / seconds),
-            limit=f"stage {len(stages) - 1}",
+            limit=f"stage {slowest} (busy {busy:.0%} of the time)",
         ),
+        planner="three_d",
     )
 
 
@@ -195,7 +204,7 @@ def _simulated(request: ThreeDRequest, one: Candidate) -> Candidate:
     form, links = one.arrangement, _links(request, one.arrangement)
     costs = part_costs(request.transformer, request.accelerator, links.tensor, form.microbatch_size)
     microbatches = request.batch_size // (form.microbatch_size * form.data)
-    before = play(request.transformer.layers, costs, form, links, microbatches)
+    before = play(request.transformer.layers, costs, form, links, microbatches, overlap=request.overlap)
     after = one.minibatch_seconds - one.pipelined_seconds + before
     return replace(
         one,
