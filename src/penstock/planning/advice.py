@@ -131,7 +131,7 @@ def _stage_bytes(costs: ChainCosts, room: Room, ranks: int) -> StageSeconds:
     stops = np.arange(costs.layers + 1)
 
     def held(stage: int, starts: Counts) -> Matrix:
-        counts = room.counts(1, ranks - stage, ranks - stage - 1)
+        counts = room.counts(1, ranks - stage)
         return np.where(stops > starts[:, None], interval_bytes(costs, *counts, room.optimizer_copies, starts), np.inf)
 
     return held

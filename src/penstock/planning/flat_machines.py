@@ -8,7 +8,7 @@ that; only the nearest such j need be looked at. That takes O(m^2 N) for m worke
 takes O(m^2 N^2). Bisection ends on a value that a stage or a cut really has, so nothing is approximate.
 
 It goes from the last layer to the first, because what a stage keeps in memory depends on the workers behind it
-(`live_counts`), and, under `spp`, on the number of stages behind it.
+(`live_counts`).
 """
 
 from collections.abc import Callable
@@ -88,12 +88,11 @@ class _Reach:
     furthest: Counts
     """[c, i]: the largest j for the c-th pair of counts in flight and of versions."""
     rows: Counts
-    """[q, u, r]: which c holds for r replicas with u workers and q stages behind them; q = 0 if q does not matter."""
+    """[u, r]: which c holds for r replicas with u workers behind them."""
 
-    def of(self, workers_behind: int, replicas: int, stages_behind: int) -> Counts:
+    def of(self, workers_behind: int, replicas: int) -> Counts:
         """(replicas, N+1): the largest j for each i, on 1 to `replicas` workers."""
-        rows = self.rows[stages_behind if len(self.rows) > 1 else 0, workers_behind, 1 : replicas + 1]
-        return self.furthest[rows]
+        return self.furthest[self.rows[workers_behind, 1 : replicas + 1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,14 +134,12 @@ class _Machine:
         """Whether all workers can be used with nothing slower than `limit`."""
         if furthest is None:
             furthest = self.furthest(limit)
-        if self.memory is not None and len(self.memory.rows) > 1:
-            return bool(self._layers(limit, furthest))
         open_cuts = self.exchange <= limit
         done = np.zeros((self.level.count + 1, self.costs.layers + 1), dtype=bool)
         done[0, -1] = True
         for behind in range(self.level.count):
             done[behind] &= open_cuts
-            self._extend(done[behind], behind, 0, furthest, done)
+            self._extend(done[behind], behind, furthest, done)
         return bool(done[-1, 0])
 
     def blocks(self, limit: float) -> tuple[Block, ...]:
@@ -151,11 +148,11 @@ class _Machine:
         replicas = self._replicas(self._layers(limit, furthest), furthest)
         behind = self.level.count
         reach = []
-        for index, count in enumerate(replicas):
+        for count in replicas:
             behind -= count
             own = furthest[count - 1]
             if self.memory is not None:
-                own = np.minimum(own, self.memory.of(behind, count, len(replicas) - index - 1)[-1])
+                own = np.minimum(own, self.memory.of(behind, count)[-1])
             reach.append(own)
         stops = np.arange(self.costs.layers + 1)
 
@@ -172,16 +169,16 @@ class _Machine:
         done = np.zeros((self.level.count + 1, self.costs.layers + 1), dtype=bool)
         done[0, -1] = True
         layers = [done]
-        for stages_behind in range(self.level.count):
+        for _ in range(self.level.count):
             done = np.zeros_like(done)
             for behind in np.flatnonzero(layers[-1][:-1].any(axis=1)):
-                self._extend(layers[-1][behind], int(behind), stages_behind, furthest, done)
+                self._extend(layers[-1][behind], int(behind), furthest, done)
             layers.append(done & open_cuts)
             if done[-1, 0]:
                 return layers
         return []
 
-    def _extend(self, after: Flags, behind: int, stages_behind: int, furthest: Counts, done: Flags) -> None:
+    def _extend(self, after: Flags, behind: int, furthest: Counts, done: Flags) -> None:
         """Marks in `done` what one stage more can do, before layers that `behind` workers can do `after` it."""
         most = self.level.count - behind
         size = len(after)
@@ -191,20 +188,20 @@ class _Machine:
         nearest[-1] = size
         stops = furthest[:most]
         if self.memory is not None:
-            stops = np.minimum(stops, self.memory.of(behind, most, stages_behind))
+            stops = np.minimum(stops, self.memory.of(behind, most))
         done[behind + 1 :] |= nearest <= stops
 
     def _replicas(self, layers: list[Flags], furthest: Counts) -> list[int]:
         """The replicas of the stages, first stage first: each takes about its fair share of the time that is left."""
         start, workers, chosen = 0, self.level.count, []
-        for stages_behind in range(len(layers) - 2, -1, -1):
+        for after in reversed(layers[:-1]):
             stops = furthest[:workers, start]
             if self.memory is not None:
-                rooms = [self.memory.of(workers - count, count, stages_behind)[-1, start] for count in _up_to(workers)]
+                rooms = [self.memory.of(workers - count, count)[-1, start] for count in _up_to(workers)]
                 stops = np.minimum(stops, rooms)
             positions = np.arange(self.costs.layers + 1)
             allowed = (positions > start) & (positions <= stops[:, None])
-            allowed &= layers[stages_behind][workers - 1 :: -1][:workers]
+            allowed &= after[workers - 1 :: -1]
             seconds = replicated_seconds(
                 self.costs.seconds[start],
                 self.costs.parameter_bytes[start],
@@ -271,12 +268,11 @@ def _memory_reach(
 def _count_tables(workers: int, room: Room) -> tuple[Counts, Matrix, Matrix]:
     """The rows of `_Reach`, and the counts in flight and of versions of each row."""
     known: dict[tuple[int, int], int] = {}
-    rows = np.zeros((workers if room.counts_stages else 1, workers, workers + 1), dtype=np.int64)
-    for stages_behind, table in enumerate(rows):
-        for behind in range(workers):
-            for replicas in range(1, workers - behind + 1):
-                counts = room.counts(replicas, behind + replicas, stages_behind if room.counts_stages else None)
-                table[behind, replicas] = known.setdefault(counts, len(known))
+    rows = np.zeros((workers, workers + 1), dtype=np.int64)
+    for behind in range(workers):
+        for replicas in range(1, workers - behind + 1):
+            counts = room.counts(replicas, behind + replicas)
+            rows[behind, replicas] = known.setdefault(counts, len(known))
     pairs = np.array(list(known), dtype=np.float64)
     return rows, pairs[:, 0], pairs[:, 1]
 

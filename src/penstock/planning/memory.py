@@ -6,15 +6,15 @@ The papers say that memory is taken into account and leave the gradients and the
     in flight x saved + recomputed + (weight versions + 1 gradient + optimizer copies) x parameters
 
 With recomputation a microbatch in flight keeps only the stage's input, and one of them, recomputed, all that it saves.
-For a stage of r replicas, with R workers in it and behind it, and q stages behind it:
+For a stage of r replicas, with R workers in it and behind it, so that D = ceil(R / r) microbatches fill the pipe:
 
-    schedule      in flight                    weight versions
-    gpipe         ceil(m / r)                  1
-    1f1b-flush    min(ceil(m / r), ceil(R/r))  1
-    interleaved   chunks, see `peak_bytes`     1
-    spp           ceil(min(m, 4 q + 1) / r)    1
-    1f1b          ceil(R / r)                  ceil(R / r); with vertical sync ceil(all workers / r)
-    2bw           ceil(R / r)                  2
+    schedule      in flight                       weight versions
+    gpipe         ceil(m / r)                     1
+    1f1b-flush    min(ceil(m / r), D)             1
+    interleaved   chunks, see `peak_bytes`        1
+    spp           min(ceil(m / r), 4 (D - 1) + 1) 1
+    1f1b          D                               D; with vertical sync ceil(all workers / r)
+    2bw           D                               2
 
 Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. Of t ranks
 that hold a replica together, each has 1/t of its weights and of what its layers save, and the whole input of the stage.
@@ -52,13 +52,11 @@ def live_counts(
     workers: int,
     *,
     vertical_sync: bool = False,
-    stages_behind: int | None = None,
 ) -> tuple[int, int]:
     """(Activations in flight, weight versions) on each replica of a stage that takes its microbatches in turn.
 
-    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. `stages_behind`,
-    the number of later stages, matters to `spp` only; unknown, it is the most there can be, one per later worker. Not
-    for `interleaved`, whose ranks hold several stages.
+    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for
+    `interleaved`, whose ranks hold several stages.
     """
     deep = ceil(behind / replicas)
     match schedule:
@@ -69,8 +67,7 @@ def live_counts(
         case "2bw":
             return deep, 2
         case "spp":
-            later = behind - replicas if stages_behind is None else stages_behind
-            return ceil(min(microbatches, 4 * later + 1) / replicas), 1
+            return min(ceil(microbatches / replicas), 4 * (deep - 1) + 1), 1
         case _:
             return min(ceil(microbatches / replicas), deep), 1
 
@@ -121,12 +118,7 @@ class Room:
     vertical_sync: bool = False
     optimizer_copies: float = OPTIMIZER_COPIES
 
-    @property
-    def counts_stages(self) -> bool:
-        """Whether the number of later stages matters, beside that of later workers."""
-        return self.schedule == "spp"
-
-    def counts(self, replicas: int, behind: int, stages_behind: int | None = None) -> tuple[int, int]:
+    def counts(self, replicas: int, behind: int) -> tuple[int, int]:
         """`live_counts` of a stage of this pipeline."""
         return live_counts(
             self.schedule,
@@ -135,7 +127,6 @@ class Room:
             behind,
             self.workers,
             vertical_sync=self.vertical_sync,
-            stages_behind=stages_behind,
         )
 
     def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
@@ -161,15 +152,9 @@ def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZE
             each = plan.microbatches if split else ceil(plan.microbatches / count)
             counts = chunks_in_flight(positions, len(own), each)[index], 1
         else:
-            later = len(plan.stages) - index - 1
-            seen = (1, later + 1, len(plan.stages)) if split else (count, behind, workers)
-            counts = live_counts(
-                plan.schedule,
-                plan.microbatches,
-                *seen,
-                vertical_sync=plan.vertical_sync,
-                stages_behind=later,
-            )
+            straight = 1, len(plan.stages) - index, len(plan.stages)
+            seen = straight if split else (count, behind, workers)
+            counts = live_counts(plan.schedule, plan.microbatches, *seen, vertical_sync=plan.vertical_sync)
         for rank in stage.ranks:
             peaks[rank] = _rank_bytes(plan, costs, own, count if split else 1, counts, optimizer_copies)
         behind -= count

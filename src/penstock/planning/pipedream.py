@@ -9,8 +9,7 @@ whose slowest stage or link is fastest. Where the text leaves a choice, ours is:
   3. The all-reduce is a ring by default, ``2 (r-1)/r w/B`` per r microbatches; ``allreduce="shared"`` is the printed
      ``2 (r-1) w/B``, and ``"released"`` what the authors' program counts.
   4. Memory, which the text only mentions, excludes stages within the search, at every level and for every schedule,
-     with what the stage really keeps there. (Under `spp` several levels are on the safe side; flat and straight are
-     exact.)
+     with what the stage really keeps there.
   5. The latency of links is left out, as in the paper; the simulator has it.
 """
 
@@ -127,7 +126,7 @@ def _stage_seconds(costs: ChainCosts, room: Room | None, ranks: int) -> StageSec
         return lambda stage, starts: costs.seconds[starts]
 
     def fitting(stage: int, starts: Counts) -> Matrix:
-        counts = room.counts(1, ranks - stage, ranks - stage - 1)
+        counts = room.counts(1, ranks - stage)
         return np.where(room.fitting(costs, counts, starts), costs.seconds[starts], inf)
 
     return fitting
@@ -165,8 +164,8 @@ def _nested(costs: ChainCosts, levels: tuple[Level, ...], room: Room | None) -> 
     if room is not None:
         # A plan that is best without a limit, and fits, is best with it; that is the usual case and costs less.
         behind, fits = room.workers, True
-        for index, (start, stop, ranks) in enumerate(stages):
-            counts = room.counts(len(ranks), behind, len(stages) - index - 1)
+        for start, stop, ranks in stages:
+            counts = room.counts(len(ranks), behind)
             fits = fits and bool(room.fitting(costs, counts, np.array([start]))[0, stop])
             behind -= len(ranks)
         if not fits:

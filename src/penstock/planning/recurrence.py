@@ -32,8 +32,7 @@ __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """One chain on one machine of `levels`, innermost first. Under `spp`, which counts stages, `room` is on the safe
-    side: every worker behind a stage is taken for a stage."""
+    """One chain on one machine of `levels`, innermost first; every stage fits in `room`."""
 
     def __init__(self, costs: ChainCosts, levels: tuple[Level, ...], room: Room | None = None) -> None:
         self._costs = costs
