@@ -26,7 +26,7 @@ from penstock.planning.chunks import deal_stages
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.flat_machines import Level, fastest_flat
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
-from penstock.planning.predictions import predict
+from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.recurrence import Hierarchy
 from penstock.planning.requests import Request
 from penstock.planning.straight import StageSeconds, cut_evenly, least_slowest
@@ -84,7 +84,8 @@ def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
             f"{cluster.devices} devices, found that {fitting_advice(profile, cluster.devices, size_bytes, request)}"
         )
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
-    return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies))
+    _, limit = slowest_part(plan.stages, costs, cluster, request.allreduce)
+    return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit))
 
 
 def noam(plan: Plan) -> int:

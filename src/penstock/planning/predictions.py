@@ -23,7 +23,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["predict", "slowest_seconds"]
+__all__ = ["predict", "slowest_part", "slowest_seconds"]
 
 
 def predict(
@@ -32,8 +32,9 @@ def predict(
     costs: ChainCosts,
     bottleneck_seconds: float,
     optimizer_copies: float = OPTIMIZER_COPIES,
+    limit: str = "",
 ) -> Prediction:
-    """The prediction for `plan`, given its slowest stage or link in seconds per microbatch.
+    """The prediction for `plan`, given its slowest stage or link in seconds per microbatch, and in words (`limit`).
 
     The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``; for
     equal stages under a flush it is ``(p - 1) / (m + p - 1)``. What unequal stages and slow links idle away counts too.
@@ -47,6 +48,7 @@ def predict(
         bottleneck_seconds=bottleneck_seconds,
         peak_bytes=peak_bytes(plan, costs, optimizer_copies),
         bubble=max(0.0, 1 - work / (plan.ranks * seconds)) if seconds else 0.0,
+        limit=limit,
     )
 
 
@@ -66,30 +68,45 @@ def _rounds(plan: Plan) -> float:
 def slowest_seconds(
     stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce, tensor_parallel: int = 1
 ) -> float:
-    """Seconds per microbatch of the slowest rank or link of any plan.
+    """Seconds per microbatch of the slowest rank or link of any plan."""
+    return slowest_part(stages, costs, cluster, allreduce, tensor_parallel)[0]
+
+
+def slowest_part(
+    stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce, tensor_parallel: int = 1
+) -> tuple[float, str]:
+    """Seconds per microbatch of the slowest rank or link of any plan, and which it is ("stage 2").
 
     A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
     stages. Under `interleaved` a rank, and a link, has the time of all its stages. `tensor_parallel` ranks share the
     seconds and the weights of their stage evenly; what they say to each other is not counted.
     """
-    ranks: dict[tuple[int, ...], float] = {}
-    links: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    parts: dict[tuple[object, ...], tuple[float, list[int]]] = {}
+
+    def add(place: tuple[object, ...], seconds: float, stage: int) -> None:
+        before, held = parts.get(place, (0.0, []))
+        parts[place] = before + seconds, [*held, stage]
+
+    reduced = []
     for index, stage in enumerate(stages):
         interval = slice(stage.start, stage.start + 1), slice(stage.stop, stage.stop + 1)
-        time = replicated_seconds(
-            costs.seconds[interval] / tensor_parallel,
-            costs.parameter_bytes[interval] / tensor_parallel,
-            len(stage.ranks) // tensor_parallel,
-            _slowest_link(cluster, stage, stage),
-            allreduce,
-        )
-        ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(time[0, 0])
+        work = costs.seconds[interval] / tensor_parallel
+        replicas = len(stage.ranks) // tensor_parallel
+        weights = costs.parameter_bytes[interval] / tensor_parallel
+        bandwidth = _slowest_link(cluster, stage, stage)
+        seconds = float(replicated_seconds(work, weights, replicas, bandwidth, allreduce)[0, 0])
+        reduced.append(seconds > 1.5 * float(work[0, 0]) / replicas)
+        add((stage.ranks,), seconds, index)
         if index:
             before = stages[index - 1]
-            link = before.ranks, stage.ranks
-            sent = costs.exchange_seconds(_slowest_link(cluster, before, stage))[stage.start]
-            links[link] = links.get(link, 0.0) + float(sent)
-    return max(*ranks.values(), *links.values(), 0.0)
+            sent = float(costs.exchange_seconds(_slowest_link(cluster, before, stage))[stage.start])
+            add((before.ranks, stage.ranks), sent, index)
+    place, (slowest, held) = max(parts.items(), key=lambda part: part[1][0])
+    numbers = " and ".join(map(str, held))
+    if len(place) == 2:
+        return slowest, f"link before stage {numbers}" if len(held) == 1 else f"link before stages {numbers}"
+    own = f"stage {numbers}" if len(held) == 1 else f"stages {numbers}"
+    return slowest, f"all-reduce of {own}" if any(reduced[stage] for stage in held) else own
 
 
 def _slowest_link(cluster: Cluster, one: Stage, other: Stage) -> float:
