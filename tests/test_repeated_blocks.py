@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, find_blocks
+from penstock.planning.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, find_blocks, places_to_cut
 from penstock.values import LayerProfile, Profile
 
 FILES = Path(__file__).parent / "data" / "pipedream"
@@ -114,3 +114,29 @@ def test_equal_cuts_share_the_blocks_out(case, stages):
     lengths[0] -= blocks.prefix
     lengths[-1] -= blocks.suffix
     assert lengths == [blocks.count // stages * blocks.length] * stages
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), min_size=1, max_size=40), st.integers(2, 50))
+def test_places_of_a_long_chain_are_few_and_cheap(rows, most):
+    profile = Profile(tuple(layer(seconds, weights=i, cut=cut) for i, (seconds, cut) in enumerate(rows)), 1)
+    blocks = find_blocks(profile)
+    places = places_to_cut(profile, blocks, most)
+
+    assert blocks.count == 0
+    assert (places[0], places[-1]) == (0, len(rows))
+    assert list(places) == sorted(set(places))
+    if len(rows) < most:
+        assert places == blocks.cuts
+        return
+    assert len(places) <= most + 2
+    # Between two places lie two shares at the most, and the layers that reach beyond them.
+    share, longest = profile.seconds / most, max(row.seconds for row in profile.layers)
+    for start, stop in pairwise(places):
+        assert sum(row.seconds for row in profile.layers[start:stop]) <= 2 * share + longest + 1e-9
+
+
+def test_blocks_are_never_thinned_out():
+    profile = gpt(30)
+
+    assert places_to_cut(profile, find_blocks(profile), 4) == find_blocks(profile).cuts

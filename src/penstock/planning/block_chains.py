@@ -39,12 +39,13 @@ def _stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
 
 
 class BlockChain:
-    """The costs of `profile`, whose stages begin and end at the cuts of `blocks`."""
+    """The costs of `profile`, whose stages begin and end at `places`, among them the equal cuts of `blocks`."""
 
     def __init__(
         self,
         profile: Profile,
         blocks: RepeatedBlocks,
+        places: tuple[int, ...],
         *,
         recompute: bool,
         optimizer_copies: float,
@@ -53,7 +54,7 @@ class BlockChain:
         self.profile = profile
         self.recompute = recompute
         self._blocks = blocks
-        self._places = blocks.cuts
+        self._places = places
         self._optimizer_copies = optimizer_copies
         self._memory_bytes = np.inf if memory_bytes is None else memory_bytes
         self._bytes: dict[tuple[int, int], Matrix] = {}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.values.profiles import Profile
 
-__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "find_blocks"]
+__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "find_blocks", "places_to_cut"]
 
 TIME_TOLERANCE = 0.3
 """How far apart two measured times of the same layer may be, as a share of the larger one or of the mean layer's time;
@@ -84,6 +84,24 @@ def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share
             best = RepeatedBlocks(begin, length, count, len(layers) - begin - covered)
     repeated = seconds[best.prefix : best.layers - best.suffix].sum()
     return best if covered and repeated >= least_share * seconds.sum() else RepeatedBlocks(len(layers), 0, 0, 0)
+
+
+def places_to_cut(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
+    """`blocks.cuts`, or, of a chain without blocks, about `most` of them: one in every equal share of its seconds.
+
+    Of each share the place that the fewest bytes cross. 0 and all layers are among them.
+    """
+    cuts = blocks.cuts
+    if blocks.count or len(cuts) <= most:
+        return cuts
+    ends = np.cumsum([layer.seconds for layer in profile.layers])
+    shares = np.minimum((ends / (ends[-1] or 1.0) * most).astype(np.int64), most - 1)
+    cheapest: dict[int, int] = {}
+    for cut in cuts[1:-1]:
+        share, crossing = int(shares[cut - 1]), profile.layers[cut - 1].cut_bytes
+        if share not in cheapest or crossing < profile.layers[cheapest[share] - 1].cut_bytes:
+            cheapest[share] = cut
+    return 0, *cheapest.values(), cuts[-1]
 
 
 def _alike(

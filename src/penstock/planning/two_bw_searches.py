@@ -25,7 +25,7 @@ from penstock.errors import PlanError
 from penstock.planning.block_chains import BlockChain, Counts, stage_counts
 from penstock.planning.orientations import TOGETHER, LinkTable, Orientation
 from penstock.planning.parallel_pipelines import Candidate, filling, slowest_stage
-from penstock.planning.repeated_blocks import find_blocks
+from penstock.planning.repeated_blocks import find_blocks, places_to_cut
 from penstock.planning.requests import Request
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
@@ -39,6 +39,10 @@ __all__ = ["Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
 Cost = Callable[[Plan, Profile, Cluster], Prediction]
 """What a plan takes; the profile has the plan's microbatch size."""
 
+_EFFORT = 1 << 14
+"""Stages times places to cut for which seconds are enough; balancing takes the square of this product. A chain of more
+layers, without blocks, may be cut in fewer places."""
+
 _SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
 
 
@@ -51,7 +55,7 @@ def plan_two_bw(
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
     cost: Cost | None = None,
-    shortlist: int = 16,
+    shortlist: int = 32,
 ) -> Plan:
     """The parallel pipelines with the highest throughput, as `rank_pipelines` ranks them. Raises `PlanError`."""
     ranked = rank_pipelines(
@@ -76,7 +80,7 @@ def rank_pipelines(
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
     cost: Cost | None = None,
-    shortlist: int = 16,
+    shortlist: int = 32,
 ) -> tuple[Candidate, ...]:
     """All parallel pipelines that fit, best first; of equally fast ones the simpler (fewer devices, no recomputation).
 
@@ -342,12 +346,16 @@ def _profiles_by_size(measured: tuple[Profile, ...], microbatch_sizes: Sequence[
 
 def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request) -> tuple[tuple[BlockChain, ...], ...]:
     # The largest microbatches are measured with the least noise.
-    blocks = find_blocks(next(iter(sized.values())))
+    profile = next(iter(sized.values()))
+    blocks = find_blocks(profile)
+    depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
+    places = places_to_cut(profile, blocks, max(3 * depth, _EFFORT // depth))
     return tuple(
         tuple(
             BlockChain(
                 profile,
                 blocks,
+                places,
                 recompute=recompute,
                 optimizer_copies=request.optimizer_copies,
                 memory_bytes=cluster.memory_bytes,
