@@ -290,7 +290,9 @@ def test_plan_writes_what_the_function_makes(here, capsys):
     made = penstock.plan(Profile.load("profile.json"), Cluster.load("cluster.yaml"), straight=True, microbatches=8)
 
     assert Plan.load("out.yaml") == made
-    assert out == f"{made}\nwrote out.yaml\n"
+    assert out == (
+        f"{made.explain()}\nTrain with penstock.Pipeline(..., plan=penstock.Plan.load('out.yaml')).\nwrote out.yaml\n"
+    )
 
 
 def test_plan_on_devices_without_a_cluster_file(here, capsys):
@@ -304,7 +306,8 @@ def test_plan_on_devices_without_a_cluster_file(here, capsys):
 def test_plan_respects_the_memory(here, capsys):
     error = refused(capsys, "plan", "profile.json", "--devices", "2", "--bandwidth", "1GB/s", "--memory", "1kB")
 
-    assert "memory" in error or "fit" in error
+    assert "expected a plan with at most 1 kB on each of 2 devices" in error
+    assert "Each of these would be enough: 8.08 MB on each device" in error
 
 
 def test_plan_needs_one_cluster(here, capsys):
@@ -337,7 +340,7 @@ def test_simulate_says_what_the_function_says_and_writes_the_files(here, capsys)
 def test_a_file_that_cannot_be_written_is_one_line(here, capsys):
     error = refused(capsys, "simulate", "plan.yaml", "profile.json", "--svg", "nowhere/timeline.svg")
 
-    assert error == "nowhere/timeline.svg: No such file or directory; give another path"
+    assert error == "nowhere/timeline.svg: cannot be written: No such file or directory. Give another path"
 
 
 def test_simulate_with_instant_links_has_the_bubble_of_the_formula(here, capsys):
@@ -435,7 +438,7 @@ def test_from_a_model_to_a_picture_in_a_shell(here):
     script = f"""
 set -e
 {penstock_command} profile model.py:make -o p.json --iterations 2 > /dev/null
-{penstock_command} plan p.json --devices 2 --bandwidth 1GB/s --straight --microbatches 4 -o plan2.yaml > /dev/null
+{penstock_command} plan p.json --devices 2 --bandwidth 1GB/s --straight --schedule 1f1b-flush --microbatches 4 -o plan2.yaml > /dev/null
 {penstock_command} verify plan2.yaml > /dev/null
 {penstock_command} simulate plan2.yaml p.json --bandwidth 1GB/s > /dev/null
 {penstock_command} show plan2.yaml

@@ -61,12 +61,13 @@ def test_recompute_costs_a_forward_and_keeps_only_inputs():
 
     assert made.recompute
     assert made.predicted.bottleneck_seconds == 8.0
-    # Rank 0 keeps nothing of its own (its input is the batch) and what it recomputes for one microbatch.
-    assert made.predicted.peak_bytes == (2 * 0 + 20 + 800, 1 * 3 + 20 + 800)
+    # Rank 0 keeps nothing of its own (its input is the batch) and what it recomputes for one microbatch; besides, two
+    # activations on their way, each of 3 bytes. Rank 1 recomputes nothing: its backward follows its forward at once.
+    assert made.predicted.peak_bytes == (2 * 0 + 20 + 800 + 2 * 3, 1 * 3 + 20 + 800 + 3)
 
 
 def test_replicas_are_planned_where_they_are_allowed():
-    made = plan(EQUAL, FOUR)
+    made = plan(EQUAL, FOUR, planner="pipedream", schedule="1f1b-flush")
 
     assert made.stages == (Stage(0, 8, (0, 1, 2, 3)),)
     assert (made.schedule, made.microbatches) == ("1f1b-flush", 16)
@@ -76,14 +77,16 @@ def test_replicas_are_planned_where_they_are_allowed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"planner": "pipdream"}, r"planner: expected one of pipedream, uniform, .*Did you mean 'pipedream'\?"),
+        ({"planner": "pipdream"}, r"planner: expected one of pipedream, 2bw, .*Did you mean 'pipedream'\?"),
         ({"schedule": "zb"}, "schedule: expected one of gpipe"),
         ({"microbatches": 0}, "microbatches: expected a whole number, 1 or more, found 0"),
-        ({"stages_per_rank": 2}, "stages_per_rank: expected 1 under 1f1b-flush, found 2"),
+        ({"stages_per_rank": 2, "schedule": "gpipe"}, "schedule='gpipe', stages_per_rank=2: expected choices that go"),
         ({"schedule": "interleaved", "stages": 7}, "stages: expected a multiple of 2 stages per rank, found 7"),
-        ({"schedule": "interleaved", "stages_per_rank": 3}, "cannot cut 8 layers into 12 stages"),
         ({"stages": 9}, "stages: expected at most 4"),
-        ({"allreduce": "tree"}, "allreduce: expected one of ring, shared, found 'tree'"),
+        ({"synchronous": True, "schedule": "2bw"}, "schedule='2bw', synchronous=True: expected choices that go"),
+        ({"microbatches": 4, "batch_size": 8}, "microbatches and batch_size: expected one of them"),
+        ({"batch_size": 7}, "batch_size: expected a multiple of the measured microbatch size, 5, found 7"),
+        ({"allreduce": "tree"}, "allreduce: expected one of ring, shared, released, found 'tree'"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):
@@ -91,9 +94,9 @@ def test_a_wrong_option_is_named(options, message):
         plan(EQUAL, FOUR, **options)
 
 
-def test_a_uniform_plan_that_does_not_fit_names_the_stage():
-    with pytest.raises(PlanError, match=r"stage 0 \(layers \[0, 2\) on rank 0\) does not fit: .*9.6e-07 GB"):
-        plan(EQUAL, Cluster.uniform(4, 1e9, 959), planner="uniform", schedule="gpipe", microbatches=8)
+def test_where_nothing_fits_the_error_says_what_would_be_enough():
+    with pytest.raises(PlanError, match=r"nothing fits: .*959 B on each of 4 devices.*enough: 960 B on each"):
+        plan(EQUAL, Cluster.uniform(4, 1e9, 959), planner="uniform", schedule="gpipe", microbatches=8, recompute=False)
 
 
 def test_values_and_planning_do_without_torch():

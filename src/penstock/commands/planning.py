@@ -12,13 +12,16 @@ _OPTIONS = (
     "planner",
     "schedule",
     "microbatches",
+    "batch_size",
     "stages",
     "stages_per_rank",
     "allreduce",
     "optimizer_copies",
     "straight",
+    "synchronous",
     "vertical_sync",
     "recompute",
+    "shared_nic",
 )
 
 
@@ -28,8 +31,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
-        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, 1f1b or 2bw"),
-        ("--microbatches", parse_count, "M", "in one minibatch"),
+        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, 1f1b or 2bw"),
+        ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
+        ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
         ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
         ("--stages-per-rank", parse_count, "V", "with the schedule interleaved"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
@@ -38,10 +42,17 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
     for name, text in (
         ("--straight", "one device per stage, no replicas"),
+        ("--shared-nic", "the devices of a server share one link to each other server"),
+        ("--synchronous", "only schedules that train as one device does"),
         ("--vertical-sync", "with the schedule 1f1b: one weight version for a microbatch in all stages"),
-        ("--recompute", "run forwards again instead of keeping activations"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
+    parser.add_argument(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="run forwards again instead of keeping activations",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -49,13 +60,21 @@ def _run(arguments: argparse.Namespace) -> None:
 
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
     made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
-    deliver(made, str(made), arguments)
+    deliver(made, f"{made.explain()}\n{_next_steps(arguments)}", arguments)
+
+
+def _next_steps(arguments: argparse.Namespace) -> str:
+    """What to do with the plan."""
+    if arguments.output is None:
+        return "Keep it with -o plan.yaml; train with penstock.Pipeline(..., plan=penstock.Plan.load('plan.yaml'))."
+    return f"Train with penstock.Pipeline(..., plan=penstock.Plan.load({arguments.output!r}))."
 
 
 PLAN = Command(
     name="plan",
-    summary="cut a model into stages",
-    description="Places the layers of a profile on the devices of a cluster so that the pipeline is fastest.",
+    summary="find the fastest plan",
+    description="Places the layers of a profile on the devices of a cluster so that training is fastest, and says why. "
+    "What is not fixed by an option is tried.",
     example="penstock plan profile.json --devices 4 --bandwidth 10Gbps --microbatches 8 -o plan.yaml",
     declare=_declare,
     run=_run,

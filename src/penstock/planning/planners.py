@@ -1,91 +1,111 @@
-"""The front door of planning: one function, and the table of planners by name.
+"""The front door of planning: one function, from a profile and a cluster to the best plan there is."""
 
-A planner is a function ``(profile, cluster, request) -> Plan``; a new one is its own file and one line in the table.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from penstock.errors import PlanError
-from penstock.planning.costs import chain_costs, require_allreduce
-from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes, require_fit
-from penstock.planning.pipedream import plan_pipedream
-from penstock.planning.predictions import predict, slowest_seconds
-from penstock.planning.requests import Request
+from penstock.planning.costs import require_allreduce
+from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.needs import describe_needs
+from penstock.planning.searches import search
+from penstock.planning.three_d import plan_three_d
+from penstock.planning.verdicts import explain_search
+from penstock.planning.wishes import Wishes
 from penstock.values.clusters import Cluster
-from penstock.values.documents import suggestion, text_of
+from penstock.values.documents import text_of
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
+from penstock.values.transformers import Transformer
 
-__all__ = ["PLANNERS", "plan", "plan_uniform"]
+__all__ = ["plan"]
 
 
 def plan(
-    profile: Profile,
+    profile: Profile | Sequence[Profile] | Transformer,
     cluster: Cluster,
     *,
-    planner: str = "pipedream",
-    schedule: str = "1f1b-flush",
+    planner: str | None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
+    batch_size: int | None = None,
     stages: int | None = None,
     stages_per_rank: int | None = None,
     straight: bool = False,
-    allreduce: str = "ring",
+    synchronous: bool = False,
     vertical_sync: bool = False,
-    recompute: bool = False,
+    recompute: bool | None = None,
+    allreduce: str = "ring",
     optimizer_copies: float = OPTIMIZER_COPIES,
+    shared_nic: bool = False,
 ) -> Plan:
-    """A plan of `profile` on `cluster`, with its prediction filled in.
+    """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
 
-    `planner` is `pipedream` (the fastest slowest stage, stages may be replicated) or `uniform` (equally many layers per
-    stage). `stages` fixes the number of all stages and gives each one rank, as `straight` does with as many stages as
-    the devices hold. `microbatches` defaults to 1 under `1f1b`, whose microbatches have updates of their own, else to
-    four per device, for a bubble of about a fifth. `stages_per_rank` defaults to 2 under `interleaved` and else to 1.
-    `optimizer_copies` is the optimizer's state in units of the weights (2: Adam), for the memory that a rank needs.
+    `Plan.explain` gives the ranked table of what was considered. What is not given is tried:
 
-    Raises `PlanError` for an unknown name, for more stages than layers or devices, and if nothing fits in memory.
+    `planner`: `pipedream` (the fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas),
+    `2bw` (equal parallel pipelines of repeated blocks), `interleaved` (parallel interleaved pipelines), `uniform`
+    (equally many layers per stage; asked by name only). `schedule`: one of `penstock.values.SCHEDULES`; `synchronous`
+    leaves those that train as one device does. `microbatches` of a minibatch, over all replicas, or else its
+    `batch_size` in samples; by default four microbatches for every device (one under `1f1b`, whose microbatches have
+    updates of their own). Several profiles of one model, measured at different microbatch sizes, let the search choose
+    the size; a single one is taken at its own. `stages`: so many, on one rank each (with `stages_per_rank`: on all
+    ranks together). `straight`: no replicas. `recompute`: both are tried where memory is limited. `optimizer_copies`:
+    the optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of
+    the cluster) share one link to each other server; by default every two ranks have their own.
+
+    A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
+    tensor parallelism; it needs a `batch_size`.
+
+    Raises `PlanError` for choices that make no sense, and if nothing fits in memory: then it says what would be needed.
     """
-    if planner not in PLANNERS:
-        raise PlanError(
-            f"planner: expected one of {', '.join(PLANNERS)}, found {text_of(planner)}. "
-            f"{suggestion(str(planner), tuple(PLANNERS))}Choose one of them"
+    if isinstance(profile, Transformer):
+        if batch_size is None:
+            raise PlanError(
+                "batch_size: expected the samples of a minibatch to plan a transformer, found nothing: give it"
+            )
+        return plan_three_d(
+            profile, cluster, batch_size=batch_size, stages_per_rank=stages_per_rank, recompute=recompute
         )
-    if microbatches is None:
-        microbatches = 1 if schedule == "1f1b" else 4 * cluster.devices
-    if stages_per_rank is None:
-        stages_per_rank = 2 if schedule == "interleaved" else 1
-    request = Request(
+    wishes = Wishes(
+        planner=planner,
         schedule=schedule,
         microbatches=microbatches,
+        batch_size=batch_size,
         stages=stages,
         stages_per_rank=stages_per_rank,
         straight=straight,
-        allreduce=require_allreduce(allreduce),
+        synchronous=synchronous,
         vertical_sync=vertical_sync,
         recompute=recompute,
+        allreduce=require_allreduce(allreduce),
         optimizer_copies=optimizer_copies,
+        shared_nic=shared_nic,
     )
-    return PLANNERS[planner](profile, cluster, request)
+    profiles = _check_profiles(profile)
+    found = search(profiles, cluster, wishes)
+    if not found.ranked:
+        raise PlanError(describe_needs(profiles, cluster, wishes, found))
+    return replace(found.ranked[0], explanation=explain_search(found))
 
 
-def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """As many layers in every stage, as far as it goes; one rank per stage."""
-    cut = Plan.uniform(
-        len(profile),
-        request.stage_count(cluster.devices),
-        request.schedule,
-        request.microbatches,
-        request.stages_per_rank,
-    )
-    costs = chain_costs(profile, recompute=request.recompute)
-    uniform = request.arrange(cut.stages, profile)
-    require_fit(uniform, peak_bytes(uniform, costs, request.optimizer_copies), cluster)
-    slowest = slowest_seconds(uniform.stages, costs, cluster, request.allreduce)
-    return replace(uniform, predicted=predict(uniform, profile, costs, slowest, request.optimizer_copies))
-
-
-Planner = Callable[[Profile, Cluster, Request], Plan]
-
-PLANNERS: Mapping[str, Planner] = MappingProxyType({"pipedream": plan_pipedream, "uniform": plan_uniform})
-"""The planners by name."""
+def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
+    """The profiles, of one model, at different microbatch sizes."""
+    profiles = (given,) if isinstance(given, Profile) else tuple(given)
+    if not profiles:
+        raise PlanError("profile: expected one profile or more, found none: measure the model with penstock.profile")
+    for index, profile in enumerate(profiles):
+        if not isinstance(profile, Profile):
+            raise PlanError(
+                f"profile: expected a Profile, several, or a Transformer, found {text_of(profile)}: measure the model "
+                "with penstock.profile, or load a file with Profile.load"
+            )
+        if [layer.name for layer in profile.layers] != [layer.name for layer in profiles[0].layers]:
+            raise PlanError(
+                f"profile[{index}]: expected the layers of profile[0], found others: give profiles of one model"
+            )
+        if profile.microbatch_size in [other.microbatch_size for other in profiles[:index]]:
+            raise PlanError(
+                f"profile[{index}]: expected a microbatch size of its own, found {profile.microbatch_size} again: give "
+                "one profile for each size"
+            )
+    return profiles

@@ -1,0 +1,29 @@
+"""Widening: one straight pipeline becomes d equal ones beside each other.
+
+Neighbour ranks hold replicas of one stage, so that an all-reduce stays inside a server where it can (thesis, section
+3.3); the stages of a pipeline are d ranks apart.
+"""
+
+from dataclasses import replace
+
+from penstock.planning.costs import chain_costs
+from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.requests import Request
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import Profile
+
+__all__ = ["widen"]
+
+
+def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """The straight plan `narrow` with so many replicas of every stage, for the microbatches of `request`."""
+    stages = tuple(
+        Stage(stage.start, stage.stop, tuple(range(first * replicas, (first + 1) * replicas)))
+        for stage in narrow.stages
+        for (first,) in [stage.ranks]
+    )
+    wide = request.arrange(stages, profile)
+    costs = chain_costs(profile, recompute=request.recompute)
+    slowest = slowest_seconds(stages, costs, cluster, request.allreduce)
+    return replace(wide, predicted=predict(wide, profile, costs, slowest, request.optimizer_copies))
