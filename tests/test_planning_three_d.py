@@ -605,6 +605,18 @@ def test_the_trillion_parameter_model_gets_the_arrangement_and_rate_of_the_thesi
     assert abs(found.device_operations / 163e12 - 1) < 0.03
 
 
+def test_the_plan_of_the_trillion_parameter_model_is_simulated_too() -> None:
+    plan = plan_three_d(GPT_1T, selene(3072), batch_size=3072, simulated=2)
+
+    assert (plan.ranks, plan.tensor_parallel, set(plan.replicas)) == (3072, 8, {6})
+    assert (len(plan.stages), plan.stages_per_rank, plan.microbatches) == (128, 2, 3072)
+    assert [row.split()[-1] for row in plan.explain().splitlines()[1:4]] == ["simulator", "simulator", "formula"]
+    assert plan.predicted is not None
+    assert plan.predicted.limit.startswith("stage 127 ")
+    operations = GPT_1T.batch_operations(3072) / plan.predicted.minibatch_seconds / 3072
+    assert abs(operations / 163e12 - 1) < 0.05
+
+
 def test_recomputation_pays_where_memory_is_short_as_in_figure_4_17() -> None:
     fixed = {"pipeline": 16, "tensor": 8}
     with_it = best(GPT_145B, 128, 4, recompute=True, **fixed).samples_per_second

@@ -8,7 +8,9 @@ from penstock.values.quantities import bytes_text, seconds_text
 __all__ = ["ranking_text"]
 
 _SHOWN = 10
-_HEAD = tuple("p t d b v recompute seconds samples/s TFLOP/s tensor messages bubble gradients peak by".split())
+_SIZES = ("p", "t", "d", "b", "v", "recompute")
+_MEASURES = ("seconds", "samples/s", "TFLOP/s", "tensor", "messages", "bubble", "gradients", "peak", "by")
+_HEAD = _SIZES + _MEASURES
 
 
 def ranking_text(ranked: Sequence[Candidate]) -> str:
