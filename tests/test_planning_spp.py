@@ -446,6 +446,54 @@ def test_simulator_counts_recomputation_as_the_planner_does(microbatches):
             assert outcome.bottleneck_seconds * microbatches == pytest.approx(seconds, rel=1e-9)
 
 
+def test_replicas_can_be_held_to_whole_samples():
+    """12 samples on 5 devices: 5 replicas cannot share them; 4 and 1, or 3 and 2, can."""
+    profile, cluster = profile_of([(1, 2, 0, 0)] * 5), Cluster.uniform(5, 1.0)
+    free = spp_candidates(profile, cluster, Request("spp", 4))
+    whole = spp_candidates(profile, cluster, Request("spp", 4), whole_samples=True)
+
+    assert [len(plan.stages) for _, plan in free] == [1, 2, 3, 4, 5]
+    assert [len(plan.stages) for _, plan in whole] == [2, 3, 4, 5]
+    assert all(12 % count == 0 for _, plan in whole for count in plan.replicas)
+    with pytest.raises(PlanError, match="12 samples equally"):
+        plan_spp(profile, cluster, Request("spp", 4, stages=1), whole_samples=True)
+
+
+def test_what_would_be_enough_memory_is_enough():
+    generator = random.Random(41)
+    for _ in range(20):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=10)
+        devices = generator.randint(1, 4)
+        request = Request("spp", generator.randint(1, 20))
+        with pytest.raises(PlanError, match="nothing fits") as caught:
+            plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, 1.0), request)
+        number, unit = str(caught.value).split("With ")[1].split(" on each")[0].split()
+        # Three digits are printed.
+        size = 1.01 * float(number) * {"B": 1, "kB": 1e3}[unit]
+
+        plan = plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, size), request)
+        assert max(plan.predicted.peak_bytes) <= size
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_simulator_and_planner_count_the_same_memory(recompute):
+    """Where cuts carry nothing: what is in flight, and weights, gradients and two copies for the optimizer."""
+    generator = random.Random(43)
+    for _ in range(40):
+        layers = [(f, b, 0, w) for f, b, _, w in random_layers(generator, generator.randint(1, 6))]
+        microbatches, saved = generator.randint(2, 20), 5.0
+        request = Request("spp", microbatches, recompute=recompute)
+        profile, cluster = profile_of(layers, saved), Cluster.uniform(generator.randint(1, 4), 1.0)
+
+        for _, plan in spp_candidates(profile, cluster, request):
+            peaks = evaluate_for(request, plan, profile, cluster).peak_bytes
+            for index, stage in enumerate(plan.stages):
+                count = 1 if recompute else min(microbatches, 4 * (len(plan.stages) - 1 - index) + 1)
+                kept = count * saved * (stage.stop - stage.start) / len(stage.ranks)
+                expected = kept + 4 * sum(layers[i][3] for i in range(stage.start, stage.stop))
+                assert [peaks[rank] for rank in stage.ranks] == pytest.approx([expected] * len(stage.ranks))
+
+
 @pytest.mark.parametrize(
     ("request_", "layers", "devices", "words"),
     [

@@ -16,6 +16,7 @@ the slow ones; `equal-distribution`, one device of every server for each worker,
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
+from math import ceil
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.device_orders import device_groups, link_latencies, link_speeds
-from penstock.planning.memory import Room, require_fit
+from penstock.planning.memory import interval_bytes, require_fit
 from penstock.planning.pipedream import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.planning.spp import evaluate_for
@@ -32,6 +33,7 @@ from penstock.values.clusters import Cluster, LinkLevels
 from penstock.values.documents import suggestion, text_of
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
 
 __all__ = [
     "Arrangement",
@@ -86,18 +88,17 @@ def plan_hetpipe(
             f"HetPipe: cannot cut {len(profile)} layers into {stages} stages: expected at least one layer for each "
             f"device of a virtual worker, found {stages} devices. Use smaller workers (stages=)"
         )
-    costs = chain_costs(profile, recompute=request.recompute)
-    fits = _fitting(costs, cluster, request, stages, len(workers))
+    fitting = _fitting(profile, cluster, request, stages, len(workers))
 
     def stage_seconds(stage: int, starts: Counts) -> Matrix:
-        return fits[stage][starts]
+        return fitting[stage][starts]
 
-    exchange = _exchange_seconds(costs, cluster, workers)
+    exchange = _exchange_seconds(chain_costs(profile), cluster, workers)
     limit = least_slowest(stage_seconds, exchange)
     cuts = cut_evenly(stage_seconds, exchange, limit) if limit < np.inf else ()
     if not cuts:
         raise PlanError(
-            f"HetPipe: nothing fits: expected {stages} stages that fit in {(cluster.memory_bytes or 0) / 1e9:.4g} GB "
+            f"HetPipe: nothing fits: expected {stages} stages that fit in {bytes_text(cluster.memory_bytes or 0)} "
             "each, found none. Use larger virtual workers (stages=), smaller microbatches, or recompute=True"
         )
     held = tuple(Stage(i, j, ranks) for (i, j), ranks in zip(pairwise(cuts), zip(*workers, strict=True), strict=True))
@@ -152,20 +153,19 @@ def _exchange_seconds(costs: ChainCosts, cluster: Cluster, workers: Sequence[tup
     return seconds
 
 
-def _fitting(costs: ChainCosts, cluster: Cluster, request: Request, stages: int, workers: int) -> list[Matrix]:
+def _fitting(profile: Profile, cluster: Cluster, request: Request, stages: int, workers: int) -> list[Matrix]:
     """Of every stage the seconds of all intervals of layers; infinite where they do not fit."""
+    plain, costs = chain_costs(profile), chain_costs(profile, recompute=request.recompute)
+    in_flight = [min(ceil(request.microbatches / workers), stages - stage) for stage in range(stages)]
+    # One alone has nothing to recompute: its backward directly follows its forward.
+    own = [costs if count > 1 else plain for count in in_flight]
     if cluster.memory_bytes is None:
-        return [costs.seconds] * stages
-    room = Room(
-        cluster.memory_bytes,
-        "1f1b-flush",
-        request.microbatches,
-        cluster.devices,
-        optimizer_copies=request.optimizer_copies,
-    )
-    behind = [stages - stage for stage in range(stages)]
-    counts = [room.counts(workers, workers * left, left - 1) for left in behind]
-    return [np.where(room.fitting(costs, count), costs.seconds, np.inf) for count in counts]
+        return [stage.seconds for stage in own]
+    memory = cluster.memory_bytes
+    return [
+        np.where(interval_bytes(stage, count, 1, request.optimizer_copies) <= memory, stage.seconds, np.inf)
+        for stage, count in zip(own, in_flight, strict=True)
+    ]
 
 
 def _plan(stages: tuple[Stage, ...], schedule: str, profile: Profile, request: Request, *, split: bool = False) -> Plan:

@@ -21,7 +21,7 @@ Plans tie often. The first stage then gets the fewest devices, next the fewest l
 devices, and so on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -83,22 +83,23 @@ def cheapest_mappings(
     fits: Callable[[int, int], Flags] | None = None,
     *,
     last_seconds: Matrix | None = None,
-    straight: bool = False,
+    replicas: Collection[int] | None = None,
 ) -> tuple[Mapping, ...]:
     """The best plan in 1, 2, ... `most_stages` stages.
 
     ``fits(replicas, behind)``, if given, says of every interval of layers whether it fits in memory as a stage of so
     many replicas with so many stages behind it. `last_seconds`, (N+1, N+1), are the seconds of the last stage where
-    they are others than those of `costs`: with recomputation, since it can do without. `straight` allows no replicas.
+    they are others than those of `costs`: with recomputation, since it can do without. `replicas` are the counts that a
+    stage may have; None: any.
     """
-    most_replicas = 1 if straight else machine.devices
+    counts = range(1, machine.devices + 1) if replicas is None else sorted(replicas)
     last = costs.seconds if last_seconds is None else last_seconds
     fitting = None
     if fits is not None:
-        fitting = [np.stack([fits(r, behind) for behind in range(most_stages)]) for r in range(1, most_replicas + 1)]
+        fitting = {r: np.stack([fits(r, behind) for behind in range(most_stages)]) for r in counts}
     tables: list[_Table] = []
     while len(tables) < machine.devices:
-        tables.append(_table(costs, machine, microbatches, tables, most_stages, most_replicas, fitting, last))
+        tables.append(_table(costs, machine, microbatches, tables, most_stages, counts, fitting, last))
     return tuple(_unfold(tables, machine, costs.layers, stages) for stages in range(1, most_stages + 1))
 
 
@@ -138,19 +139,21 @@ def _table(
     microbatches: int,
     tables: Sequence[_Table],
     most_stages: int,
-    most_replicas: int,
-    fitting: Sequence[Flags] | None,
+    counts: Sequence[int],
+    fitting: dict[int, Flags] | None,
     last_seconds: Matrix,
 ) -> _Table:
     """The table of one device more than the last of `tables`."""
     devices = len(tables) + 1
-    shape = min(devices, most_replicas), min(devices, most_stages), costs.layers + 1
+    shape = min(devices, max(counts)), min(devices, most_stages), costs.layers + 1
     table = _Table(np.full(shape, np.inf), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     for front in _fronts(machine, devices, shape[0]):
         r = front.replicas
+        if r not in counts:
+            continue
         rounds = 2 * (r - 1) / (1 if machine.shared_medium else r)
         reduced = rounds / front.inner_speed * costs.parameter_bytes + 2 * (r - 1) * front.inner_latency
-        allowed = None if fitting is None else fitting[r - 1]
+        allowed = None if fitting is None else fitting[r]
         if r == devices:
             alone = microbatches * last_seconds[:, -1] / r + reduced[:, -1]
             table.seconds[r - 1, 0] = alone if allowed is None else np.where(allowed[0, :, -1], alone, np.inf)
@@ -158,16 +161,16 @@ def _table(
         elif most_stages > 1:
             behind = tables[devices - r - 1].seconds[:, : most_stages - 1]
             rest = np.maximum(behind, microbatches * _link_seconds(costs, front, len(behind))[:, None, :])
-            counts = slice(1, behind.shape[1] + 1)
+            deeper = slice(1, behind.shape[1] + 1)
             followers = rest.argmin(axis=0)
             least = np.take_along_axis(rest, followers[None], axis=0)[0]
             stage = microbatches * costs.seconds / r + reduced
-            first = stage if allowed is None else np.where(allowed[counts], stage, np.inf)
+            first = stage if allowed is None else np.where(allowed[deeper], stage, np.inf)
             slowest = np.maximum(first, least[:, None, :])
             cuts = slowest.argmin(axis=2)
-            table.seconds[r - 1, counts] = np.take_along_axis(slowest, cuts[:, :, None], axis=2)[:, :, 0]
-            table.cuts[r - 1, counts] = cuts
-            table.replicas[r - 1, counts] = followers
+            table.seconds[r - 1, deeper] = np.take_along_axis(slowest, cuts[:, :, None], axis=2)[:, :, 0]
+            table.cuts[r - 1, deeper] = cuts
+            table.replicas[r - 1, deeper] = followers
     return table
 
 

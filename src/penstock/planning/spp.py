@@ -13,7 +13,7 @@ the least busy stage: deep pipelines are better balanced and take longer to fill
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 from typing import Literal
 
 import numpy as np
@@ -34,25 +34,29 @@ __all__ = ["evaluate_for", "plan_spp", "spp_candidates"]
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may look at: about ten seconds."""
 
+_QUICK_STEPS = 2e7
+"""So many can be done twenty times for the words of an error."""
+
 _BUFFERS = 4
 """Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
 ahead than the next one, and takes gradients no more than 4 behind it."""
 
 
-def plan_spp(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan:
     """The plan whose simulated minibatch is the fastest; of equal ones, one with the fewest stages.
 
     It runs under the schedule `spp` and splits every microbatch over the replicas of a stage, whatever
-    `request.schedule` says. Raises `PlanError` as `spp_candidates` does, and if no candidate fits when simulated.
+    `request.schedule` says. `whole_samples` as for `spp_candidates`, which raises `PlanError`; so does this if no
+    candidate fits when simulated.
     """
-    candidates = spp_candidates(profile, cluster, request)
+    candidates = spp_candidates(profile, cluster, request, whole_samples=whole_samples)
     if cluster.memory_bytes is not None:
-        candidates = (*candidates, *_candidates(profile, cluster, request, _BUFFERS))
+        candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
     outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
     memory = cluster.memory_bytes or inf
     fitting = {plan: outcome for plan, outcome in outcomes.items() if max(outcome.peak_bytes) <= memory}
     if not fitting:
-        raise _nothing_fits(profile, cluster, request)
+        raise _nothing_fits(profile, cluster, request, whole_samples)
     plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
     return replace(plan, predicted=fitting[plan].prediction())
 
@@ -63,22 +67,25 @@ def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluste
     return evaluate(plan, profile, cluster, allreduce=allreduce, optimizer_copies=request.optimizer_copies)
 
 
-def spp_candidates(profile: Profile, cluster: Cluster, request: Request) -> tuple[tuple[float, Plan], ...]:
+def spp_candidates(
+    profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False
+) -> tuple[tuple[float, Plan], ...]:
     """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ.
 
     `request.stages` fixes the number of stages, on all devices; with `straight`, on as many devices and without
-    replicas. W in seconds for a minibatch. A memory limit is for weights, gradients, optimizer state and activations in
-    flight. `PlanError` if there are more stages than layers or devices, if nothing fits in memory, or if the problem is
-    too large.
+    replicas. `whole_samples`: the replicas of a stage share the samples of a microbatch equally; the paper lets them
+    have fractions. W in seconds for a minibatch. A memory limit is for weights, gradients, optimizer state and
+    activations in flight. `PlanError` if there are more stages than layers or devices, if there is no such plan that
+    fits in memory, or if the problem is too large.
     """
-    candidates = _candidates(profile, cluster, request)
+    candidates = _candidates(profile, cluster, request, whole_samples)
     if not candidates:
-        raise _nothing_fits(profile, cluster, request)
+        raise _nothing_fits(profile, cluster, request, whole_samples)
     return candidates
 
 
 def _candidates(
-    profile: Profile, cluster: Cluster, request: Request, buffers: int = 0
+    profile: Profile, cluster: Cluster, request: Request, whole_samples: bool, buffers: int = 0
 ) -> tuple[tuple[float, Plan], ...]:
     """`spp_candidates` that also have memory for so many activations and gradients that wait; none if none fits."""
     most = _most_stages(profile, cluster, request)
@@ -90,10 +97,13 @@ def _candidates(
     fits = None
     if cluster.memory_bytes is not None:
         fits = _fitting(costs, plain, cluster.memory_bytes, request, buffers)
+    counts = list(range(1, 2 if request.straight else devices + 1))
+    if whole_samples:
+        counts = [count for count in counts if profile.microbatch_size % count == 0]
     candidates: list[tuple[float, Plan]] = []
     for machine in _machines(cluster, devices, request):
         mappings = cheapest_mappings(
-            costs, machine, request.microbatches, most, fits, last_seconds=plain.seconds, straight=request.straight
+            costs, machine, request.microbatches, most, fits, last_seconds=plain.seconds, replicas=counts
         )
         wanted = mappings if request.stages is None else mappings[-1:]
         candidates += [(mapping.seconds, _plan(mapping, profile, request)) for mapping in wanted if mapping.stages]
@@ -116,8 +126,12 @@ def _most_stages(profile: Profile, cluster: Cluster, request: Request) -> int:
     return most if request.stages is None else request.stages
 
 
+def _steps(devices: int, layers: int, stages: int) -> float:
+    return stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
+
+
 def _check_size(devices: int, layers: int, stages: int) -> None:
-    steps = stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
+    steps = _steps(devices, layers, stages)
     if steps > _MOST_STEPS:
         raise PlanError(
             f"planner spp: {devices} devices and {layers} layers are too many for its dynamic program: expected at "
@@ -164,13 +178,40 @@ def _fitting(
     return fits
 
 
-def _nothing_fits(profile: Profile, cluster: Cluster, request: Request) -> PlanError:
+def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
+    """The error, with the memory that would do if it can be found quickly."""
+    advice = ""
+    if _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
+        enough = _enough_memory(profile, cluster, request, whole_samples)
+        if enough == inf:
+            return PlanError(
+                f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
+                f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
+            )
+        advice = f"With {bytes_text(enough)} on each there would be one. "
     return PlanError(
         f"nothing fits: expected a plan under spp with at most {bytes_text(cluster.memory_bytes or inf)} on each of "
         f"{cluster.devices} devices, found none for {bytes_text(profile.parameter_bytes)} of weights and "
-        f"{request.microbatches} microbatches. Use more devices, fewer or smaller microbatches, recompute=True, or a "
-        "schedule that keeps less (1f1b-flush)"
+        f"{request.microbatches} microbatches. {advice}Use more devices, fewer or smaller microbatches, "
+        "recompute=True, or a schedule that keeps less (1f1b-flush)"
     )
+
+
+def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> float:
+    """The least bytes per device, up to 1 %, with which there are candidates; infinite if memory is not what lacks."""
+
+    def enough(size_bytes: float) -> bool:
+        return bool(_candidates(profile, replace(cluster, memory_bytes=size_bytes), request, whole_samples, _BUFFERS))
+
+    if not _candidates(profile, replace(cluster, memory_bytes=None), request, whole_samples):
+        return inf
+    low = high = max(cluster.memory_bytes or 0.0, 1.0)
+    while not enough(high):
+        low, high = high, 4 * high
+    while high > 1.01 * low:
+        middle = sqrt(low * high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def _plan(mapping: Mapping, profile: Profile, request: Request) -> Plan:
