@@ -1,35 +1,28 @@
-"""Timelines: what they count as idle, what they refuse, and the two files that they write."""
+"""Timelines: what they count as idle, what they refuse, and the files that they write."""
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import parse
+from penstock.values.bars import Geometry, draw_row
 from penstock.values.memories import RankMemory
 from penstock.values.quantities import seconds_text
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
+from pictured import SPANS as PICTURED
+from pictured import classes, elements, large_timeline, remembered, shifted
 
-# Two stages, one microbatch; the transfers take 0.5 s each.
-SPANS = (
-    Span(0, "0F0@0", 1.0, 2.0),
-    Span(0, "0S0>1", 2.0, 2.5),
-    Span(0, "0R0<1", 2.0, 6.0),
-    Span(0, "0B0@0", 6.0, 8.0),
-    Span(0, "0U1<0", 8.0, 8.25),
-    Span(1, "1R0<0", 1.0, 2.5),
-    Span(1, "1F0@0", 2.5, 3.5),
-    Span(1, "1B0@0", 3.5, 5.5),
-    Span(1, "1S0>0", 5.5, 6.0),
-    Span(1, "1U1<0", 5.5, 5.75),
-)
+# As in `pictured`, but without the sum of gradients: the update follows the backward.
+SPANS = tuple(span for span in (*PICTURED[:4], Span(0, "0U1<0", 8.0, 8.25), *PICTURED[6:]))
 
 
 def test_seconds_busy_and_bubble() -> None:
@@ -87,6 +80,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
 
     assert timeline.seconds == total
     assert timeline.bubble == (1 - len(ticks) / (3 * total) if total else 0)
+    assert sum(timeline.idle_shares) / 3 == pytest.approx(timeline.bubble, abs=1e-12)
     assert [timeline.busy_seconds(rank) for rank in range(3)] == [
         sum(owner == rank for owner, _ in ticks) for rank in range(3)
     ]
@@ -136,6 +130,7 @@ def test_what_is_wrong_is_refused(build: object, message: str) -> None:
         ("2F10@1", "forward 10", {"stage": 2, "microbatch": 10, "version": 1}),
         ("2B10@1", "backward 10", {"stage": 2, "microbatch": 10, "version": 1}),
         ("2U3<1", "update 3", {"stage": 2, "version": 3, "gradient_version": 1}),
+        ("2A3", "sum of gradients for version 3", {"stage": 2, "version": 3}),
         ("2S0>3", "send 0 to stage 3", {"stage": 2, "microbatch": 0, "target": 3}),
         ("3R0<2", "receive 0 from stage 2", {"stage": 3, "microbatch": 0, "source": 2}),
         ("0T1>3", "send tied gradients for version 1 to stage 3", {"stage": 0, "version": 1, "target": 3}),
@@ -218,3 +213,202 @@ def test_svg_shows_updates_that_take_no_time(tmp_path: Path) -> None:
     Timeline((Span(0, "0F0@0", 0, 1), Span(0, "0U1<0", 1, 1)), 1).save_svg(tmp_path / "timeline.svg")
 
     assert '<rect class="update" x="784.00" y="70" width="2.00"' in (tmp_path / "timeline.svg").read_text()
+
+
+def test_sum_of_gradients_is_no_computation() -> None:
+    assert not Span(0, "0A1", 0, 1).computes
+    assert Timeline(PICTURED, 2).bubble == 1 - (3.25 + 3.25) / (2 * 7.5)
+
+
+def test_trace_is_read_back(tmp_path: Path) -> None:
+    timeline = remembered()
+    timeline.save_trace(tmp_path / "trace.json")
+    again = Timeline.load_trace(tmp_path / "trace.json")
+    key = {(span.rank, span.action): span for span in again.spans}
+
+    assert again.ranks == 2
+    assert len(again.spans) == len(timeline.spans)
+    for span in timeline.spans:
+        found = key[span.rank, span.action]
+        assert found.start_seconds == pytest.approx(span.start_seconds - 1, abs=1e-9)
+        assert found.stop_seconds == pytest.approx(span.stop_seconds - 1, abs=1e-9)
+        assert found.size_bytes == span.size_bytes
+    assert again.bubble == pytest.approx(timeline.bubble, abs=1e-12)
+    assert [memory.peak_bytes for memory in again.memory] == [memory.peak_bytes for memory in timeline.memory]
+    assert again.memory[0].activations == ((0.0, 3e9), (7.0, 0.0))
+    assert again.memory[0].buffers == ((4.5, 1e9), (5.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote"),
+        ('{"traceEvents": 3}', "expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote"),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 0, "ts": 1, "dur": 1, "args": {}}]}',
+            "an event is not as Penstock writes it (KeyError: 'action'): give a file that Timeline.save_trace wrote, "
+            "not one of another program",
+        ),
+        (
+            '{"traceEvents": [{"ph": "C", "pid": 0, "ts": 1, "args": {"weight": 1}}]}',
+            "an event is not as Penstock writes it (KeyError: 'gradient'): give a file that Timeline.save_trace wrote, "
+            "not one of another program",
+        ),
+    ],
+)
+def test_another_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+
+    with pytest.raises(ScheduleError) as caught:
+        Timeline.load_trace(tmp_path / "trace.json")
+
+    assert str(caught.value) == f"{tmp_path / 'trace.json'}: {message}"
+
+
+def test_trace_counts_the_memory_of_every_rank(tmp_path: Path) -> None:
+    remembered().save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    totals = [
+        (event["ts"], sum(event["args"].values())) for event in events if event["ph"] == "C" and event["pid"] == 0
+    ]
+
+    assert totals == [(0, 4e9), (0, 7e9), (4.5e6, 8e9), (5e6, 7e9), (7e6, 4e9)]
+
+
+def test_trace_has_an_arrow_for_every_message(tmp_path: Path) -> None:
+    Timeline(SPANS, 2).save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    stops = {event["id"]: event for event in events if event["ph"] == "f"}
+
+    assert starts.keys() == stops.keys()
+    arrows = sorted((starts[id]["pid"], starts[id]["ts"], stops[id]["pid"], stops[id]["ts"]) for id in starts)
+    assert arrows == [(0, 1e6, 1, 1.5e6), (1, 4.5e6, 0, 5e6)]
+
+
+def test_svg_marks_what_is_idle(tmp_path: Path) -> None:
+    Timeline(SPANS, 2).save_svg(tmp_path / "timeline.svg")
+    text = (tmp_path / "timeline.svg").read_text()
+    shaded = [element for element in classes(text, "rect", "idle") if len(element)]
+
+    assert [element[0].text for element in shaded] == [f"rank {rank}: idle 55.2% of wall time" for rank in range(2)]
+    assert [element.text for element in elements(text, "text")].count("idle 55%") == 2
+    # The shade lies behind everything that is done, from the first start to the last stop.
+    bars = list(classes(text, "rect", "forward0"))
+    pixels = float(bars[1].get("width", "")) + 0.5
+    assert float(shaded[0].get("width", "")) == pytest.approx(7.25 * pixels, abs=0.05)
+
+
+def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
+    """The curve's points, read back as seconds and bytes, are those of the timeline."""
+    timeline = remembered()
+    timeline.save_svg(tmp_path / "timeline.svg")
+    text = (tmp_path / "timeline.svg").read_text()
+    curves = list(classes(text, "path", "memory"))
+    held = [element for element in classes(text, "rect", "held") if len(element)]
+    forward = next(element for element in classes(text, "rect", "forward0") if len(element))
+    left, pixels = float(forward.get("x", "")), float(forward.get("width", "")) + 0.5
+
+    assert len(curves) == len(held) == 2
+    for memory, curve, base in zip(timeline.memory, curves, held, strict=True):
+        steps = [(float(y), float(x)) for y, x in re.findall(r"V([\d.]+)H([\d.]+)", curve.get("d", ""))]
+        foot = float(base.get("y", "")) + float(base.get("height", ""))
+        per_byte = float(base.get("height", "")) / 4e9
+        drawn = [((x - left) / pixels + 1, (foot - y) / per_byte) for y, x in steps]
+        for until, size in drawn:
+            now = [held for at, held in memory.course() if at < until - 0.01]
+            assert size == pytest.approx(now[-1] if now else 4e9, abs=2e7)
+        assert drawn[-1][0] == pytest.approx(8.5, abs=0.01)
+    assert curves[0][0].text == (
+        "rank 0: peak 8 GB: weights 1 GB, gradients 1 GB, optimizer 2 GB, activations up to 3 GB, buffers up to 1 GB"
+    )
+
+
+def test_svg_keeps_a_peak_that_is_narrower_than_a_pixel(tmp_path: Path) -> None:
+    spike = RankMemory(1.0, 0.0, 0.0, 0.0, ((500.0, 9.0), (500.001, 0.0)))
+    Timeline((Span(0, "0F0@0", 0, 1000),), 1, (spike,)).save_svg(tmp_path / "timeline.svg")
+    curve = next(classes((tmp_path / "timeline.svg").read_text(), "path", "memory")).get("d", "")
+    levels = [float(y) for y, _ in re.findall(r"V([\d.]+)H([\d.]+)", curve)]
+
+    # Up for a third of a pixel, and down again: all but that third is at the level of the weights.
+    assert len(levels) == 3
+    assert levels[0] == levels[2] == pytest.approx(max(levels))
+    assert levels[0] - levels[1] == pytest.approx(24 * 9 / 10, abs=0.01)
+
+
+def test_svg_draws_the_measurement_below_the_prediction_on_one_axis(tmp_path: Path) -> None:
+    predicted = Timeline(SPANS, 2)
+    predicted.save_svg(tmp_path / "both.svg", measured=shifted(predicted, 1e5, 2.0))
+    text = (tmp_path / "both.svg").read_text()
+    titles = [element.text for element in elements(text, "text") if element.get("class") == "title"]
+    first, second = (
+        [element for element in classes(text, "rect", "backward0") if len(element)][index] for index in (0, 2)
+    )
+
+    assert titles == [
+        "predicted: 2 ranks, 7.25 s, bubble 55.2% of wall time",
+        "measured: 2 ranks, 14.5 s, bubble 55.2% of wall time",
+    ]
+    assert float(second.get("x", "")) - 64 == pytest.approx(2 * (float(first.get("x", "")) - 64), abs=0.05)
+    assert float(second.get("width", "")) + 0.5 == pytest.approx(2 * (float(first.get("width", "")) + 0.5), abs=0.05)
+    assert float(second.get("y", "")) > float(first.get("y", "")) + 42
+
+
+def test_svg_marks_the_critical_path(tmp_path: Path) -> None:
+    """A line over its spans; a wait counts from the end of what it hangs on."""
+    by_action = {span.action: span for span in SPANS}
+    path = [by_action[action] for action in ("0F0@0", "0S0>1", "1R0<0", "1F0@0", "1B0@0")]
+    Timeline(SPANS, 2).save_svg(tmp_path / "timeline.svg", critical=path)
+    text = (tmp_path / "timeline.svg").read_text()
+    line = next(element for element in classes(text, "path", "critical") if len(element)).get("d", "")
+    points = [(float(x), float(stop)) for x, stop in re.findall(r"[ML]([\d.]+) [\d.]+H([\d.]+)", line)]
+    pixels = (points[0][1] - points[0][0]) / 1.0
+
+    assert [(round((a - 64) / pixels, 2), round((b - 64) / pixels, 2)) for a, b in points] == [
+        (0, 1),
+        (1, 1.5),
+        (1.5, 1.5),
+        (1.5, 2.5),
+        (2.5, 4.5),
+    ]
+
+
+def test_svg_of_64_ranks_and_128_microbatches_is_small(tmp_path: Path) -> None:
+    timeline = large_timeline(64, 128)
+    timeline.save_svg(tmp_path / "large.svg", critical=timeline.spans[:128])
+    text = (tmp_path / "large.svg").read_text()
+    root = ElementTree.fromstring(text)
+
+    assert len(timeline.spans) > 30_000
+    assert len(text) < 1_500_000
+    assert float(root.get("width", "")) < 3_000
+    # No row and no colour is lost, and rows are apart enough to be read.
+    assert len(list(classes(text, "path", "forward0"))) == len(list(classes(text, "path", "backward0"))) == 64
+    rows = [
+        float(element.get("y", "")) for element in elements(text, "text") if (element.text or "").startswith("rank")
+    ]
+    assert len(rows) == 64
+    assert min(after - before for before, after in pairwise(rows)) >= 18
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 3)), min_size=1, max_size=40))
+def test_merging_of_narrow_bars_covers_what_they_cover(lengths: list[tuple[float, float]]) -> None:
+    """In a crowded picture the path of a colour covers every bar, and little that is none."""
+    spans, at = [], 0.0
+    for index, (gap, length) in enumerate(lengths):
+        spans.append(Span(0, f"0F{index}@0", at + gap, at + gap + length))
+        at += gap + length
+    geometry = Geometry(scale=1.0, crowded=True)
+    (path,) = draw_row(spans, 0.0, geometry, 10)
+    x = 0.0
+    pieces = []
+    for move, shift, width in re.findall(r"([Mm])?(?:(-?[\d.]+) \d+)?h([\d.]+)v26h-[\d.]+z", path):
+        x = float(shift) if move == "M" else x + (float(shift) if move else 0.0)
+        pieces.append((x - 64, x - 64 + float(width)))
+
+    for span in spans:
+        middle = (span.start_seconds + span.stop_seconds) / 2
+        assert any(start - 0.6 <= middle <= stop + 0.6 for start, stop in pieces)
+    covered = sum(stop - start for start, stop in pieces)
+    assert covered <= sum(span.seconds for span in spans) + 0.6 * len(spans)

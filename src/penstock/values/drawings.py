@@ -102,6 +102,7 @@ def _length(panels: Sequence[Panel], seconds: float, crowded: bool) -> int:
 def _panel(panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[str]:
     pitch = geometry.pitch(bool(panel.memory))
     end = geometry.left + panel.seconds * geometry.scale + 8
+    told = any(row and held_stages(row) != [rank] for rank, row in enumerate(panel.rows))
     for rank, row in enumerate(panel.rows):
         y = top + rank * pitch
         base = y + geometry.bar / 2 + 4
@@ -113,6 +114,10 @@ def _panel(panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[
             f'height="{geometry.bar}"><title>rank {rank}: idle {idle:.1%} of wall time</title></rect>'
         )
         yield from draw_row(row, panel.origin, geometry, y)
+        if told and row and geometry.bar >= 20:
+            stages = held_stages(row)
+            label = f"stage {stages[0]}" if len(stages) == 1 else f"{len(stages)} stages"
+            yield f'<text class="soft" x="{geometry.left - 8}" y="{base + 14:g}" text-anchor="end">{label}</text>'
         if panel.memory:
             below = y + geometry.bar + geometry.strip + 4
             yield from _memory(panel.memory[rank], rank, panel, geometry, below, peak)

@@ -56,9 +56,13 @@
     const number = value / scale;
     return `${number < 100 ? Number(number.toPrecision(3)) : Math.round(number)} ${unit}`;
   };
-  const time = (ticks) => ticks === 0 ? "0" : scaled(ticks * data.tick, [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]);
+  const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
+  const time = (ticks) => ticks === 0 ? "0" : scaled(ticks * data.tick, UNITS);
   const bytes = (count) => count === 0 ? "0" : scaled(count, [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]]);
-  const moment = (ticks) => `${Number((ticks * data.tick).toPrecision(7))} s`;
+  const moment = (ticks) => {
+    const [scale, unit] = UNITS.find(([scale]) => ticks * data.tick >= scale) || UNITS[3];
+    return ticks === 0 ? "0" : `${Number((ticks * data.tick / scale).toPrecision(7))} ${unit}`;
+  };
   const filled = (text, span) => text.replace(/\{(\w+)\}/g, (_, name) => span[name]);
   function words(span) {
     const [what, where] = data.words[span.kind].map((text) => filled(text, span));
@@ -231,7 +235,7 @@
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * (1 - 1e-9));
     const digits = (ticks) => {
       // As many digits as tell neighbours apart, in the unit of the largest.
-      const unit = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]].find(([scale]) => Math.abs(view.to) * data.tick >= scale) || [1e-9, "ns"];
+      const unit = UNITS.find(([scale]) => Math.abs(view.to) * data.tick >= scale) || UNITS[3];
       const places = Math.max(0, Math.min(12, Math.ceil(-Math.log10(step * data.tick / unit[0]) - 1e-9)));
       return `${(ticks * data.tick / unit[0]).toFixed(places)} ${unit[1]}`;
     };
@@ -323,8 +327,9 @@
     const top = lane.top - AXIS - HEAD, bottom = lane.top + lane.pitch - frame.clientHeight;
     frame.scrollTop = Math.max(Math.min(frame.scrollTop, top), bottom);
     said.textContent = words(span);
-    show(words(span), x(Math.max(view.from, span.start)), lane.top - frame.scrollTop + lane.bar);
     redraw();
+    // After the scrolling, which hides it.
+    requestAnimationFrame(() => show(words(span), x(Math.max(view.from, span.start)), lane.top - frame.scrollTop + lane.bar));
   }
   function step(way) {
     if (!chosen) return choose(lanes[0], lanes[0].row.busy.spans[0]);
