@@ -58,9 +58,8 @@ def stage_seconds(profile, cluster, cuts, ranks, m, recompute, allreduce="ring")
         weights = sum(layer.parameter_bytes for layer in own)
         rounds = 2 * (d - 1) * (1 if allreduce == "shared" else 1 / d)
         ring = [(ranks[s][k], ranks[s][(k + 1) % d]) for k in range(d)] if d > 1 else []
-        slowness = max((1 / cluster.bandwidth(a, b) for a, b in ring), default=0)
-        latency = max((cluster.latency(a, b) for a, b in ring), default=0)
-        times.append(max(work, (rounds * weights * slowness + 2 * (d - 1) * latency) / m))
+        links = [rounds * weights / cluster.bandwidth(a, b) + 2 * (d - 1) * cluster.latency(a, b) for a, b in ring]
+        times.append(max(work, max(links, default=0) / m))
     return max(times)
 
 
@@ -149,8 +148,9 @@ def uniform_clusters(draw):
 @st.composite
 def other_clusters(draw):
     if draw(st.booleans()):
-        levels = [(draw(st.integers(1, 3)), draw(speeds)), (draw(st.integers(1, 2)), draw(speeds))]
-        return Cluster.hierarchical(levels, draw(memories), draw(latencies))
+        counts = draw(st.sampled_from([(1, 2), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1, 2, 2), (2, 2, 1), (5,)]))
+        levels = [(count, draw(speeds)) for count in counts]
+        return Cluster.hierarchical(levels, draw(memories), [draw(latencies) for _ in counts])
     size = draw(st.integers(1, 4))
     return Cluster.from_matrix([[draw(speeds) for _ in range(size)] for _ in range(size)], draw(memories))
 
@@ -166,7 +166,7 @@ def ranked_or_none(profiles, cluster, asked, batch_size):
 options = (st.sampled_from(SCHEDULES), st.integers(1, 24), st.sampled_from([0, 2]), st.sampled_from(["ring", "shared"]))
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(models(), uniform_clusters(), *options)
 def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedule, batch_size, copies, allreduce):
     ranked = ranked_or_none(
@@ -184,7 +184,7 @@ def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedul
         assert {key: c.samples_per_second for key, c in found.items()} == pytest.approx(expected)
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(models(), other_clusters(), *options)
 def test_candidates_take_what_the_definitions_say_on_any_cluster(
     profiles, cluster, schedule, batch_size, copies, allreduce

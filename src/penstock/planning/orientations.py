@@ -27,19 +27,19 @@ _Ranks: TypeAlias = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Orientation:
-    """The links of d pipelines of p stages on the first d p ranks; each is as slow as its slowest replica's."""
+    """The links of d pipelines of p stages on the first d p ranks, one column per replica."""
 
     together: Together
     ranks: _Ranks
     """(p, d): the ranks of each stage in replica order."""
     hop_seconds_per_byte: _Numbers
-    """(p-1,): of a cut, for each byte that crosses it, half of them activations and half of them gradients."""
+    """(p-1, d): of a cut, for each byte that crosses it, half of them activations and half of them gradients."""
     hop_latency_seconds: _Numbers
-    """(p-1,): of one activation and one gradient."""
+    """(p-1, d): of one activation and one gradient."""
     ring_seconds_per_byte: _Numbers
-    """(p,): of the slowest link of the ring through the replicas of a stage; 0 without replicas."""
+    """(p, d): from each replica of a stage to the next one around the ring; 0 without replicas."""
     ring_latency_seconds: _Numbers
-    """(p,)."""
+    """(p, d): the same links' latency."""
 
 
 class LinkTable:
@@ -75,14 +75,7 @@ class LinkTable:
         around, around_latency = np.zeros((stages, 1)), np.zeros((stages, 1))
         if replicas > 1:
             around, around_latency = self._links(ranks, np.roll(ranks, -1, axis=1))
-        return Orientation(
-            together,
-            ranks,
-            ((there + back) / 2).max(axis=1, initial=0.0),
-            (there_latency + back_latency).max(axis=1, initial=0.0),
-            around.max(axis=1),
-            around_latency.max(axis=1),
-        )
+        return Orientation(together, ranks, (there + back) / 2, there_latency + back_latency, around, around_latency)
 
     def _links(self, a: _Ranks, b: _Ranks) -> tuple[_Numbers, _Numbers]:
         """(Seconds per byte, latency in seconds) from the ranks `a` to the ranks `b`, pair by pair."""

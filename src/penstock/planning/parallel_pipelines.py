@@ -12,6 +12,9 @@ hidden behind the microbatches of a minibatch (max). Three things that the text 
 factor d of the throughput, without which the deepest pipeline always wins; the filling of a flush; latencies. With
 recomputation a stage computes its measured forward once more; where a backward takes two forwards this is the thesis's
 factor of 4/3.
+
+The text's overlap is not what every runtime does: the simulator, asked instead of this form, hides messages behind
+computation, shows what of an all-reduce nothing hides, and lets a last stage that never recomputes do without.
 """
 
 from collections.abc import Sequence
@@ -131,13 +134,16 @@ def slowest_stage(
     replicas = orientation.ranks.shape[1]
     starts, stops = np.array(cuts[:-1]), np.array(cuts[1:])
     compute = costs.seconds[starts, stops]
-    hops = costs.exchanged_bytes[starts[1:]] * orientation.hop_seconds_per_byte + orientation.hop_latency_seconds
+    hops = costs.exchanged_bytes[starts[1:], None] * orientation.hop_seconds_per_byte + orientation.hop_latency_seconds
+    # The slowest replica decides, and the slowest link of a ring.
+    hops = hops.max(axis=1, initial=0.0)
     sent = np.concatenate([[0.0], hops])
     passed = np.concatenate([hops, [0.0]])
     work = compute + sent + passed
     reduced = reduce_rounds(replicas, allreduce) * costs.parameter_bytes[starts, stops]
-    reduced = reduced * orientation.ring_seconds_per_byte + 2 * (replicas - 1) * orientation.ring_latency_seconds
-    reduced = reduced / microbatches
+    rings = reduced[:, None] * orientation.ring_seconds_per_byte
+    rings = rings + 2 * (replicas - 1) * orientation.ring_latency_seconds
+    reduced = rings.max(axis=1) / microbatches
 
     times = np.maximum(work, reduced)
     slowest = int(times.argmax())
