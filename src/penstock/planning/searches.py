@@ -108,6 +108,8 @@ def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
         case "2bw":
             ranked = rank_pipelines(profile, cluster, request)
             yield from (candidate.plan(cluster) for candidate in ranked[:_PROPOSED])
+        case "spp":
+            yield plan_spp(profile, cluster, request, whole_samples=True)
         case "interleaved":
             yield from _parallel_interleaved(profile, cluster, request)
         case name:
@@ -194,7 +196,5 @@ def _modesty(plan: Plan) -> tuple[bool, float, int]:
     return plan.schedule not in SYNCHRONOUS, max(plan.predicted.peak_bytes), len(plan.stages)
 
 
-PLANNERS: Mapping[str, Planner] = MappingProxyType(
-    {"pipedream": plan_pipedream, "spp": plan_spp, "uniform": plan_uniform}
-)
+PLANNERS: Mapping[str, Planner] = MappingProxyType({"pipedream": plan_pipedream, "uniform": plan_uniform})
 """The planners that answer one question with one plan, by name; a new one is its own file and one line here."""
