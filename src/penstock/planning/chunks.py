@@ -55,8 +55,8 @@ def deal_stages(
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
     game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies)
     if comb(costs.layers - 1, len(exchange)) <= try_all:
-        inner = np.array(list(combinations(range(1, costs.layers), len(exchange))), dtype=np.int64)
-        inner = inner.reshape(-1, len(exchange))
+        ways = list(combinations(range(1, costs.layers), len(exchange)))
+        inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
         best = game.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
     else:
         ends = [_improve(game, start, costs.layers if sweeps is None else sweeps) for start in _starts(game)]
