@@ -725,12 +725,33 @@ def test_what_does_not_fit_says_what_it_takes() -> None:
         assert words in message
     with pytest.raises(PlanError, match=r"It takes devices of 291 GB, or 256 devices like these$"):
         best(GPT_1T, 64, 64)
-    # What the message asks for is enough, and half of it is not.
+    # What the message asks for is enough.
     assert best(GPT_1T, 256, 64).peak_bytes <= 80 * GIB
-    with pytest.raises(PlanError, match="do not fit on 128 devices"):
-        best(GPT_1T, 128, 64)
     roomy = Cluster.hierarchical([(8, 300e9), (8, 25e9)], 292e9)
     assert rank_three_d(ThreeDRequest(GPT_1T, roomy, 64), 0)[0].peak_bytes <= 292e9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 8), st.integers(1, 12), st.floats(0, 1))
+def test_the_devices_that_a_message_asks_for_are_the_fewest(
+    layers: int, heads: int, devices: int, batch: int, tightness: float
+) -> None:
+    model = Transformer(layers, 16 * heads, heads, sequence=16, vocabulary=64)
+
+    def least(count: int) -> float:
+        try:
+            ranked = rank_three_d(ThreeDRequest(model, Cluster.uniform(count, 1e9), batch, TOY), 0)
+        except PlanError:
+            return math.inf
+        return min(one.peak_bytes for one in ranked)
+
+    sizes = {count: least(count) for count in range(1, layers * heads + 1)}
+    limit = min(sizes.values()) + tightness * (max(size for size in sizes.values() if size < math.inf) - 1)
+    fewest = min(count for count, size in sizes.items() if size <= limit)
+    if least(devices) <= limit or least(devices) == math.inf:
+        return
+    with pytest.raises(PlanError, match=rf"or {fewest} devices like these$"):
+        rank_three_d(ThreeDRequest(model, Cluster.uniform(devices, 1e9, limit), batch, TOY), 0)
 
 
 @pytest.mark.parametrize(
@@ -754,6 +775,21 @@ def test_an_impossible_grid_is_refused(fixed: dict[str, int], words: str) -> Non
 def test_a_wrong_number_is_named(name: str, value: float) -> None:
     with pytest.raises(PlanError, match=rf"^{name}: expected"):
         ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, **{name: value})
+
+
+def test_a_data_set_is_not_a_batch() -> None:
+    with pytest.raises(
+        PlanError, match=r"^batch_size: expected at most 100000000, found 10\d+: give the samples of one"
+    ):
+        ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 10**18)
+
+
+def test_what_is_too_long_to_play_keeps_the_closed_form() -> None:
+    model = Transformer(4, 64, 4, sequence=16, vocabulary=64)
+    request = ThreeDRequest(model, Cluster.uniform(4, 1e9), 10**6, TOY, pipeline=4, microbatch_size=1)
+
+    assert not any(one.simulated for one in rank_three_d(request))
+    assert rank_three_d(replace(request, batch_size=100))[0].simulated
 
 
 def test_more_devices_than_the_cluster_has_are_refused() -> None:

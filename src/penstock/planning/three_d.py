@@ -9,7 +9,7 @@ Ranks are laid out as in `penstock.planning.ring_links`: t innermost, then d, th
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from math import inf
+from math import inf, isqrt
 
 from penstock.errors import PlanError
 from penstock.planning.accelerators import A100, Accelerator, Precision
@@ -33,6 +33,12 @@ from penstock.values.quantities import bytes_text
 from penstock.values.transformers import Transformer
 
 __all__ = ["ThreeDRequest", "plan_of", "plan_three_d", "rank_three_d"]
+
+_LARGEST_BATCH = 10**8
+"""Far more than anyone trains with; all divisors of the batch are tried."""
+
+_LONGEST_TRIAL = 500_000
+"""Forwards of stages in one pipeline: more would take the simulator long, and only lengthen the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,11 @@ class ThreeDRequest:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
+        if self.batch_size > _LARGEST_BATCH:
+            raise PlanError(
+                f"batch_size: expected at most {_LARGEST_BATCH}, found {self.batch_size}: give the samples of one "
+                "minibatch, not of the data set"
+            )
         if self.count > self.cluster.devices:
             raise PlanError(
                 f"devices: expected at most the {self.cluster.devices} of the cluster, found {self.count}: "
@@ -200,10 +211,15 @@ def _candidate(request: ThreeDRequest, form: Arrangement) -> Candidate:
 
 
 def _simulated(request: ThreeDRequest, one: Candidate) -> Candidate:
-    """`one` with the seconds of the simulator for its pipeline; all-reduces between replicas and updates stay."""
+    """`one` with the seconds of the simulator for its pipeline; all-reduces between replicas and updates stay.
+
+    What is too long to play keeps the closed form.
+    """
     form, links = one.arrangement, _links(request, one.arrangement)
-    costs = part_costs(request.transformer, request.accelerator, links.tensor, form.microbatch_size)
     microbatches = request.batch_size // (form.microbatch_size * form.data)
+    if microbatches * form.pipeline * form.stages_per_rank > _LONGEST_TRIAL:
+        return one
+    costs = part_costs(request.transformer, request.accelerator, links.tensor, form.microbatch_size)
     before = play(request.transformer.layers, costs, form, links, microbatches, overlap=request.overlap)
     after = one.minibatch_seconds - one.pipelined_seconds + before
     return replace(
@@ -222,7 +238,7 @@ def _divisors(number: int, fixed: int | None = None) -> list[int]:
     """Ascending; only `fixed`, if it is given and one of them."""
     if fixed is not None:
         return [fixed] if number % fixed == 0 else []
-    low = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    low = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
     return low + [number // one for one in reversed(low) if one * one != number]
 
 
@@ -278,6 +294,17 @@ def _smallest(request: ThreeDRequest, devices: int) -> tuple[float, Arrangement]
     return min(forms, key=lambda pair: pair[0], default=None)
 
 
+def _enough_devices(request: ThreeDRequest, limit: float) -> int | None:
+    """The least number of devices on which an arrangement fits; replicas only add to them."""
+    model, data = request.transformer, request.data or 1
+    tensors, pipelines = _divisors(model.heads, request.tensor), _divisors(model.layers, request.pipeline)
+    for devices in sorted({tensor * pipeline * data for tensor in tensors for pipeline in pipelines}):
+        smallest = _smallest(request, devices)
+        if smallest is not None and smallest[0] <= limit:
+            return devices
+    return None
+
+
 def _nothing_fits(request: ThreeDRequest) -> PlanError:
     model, limit = request.transformer, request.cluster.memory_bytes
     smallest = _smallest(request, request.count)
@@ -293,8 +320,7 @@ def _nothing_fits(request: ThreeDRequest) -> PlanError:
         )
     needed, form = smallest
     mends = [f"devices of {bytes_text(needed)}"]
-    doubled = (request.count << times for times in range(1, 13))
-    enough = next((n for n in doubled if (best := _smallest(request, n)) and best[0] <= limit), None)
+    enough = _enough_devices(request, limit)
     if enough is not None:
         mends.append(f"{enough} devices like these")
     if request.recompute is False:
