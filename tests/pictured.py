@@ -7,7 +7,7 @@ from penstock.values.memories import RankMemory
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
 
-__all__ = ["SPANS", "classes", "elements", "large_timeline", "remembered", "shifted"]
+__all__ = ["SPANS", "SVG", "classes", "elements", "large_timeline", "remembered", "shifted"]
 
 SPANS = (
     Span(0, "0F0@0", 1.0, 2.0),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from penstock.errors import ScheduleError
 from penstock.rendering import render
 from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
@@ -397,3 +398,80 @@ def test_picture_of_a_schedule_shows_its_program(schedule: Schedule) -> None:
     assert max(map(len, picture.splitlines())) <= 240
     assert "cut short" not in picture
     assert read_back(picture) == program
+
+
+def test_picture_of_replicas_names_the_stage_of_every_rank() -> None:
+    placement = Placement(((0, 1), (2,)))
+
+    assert (
+        render(Schedule.placed("1f1b-flush", placement, 4))
+        == """\
+1f1b-flush: 3 ranks, replicas 2-1, 4 microbatches a minibatch; 1 minibatch drawn
+bubble: 46.7% of wall time
+microbatches in flight, rank by rank: 2 2 1
+weight versions, rank by rank: 1 1 1
+
+rank 0 stage 0  0  2  . [0] .  .  . [2]++++++U
+rank 1 stage 0  1  3  .  .  . [1] .  .  . [3]U
+rank 2 stage 1  .  0 [0] 1 [1] 2 [2] 3 [3]U.
+
+ 3  forward of microbatch 3   [3]  its backward   U  update   +  sum of gradients   .  idle
+ (forward and backward drawn equally long)"""
+    )
+
+
+def test_picture_of_spp() -> None:
+    assert (
+        render(Schedule("spp", 4, 8))
+        == """\
+spp: 4 ranks, 8 microbatches a minibatch; 1 minibatch drawn
+bubble: 27.3% of wall time
+microbatches in flight, rank by rank: 8 8 5 1
+weight versions, rank by rank: 1 1 1 1
+
+rank 0  0  1  2  3  4  5  6  7  .  . [0][1] . [2] . [3][4][5] . [6] . [7]U
+rank 1  .  0  1  2  3  4  5  6  7 [0][1] . [2] . [3][4][5] . [6] . [7]U.
+rank 2  .  .  0  1  2  3  4 [0] 5 [1] 6 [2] 7 [3][4][5] . [6] . [7]U.  .
+rank 3  .  .  .  0 [0] 1 [1] 2 [2] 3 [3] 4 [4] 5 [5] 6 [6] 7 [7]U.  .  .
+
+ 7  forward of microbatch 7   [7]  its backward   U  update   .  idle   (forward and backward drawn equally long)"""
+    )
+
+
+def test_replicas_have_versions_of_their_own() -> None:
+    """An update of one replica does not make the weights of the other old."""
+    spans = (
+        *(Span(rank, "0F0@0", rank, rank + 1.0) for rank in range(2)),
+        Span(0, "0U1<0", 1, 1),
+        Span(0, "0B0@0", 3, 4),
+        Span(1, "0B0@0", 3, 4),
+    )
+    lines = render(Timeline(spans, 2)).splitlines()
+
+    assert [line.split() for line in lines[4:6]] == [
+        ["rank", "0", "stage", "0", "0", "U", ".", ".", ".", "[0@0]"],
+        ["rank", "1", "stage", "0", ".", ".", "0", ".", ".", "[0", "]"],
+    ]
+
+
+def test_sum_of_gradients_is_drawn_where_it_takes_time() -> None:
+    spans = (Span(0, "0F0@0", 0, 1), Span(0, "0B0@0", 1, 2), Span(0, "0A1", 2, 4), Span(0, "0U1<0", 4, 4))
+    lines = render(Timeline(spans, 1)).splitlines()
+
+    assert lines[4] == "rank 0  0 [0]++++++U"
+    assert "+  sum of gradients" in lines[6]
+
+
+def test_sum_of_gradients_lies_below_a_computation() -> None:
+    spans = (Span(0, "0F0@0", 0, 1), Span(0, "0A1", 1, 3), Span(0, "0B0@0", 1, 2))
+
+    assert render(Timeline(spans, 1)).splitlines()[4] == "rank 0  0 [0]+++"
+
+
+def test_a_thousand_ranks_are_not_all_drawn() -> None:
+    spans = tuple(Span(rank, f"{rank}F0@0", rank, rank + 1.0) for rank in range(1000))
+    lines = render(Timeline(spans, 1000)).splitlines()
+
+    assert lines[2] == "busy, rank by rank: 0% each"
+    assert sum(line.startswith("rank ") for line in lines) in (64, 128, 192, 256)
+    assert "... ranks 64 to 999 are not drawn" in lines

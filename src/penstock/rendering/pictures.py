@@ -111,7 +111,7 @@ def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
     yield f"weight versions, rank by rank: {_listed(versions)}"
 
 
-def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str) -> list[str]:
+def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: int) -> list[str]:
     """What the signs of this picture mean; those that it does not use are left out."""
     kinds = {mark.span.kind for mark in marks}
     text = "".join(strip.text for strip in strips)
@@ -122,7 +122,10 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str) -> list[
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []
     signs += ["- =  too short for a number"] if "-" in text or "=" in text else []
-    lines = ["   ".join([*signs, f"({scale})"])]
+    lines = [signs[0]]
+    for sign in (*signs[1:], f"({scale})"):
+        longer = f"{lines[-1]}   {sign}"
+        lines[-1:] = [longer] if len(longer) <= width else [lines[-1], f" {sign}"]
     old = next((mark for mark in marks if "@" in mark.label), None)
     if old is not None:
         version = old.label.partition("@")[2]
@@ -166,7 +169,7 @@ def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> I
     if whole > ranks:
         yield from ("", f"... ranks {ranks} to {whole - 1} are not drawn")
     yield ""
-    yield from _legend([mark for mark in marks if mark.span.stop_seconds <= drawn], strips, scale)
+    yield from _legend([mark for mark in marks if mark.span.stop_seconds <= drawn], strips, scale, layout.width)
 
 
 def _labels(strips: Sequence[Strip]) -> list[str]:

@@ -82,9 +82,11 @@ def draw_strips(
     for rank, own in enumerate(rows):
         held: list[int | None] = [*sorted({mark.span.stage for mark in own})]
         for stage in held or [None]:
+            # A long run has far more than is drawn of it.
+            near = [mark for mark in own if mark.span.start_seconds - origin <= (columns + 1) * column_seconds]
             row = ["." if column % dot_columns == 1 else " " for column in range(columns)] + [" "]
             # What is written later lies on top: the row's own stage over the blanks, updates over everything.
-            for mark in sorted(own, key=lambda mark: (_HEIGHTS.get(mark.span.kind, 1), mark.span.stage == stage)):
+            for mark in sorted(near, key=lambda mark: (_HEIGHTS.get(mark.span.kind, 1), mark.span.stage == stage)):
                 start = _column(mark.span.start_seconds - origin, column_seconds)
                 stop = min(_column(mark.span.stop_seconds - origin, column_seconds), columns)
                 if start > stop:

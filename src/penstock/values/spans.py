@@ -7,6 +7,7 @@ text form of its action, which this file can read without the scheduling room: v
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.errors import ScheduleError
 
@@ -55,9 +56,7 @@ class Span:
     @property
     def kind(self) -> str:
         """``forward``, ``backward``, ``update``, ``reduce``, ``send`` or ``receive``."""
-        if self.ties:
-            return "send" if ">" in self.action else "receive"
-        return _WORDS[self.action.lstrip("0123456789")[0]]
+        return _read(self.action)[0]
 
     @property
     def ties(self) -> bool:
@@ -72,12 +71,12 @@ class Span:
     @property
     def stage(self) -> int:
         """The stage whose action it is."""
-        return self._parts[0]
+        return _read(self.action)[1]
 
     @property
     def number(self) -> int:
         """The microbatch; for an update, and gradients that are tied or summed for it, the version that it makes."""
-        return self._parts[1]
+        return _read(self.action)[2]
 
     @property
     def reference(self) -> int:
@@ -85,7 +84,7 @@ class Span:
 
         A reduction has none: its own number.
         """
-        return self._parts[2]
+        return _read(self.action)[3]
 
     @property
     def words(self) -> str:
@@ -117,7 +116,13 @@ class Span:
                 names = ("version" if self.ties else "microbatch", "source")
         return {"action": self.action, "stage": self.stage, names[0]: self.number, names[1]: self.reference}
 
-    @property
-    def _parts(self) -> tuple[int, int, int]:
-        stage, number, *reference = map(int, _MARKS.split(self.action))
-        return stage, number, reference[0] if reference else number
+
+@lru_cache(maxsize=1 << 16)
+def _read(action: str) -> tuple[str, int, int, int]:
+    """Kind, stage, number and reference; a picture asks for them often."""
+    stage, number, *reference = map(int, _MARKS.split(action))
+    if "T" in action:
+        kind = "send" if ">" in action else "receive"
+    else:
+        kind = _WORDS[action.lstrip("0123456789")[0]]
+    return kind, stage, number, reference[0] if reference else number

@@ -143,10 +143,16 @@ class Timeline:
 
     def _rows(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of every rank, in the order in which they start."""
+        return tuple(
+            tuple(sorted(row, key=lambda span: (span.start_seconds, span.stop_seconds))) for row in self._grouped()
+        )
+
+    def _grouped(self) -> list[list[Span]]:
+        """The spans of every rank."""
         rows: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
             rows[span.rank].append(span)
-        return tuple(tuple(sorted(row, key=lambda span: (span.start_seconds, span.stop_seconds))) for row in rows)
+        return rows
 
     @property
     def _extent(self) -> tuple[float, float]:
@@ -157,13 +163,13 @@ class Timeline:
     def _bubble(self, start: float, stop: float) -> float:
         if stop <= start:
             return 0.0
-        busy = sum(_covered(row, start, stop) for row in self._rows())
+        busy = sum(_covered(row, start, stop) for row in self._grouped())
         return max(0.0, 1.0 - busy / (self.ranks * (stop - start)))
 
     def _idle_shares(self, start: float, stop: float) -> tuple[float, ...]:
         if stop <= start:
             return (0.0,) * self.ranks
-        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._rows())
+        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._grouped())
 
 
 def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:
