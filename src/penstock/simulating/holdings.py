@@ -3,8 +3,8 @@
 It follows the runtime: parameters in as many slots as there are versions (an update copies one slot to another and
 needs nothing beside them); gradients and the optimizer's state once; of a microbatch in flight what autograd saves,
 from the start of its forward to the end of its backward; messages from their arrival until they are used up, that is
-to the start of the forward (from then on they belong to what is saved) or the end of the backward, and until they have
-left. What the allocator and the device's runtime take on top is not in it.
+to the start of the forward (from then on they belong to what is saved) or the end of the backward, and from when they
+are made until they have left. What the allocator and the device's runtime take on top is not in it.
 
 With recomputation a microbatch keeps its stage's input, and all that the stage saves during its backward alone; a
 backward that directly follows its forward has nothing to recompute, and keeps everything in between. With tensor
@@ -13,40 +13,22 @@ parallelism the numbers are those of each rank of a group, as the profile's are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
 from penstock.scheduling.placements import Placement
 from penstock.simulating.costs import Costs
+from penstock.simulating.instructions import RECEIVE, SEND, Mark
 from penstock.simulating.player import Track
 from penstock.values.memories import Course, RankMemory
 
-__all__ = ["Changes", "Sizes", "hold", "peak_bytes", "trace_changes"]
+__all__ = ["Sizes", "hold", "peak_bytes"]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Changes:
-    """At each of `moments` (seconds, in any order) so many `sizes` (bytes) more or fewer are held from then on."""
-
-    moments: list[float]
-    sizes: list[float]
-
-    def add(self, moment: float, size: float) -> None:
-        """One change."""
-        self.moments.append(moment)
-        self.sizes.append(size)
-
-    def totals(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """(moments, bytes held from then on), ascending, one of each for every moment of change."""
-        moments = np.array(self.moments)
-        order = np.argsort(moments, kind="stable")
-        moments = moments[order]
-        last = np.append(moments[1:] != moments[:-1], np.ones(min(1, len(moments)), dtype=bool))
-        held = np.cumsum(np.array(self.sizes)[order])
-        return moments[last], held[last]
+_Numbers: TypeAlias = npt.NDArray[np.float64]
+_Changes: TypeAlias = tuple[_Numbers, _Numbers]
+"""Moments (seconds, in any order), and how many bytes more or fewer are held from each on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +53,56 @@ class Sizes:
         behind = tuple(size / share for size, share in zip((*costs.cut_bytes, 0.0), shares, strict=True))
         return cls(costs.saved_bytes, before, behind, costs.parameter_bytes, costs.recompute)
 
+    def carried(self) -> _Numbers:
+        """By mark: what is sent, received or reduced."""
+        return self._table(
+            {mark: self._message(mark) for mark in Mark if mark.name.startswith(("SEND", "RECEIVE"))}
+            | {Mark.REDUCE: self.parameters}
+        )
 
-def hold(
-    row: Sequence[Action],
-    track: Track,
-    sizes: Sizes,
-    costs: Costs,
-    stages: Sequence[int],
-    versions: Callable[[int], int],
-) -> RankMemory:
-    """The memory of a rank that holds `stages`, in `versions` each, and has done `row` at the times of `track`."""
-    activations, buffers = trace_changes(row, track, sizes)
-    constants = _constants(row, costs, stages, versions)
+    def _message(self, mark: Mark) -> tuple[float, ...]:
+        return self.output if mark in (Mark.SEND_ON, Mark.RECEIVE_BACK) else self.input
+
+    def kept_from_start(self) -> _Numbers:
+        """By mark: bytes more from the start of an action on."""
+        if not self.recompute:
+            return self._table({Mark.FORWARD: self.saved, Mark.FORWARD_KEPT: self.saved})
+        whole = tuple(map(sum, zip(self.saved, self.input, strict=True)))
+        return self._table({Mark.FORWARD: self.input, Mark.FORWARD_KEPT: whole, Mark.BACKWARD: self.saved})
+
+    def dropped_at_stop(self) -> _Numbers:
+        """By mark: bytes fewer from the stop of an action on."""
+        dropped = tuple(map(sum, zip(self.saved, self.input, strict=True))) if self.recompute else self.saved
+        return self._table({Mark.BACKWARD: dropped, Mark.BACKWARD_KEPT: dropped})
+
+    def _table(self, entries: dict[Mark, tuple[float, ...]]) -> _Numbers:
+        stages = len(self.saved)
+        return np.array([entries.get(mark, (0.0,) * stages) for mark in Mark], dtype=np.float64).ravel()
+
+
+def hold(track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]) -> RankMemory:
+    """The memory of a rank that holds `stages`, in `versions` each, and did what `track` says."""
+    activations, buffers = _changes(track, sizes)
+    constants = _constants(track, costs, stages, versions)
     return RankMemory(*constants, activations=_course(activations), buffers=_course(buffers))
 
 
 def peak_bytes(
-    row: Sequence[Action],
-    track: Track,
-    sizes: Sizes,
-    costs: Costs,
-    stages: Sequence[int],
-    versions: Callable[[int], int],
+    track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
 ) -> float:
     """``hold(...).peak_bytes``, without the courses."""
-    activations, buffers = trace_changes(row, track, sizes)
-    both = Changes(activations.moments + buffers.moments, activations.sizes + buffers.sizes)
-    _, held = both.totals()
-    return sum(_constants(row, costs, stages, versions)) + float(held.max(initial=0.0))
+    activations, buffers = _changes(track, sizes)
+    both = np.concatenate([activations[0], buffers[0]]), np.concatenate([activations[1], buffers[1]])
+    _, held = _totals(both)
+    return sum(_constants(track, costs, stages, versions)) + float(held.max(initial=0.0))
 
 
 def _constants(
-    row: Sequence[Action], costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
+    track: Track, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
 ) -> tuple[float, float, float, float]:
     """Bytes of all weight versions, of gradients, optimizer state and master weights."""
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
-    trains = any(isinstance(action, Backward) for action in row)
+    trains = bool(_is_backward(_marks(track) // len(costs.forward_seconds)).any())
     return (
         sum(versions(stage) * costs.parameter_bytes[stage] for stage in stages),
         weights if trains else 0.0,
@@ -115,57 +111,49 @@ def _constants(
     )
 
 
-def trace_changes(row: Sequence[Action], track: Track, sizes: Sizes) -> tuple[Changes, Changes]:
-    """Of what is kept for backwards, and of messages. A message changes the bytes held when it comes or goes."""
-    saved, inputs, outputs, recompute = sizes.saved, sizes.input, sizes.output, sizes.recompute
-    trains = any(isinstance(action, Backward) for action in row)
-    kept, buffers = Changes([], []), Changes([], [])
-    keep, put = kept.add, buffers.add
-    messages = iter(track.messages)
-    coming = 0.0  # bytes received for the next forward or backward
-    latest: tuple[int, int, float] = (-1, -1, 0.0)
-    done = 0.0
-    for action, start, stop in zip(row, track.starts, track.stops, strict=True):
-        match action:
-            case Forward(stage=stage, microbatch=number):
-                if coming:
-                    put(start, -coming)
-                    coming = 0.0
-                if trains:
-                    keep(start, inputs[stage] if recompute else saved[stage])
-                latest, done = (stage, number, start), stop
-            case Backward(stage=stage, microbatch=number):
-                if recompute:
-                    direct = latest[:2] == (stage, number)
-                    keep(latest[2] if direct else start, saved[stage])
-                    keep(stop, -saved[stage] - inputs[stage])
-                else:
-                    keep(stop, -saved[stage])
-                if coming:
-                    put(stop, -coming)
-                    coming = 0.0
-                latest, done = (-1, -1, 0.0), stop
-            case Send(stage=stage, target=target):
-                left = next(messages)
-                size = outputs[stage] if target > stage else inputs[stage]
-                if size:
-                    put(done, size)
-                    put(left, -size)
-            case Receive(stage=stage, source=source):
-                size = inputs[stage] if source < stage else outputs[stage]
-                arrival = next(messages)
-                if size:
-                    put(arrival, size)
-                    coming += size
-            case SendTied() | ReceiveTied():
-                next(messages)
-            case Update() | Reduce():
-                latest = (-1, -1, 0.0)
-            case _:
-                assert_never(action)
-    return kept, buffers
+def _changes(track: Track, sizes: Sizes) -> tuple[_Changes, _Changes]:
+    """Of what is kept for backwards, and of messages."""
+    marks = _marks(track)
+    starts, stops, messages = np.array(track.starts), np.array(track.stops), np.array(track.messages)
+    backward = _is_backward(marks // len(sizes.saved))
+    more, fewer = sizes.kept_from_start()[marks], sizes.dropped_at_stop()[marks]
+    if not backward.any():  # an evaluation keeps nothing
+        more = np.zeros_like(more)
+    kept = _drop_nothing(np.stack([starts, stops], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())
+
+    kinds = np.array(track.instructions.kinds)
+    carried = sizes.carried()[marks]
+    places = np.flatnonzero((kinds == SEND) | (kinds == RECEIVE))
+    sent = kinds[places] == SEND
+    # A send directly follows the action that made its message, a receive directly precedes the one that uses it.
+    sends, receives = places[sent], places[~sent]
+    used = np.where(backward[receives + 1], stops[receives + 1], starts[receives + 1])
+    moments = np.concatenate([stops[sends - 1], messages[~sent], messages[sent], used])
+    amounts = np.concatenate([carried[sends], carried[receives], -carried[sends], -carried[receives]])
+    return kept, _drop_nothing(moments, amounts)
 
 
-def _course(changes: Changes) -> Course:
-    moments, held = changes.totals()
+def _marks(track: Track) -> npt.NDArray[np.int64]:
+    return np.array(track.instructions.marks, dtype=np.int64)
+
+
+def _is_backward(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    return np.isin(marks, (Mark.BACKWARD, Mark.BACKWARD_KEPT))
+
+
+def _drop_nothing(moments: _Numbers, amounts: _Numbers) -> _Changes:
+    changed = amounts != 0
+    return moments[changed], amounts[changed]
+
+
+def _totals(changes: _Changes) -> _Changes:
+    """Each moment of change once, ascending, and the bytes that are held from it on."""
+    order = np.argsort(changes[0], kind="stable")
+    moments, held = changes[0][order], np.cumsum(changes[1][order])
+    last = np.append(moments[1:] != moments[:-1], np.ones(min(1, len(moments)), dtype=bool))
+    return moments[last], held[last]
+
+
+def _course(changes: _Changes) -> Course:
+    moments, held = _totals(changes)
     return tuple(zip(moments.tolist(), held.tolist(), strict=True))

@@ -5,6 +5,7 @@ Costs and ways are looked up here, once for every action, so that the player's l
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import add
 from typing import TypeAlias, assert_never
 
@@ -13,7 +14,7 @@ from penstock.scheduling.placements import Placement
 from penstock.simulating.costs import Costs
 from penstock.simulating.routes import Link, Route, find_route
 
-__all__ = ["COMPUTE", "RECEIVE", "REDUCE", "SEND", "Instructions", "Meeting", "Way", "Writer", "content_text"]
+__all__ = ["COMPUTE", "RECEIVE", "REDUCE", "SEND", "Instructions", "Mark", "Meeting", "Way", "Writer", "content_text"]
 
 COMPUTE, SEND, RECEIVE, REDUCE = range(4)
 
@@ -27,12 +28,29 @@ class Instructions:
     """The instructions of one rank, in flat lists, which cost the least time and memory.
 
     `kinds` and `details` have an entry for each: seconds of a COMPUTE, the `Way` of a SEND or RECEIVE, the `Meeting` of
-    a REDUCE. `contents`: what each message is, in the order of the row, as a number that `content_text` explains.
+    a REDUCE. `marks`, too: a `Mark` times the number of stages, plus the stage. `contents`: what each message is, in
+    the order of the row, as a number that `content_text` explains.
     """
 
     kinds: list[int]
     details: list[object]
+    marks: list[int]
     contents: list[int]
+
+
+class Mark(IntEnum):
+    """What an action is to the memory of its rank. Kept: what follows directly is the backward of the same."""
+
+    FORWARD = 0
+    FORWARD_KEPT = 1
+    BACKWARD = 2
+    BACKWARD_KEPT = 3
+    SEND_ON = 4
+    SEND_BACK = 5
+    RECEIVE_ON = 6
+    RECEIVE_BACK = 7
+    REDUCE = 8
+    OTHER = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,53 +89,70 @@ class Writer:
         """The instructions of `rank` for `row`."""
         costs, stages = self._costs, self._stages
         forwards, backwards, again, updates = self._seconds
+        forward, forward_kept, backward, backward_kept, send_on, send_back, receive_on, receive_back, reduce, other = (
+            mark * stages for mark in Mark
+        )
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
-        latest = -1, -1
+        latest = -1, -1, -1
         kinds: list[int] = []
         details: list[object] = []
+        marks: list[int] = []
         contents: list[int] = []
         for action in row:
             match action:
                 case Forward(stage=stage, microbatch=number):
+                    latest = stage, number, len(kinds)
                     kinds.append(COMPUTE)
                     details.append(forwards[stage])
-                    latest = stage, number
+                    marks.append(forward + stage)
                 case Backward(stage=stage, microbatch=number):
                     last[stage] = len(kinds)
                     kinds.append(COMPUTE)
-                    details.append(backwards[stage] if latest == (stage, number) else again[stage])
-                    latest = -1, -1
+                    if latest[1] == number and latest[0] == stage:
+                        details.append(backwards[stage])
+                        marks.append(backward_kept + stage)
+                        marks[latest[2]] = forward_kept + stage
+                    else:
+                        details.append(again[stage])
+                        marks.append(backward + stage)
+                    latest = -1, -1, -1
                 case Send(stage=stage, microbatch=number, target=target):
                     key = stage * stages + target
                     choice = ways.get(key) or ways.setdefault(key, self._choose(rank, stage, target, sends=True))
                     kinds.append(SEND)
                     details.append(choice[number % len(choice)])
+                    marks.append((send_on if target > stage else send_back) + stage)
                     contents.append(number * self._kinds + key)
                 case Receive(stage=stage, microbatch=number, source=source):
                     key = source * stages + stage
                     choice = ways.get(-key) or ways.setdefault(-key, self._choose(rank, stage, source, sends=False))
                     kinds.append(RECEIVE)
                     details.append(choice[number % len(choice)])
+                    marks.append((receive_on if source < stage else receive_back) + stage)
                     contents.append(number * self._kinds + key)
                 case Update(stage=stage):
                     kinds.append(COMPUTE)
                     details.append(updates[stage])
-                    latest = -1, -1
+                    marks.append(other + stage)
+                    latest = -1, -1, -1
                 case Reduce(stage=stage, version=number):
                     kinds.append(REDUCE)
                     details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
+                    marks.append(reduce + stage)
                 case SendTied(stage, number, target):
                     kinds.append(SEND)
                     details.append(self._tied(rank, self._placement.beside(stage, target, rank)))
+                    marks.append(other + stage)
                     contents.append((number + 1) * self._kinds - 1 - stage * stages - target)
                 case ReceiveTied(stage, number, source):
                     kinds.append(RECEIVE)
                     details.append(self._tied(self._placement.beside(stage, source, rank), rank))
+                    marks.append(other + stage)
                     contents.append((number + 1) * self._kinds - 1 - source * stages - stage)
                 case _:
                     assert_never(action)
-        return Instructions(kinds, details, contents)
+        return Instructions(kinds, details, marks, contents)
 
     def _choose(self, rank: int, stage: int, other: int, *, sends: bool) -> list[Way]:
         """The ways between `rank`, for `stage`, and each replica of `other` in the order of the microbatches."""

@@ -5,13 +5,13 @@ enough to fill the pipe; what the longer one takes more, per minibatch more, has
 number of minibatches more is a multiple of the period in which unequal replicas meet the same microbatches again.)
 
 What limits a plan. The wall time of a minibatch falls into three parts, seen from the rank or link that is occupied the
-longest: the time that it is occupied; the time that an all-reduce takes after the last replica has come to it, so that
-nothing hides it; and the rest, in which it waits. The longest part names the limit: that rank's stage, or the link; the
-all-reduce; and if waiting is the longest, then under a flush the fill and drain of the pipeline, and else the round
-trips between the stages. Where two are equal, the one named first here is taken.
+longest (a link as long as there is a message on it in either direction): the time that it is occupied; the time that an
+all-reduce takes after the last replica has come to it, so that nothing hides it; and the rest, in which it waits. The
+longest part names the limit: that rank's stage, or the link; the all-reduce; and if waiting is the longest, then under
+a flush the fill and drain of the pipeline, and else the round trips between the stages. Where two are equal, the one
+named first here is taken.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, gcd, inf, lcm
 from typing import Unpack
@@ -23,6 +23,7 @@ from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import plan_costs
 from penstock.simulating.foldings import fold
 from penstock.simulating.holdings import Sizes, peak_bytes
+from penstock.simulating.loads import Loads, Pair, measure_loads
 from penstock.simulating.simulator import Played, play, telling_minibatches
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction
@@ -77,15 +78,15 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     rows = _rows(made, folding.played, lengths)
     runs = [play(row, placement, costs) for row in rows]
     last, more = runs[-1], lengths[-1] - (0 if made.flushes else lengths[0])
-    loads = _loads(last, more) if made.flushes else _loads(last, more, runs[0])
+    loads = measure_loads(last, more, None if made.flushes else runs[0])
     sizes = Sizes.of(costs, placement)
     peaks = {
-        rank: peak_bytes(last.rows[rank], track, sizes, costs, made.stages_of(rank), made.versions)
+        rank: peak_bytes(track, sizes, costs, made.stages_of(rank), made.versions)
         for rank, track in last.tracks.items()
     }
-    seconds = loads.seconds
-    busy = sum(loads.busy[first] for first in folding.stands) / len(folding.stands)
-    longest = max(*loads.occupied.values(), *loads.links, *(total for total, _ in loads.reduces.values()), 0.0)
+    seconds = loads.wall
+    busy = sum(loads.computing[first] for first in folding.stands) / len(folding.stands)
+    longest = max(*loads.occupied.values(), *loads.links.values(), *loads.reduces.values(), 0.0)
     return Outcome(
         minibatch_seconds=seconds,
         samples_per_second=plan.microbatches * profile.microbatch_size / seconds if seconds else inf,
@@ -118,61 +119,23 @@ def _rows(made: Schedule, played: tuple[int, ...], lengths: list[int]) -> list[d
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """Seconds per minibatch: of wall time; by rank that is played, of computing and of being occupied; by link; by
-    stage, of all-reduces and of what of them nothing hides."""
-
-    seconds: float
-    busy: Mapping[int, float]
-    occupied: Mapping[int, float]
-    links: list[float]
-    reduces: Mapping[int, tuple[float, float]]
-
-
-def _loads(run: Played, minibatches: int, shorter: Played | None = None) -> _Loads:
-    """Those of `run`, or of what it does more than the `shorter` one, over so many minibatches."""
-
-    def per_minibatch(whole: float, part: float) -> float:
-        return (whole - part) / minibatches
-
-    def track_times(rank: int, field: str) -> float:
-        part = getattr(shorter.tracks[rank], field) if shorter else 0.0
-        return per_minibatch(getattr(run.tracks[rank], field), part)
-
-    busy = {rank: track_times(rank, "busy_seconds") for rank in run.tracks}
-    occupied = {rank: busy[rank] + track_times(rank, "talking_seconds") for rank in run.tracks}
-    before = shorter.links() if shorter else {}
-    links = [per_minibatch(seconds, before.get(link, 0.0)) for link, seconds in run.links().items()]
-    reduces = {}
-    for stage, (total, alone) in run.player.reduce_seconds.items():
-        total_before, alone_before = shorter.player.reduce_seconds.get(stage, (0.0, 0.0)) if shorter else (0.0, 0.0)
-        reduces[stage] = per_minibatch(total, total_before), per_minibatch(alone, alone_before)
-    wall = per_minibatch(run.seconds, shorter.seconds if shorter else 0.0)
-    return _Loads(wall, busy, occupied, links, reduces)
-
-
-def _limit(made: Schedule, loads: _Loads, run: Played) -> str:
+def _limit(made: Schedule, loads: Loads, run: Played) -> str:
     """The rule is the file's docstring."""
-    if not loads.seconds:
+    if not loads.wall:
         return "nothing: no action takes time"
     rank = max(loads.occupied, key=loads.occupied.__getitem__)
-    rank_share = loads.occupied[rank] / loads.seconds
-    busiest, occupied = (
-        f"{_rank_text(made, rank)} (compute {loads.busy[rank] / loads.seconds:.0%} of the time)",
-        rank_share,
-    )
-    if loads.occupied[rank] > loads.busy[rank]:
-        talk = (loads.occupied[rank] - loads.busy[rank]) / loads.seconds
-        busiest = f"{busiest[:-1]}, messages {talk:.0%})"
-    if loads.links and max(loads.links) / loads.seconds > rank_share:
-        link = max(range(len(loads.links)), key=loads.links.__getitem__)
-        occupied = loads.links[link] / loads.seconds
-        busiest = f"{_link_text(run, link)} (in use {occupied:.0%} of the time)"
-    stage = max(loads.reduces, key=lambda stage: loads.reduces[stage][1], default=None)
-    alone = 0.0 if stage is None else loads.reduces[stage][1] / loads.seconds
-    waiting = 1 - occupied - alone
-    if occupied >= max(alone, waiting):
+    share = loads.occupied[rank] / loads.wall
+    busiest = f"{_rank_text(made, rank)} (compute {loads.computing[rank] / loads.wall:.0%} of the time)"
+    if loads.passing[rank]:
+        busiest = f"{busiest[:-1]}, messages {loads.passing[rank] / loads.wall:.0%})"
+    pair = max(loads.pairs, key=loads.pairs.__getitem__, default=None)
+    if pair is not None and loads.pairs[pair] / loads.wall > share:
+        share = loads.pairs[pair] / loads.wall
+        busiest = f"{_link_text(run, pair)} (in use {share:.0%} of the time)"
+    stage = max(loads.exposed, key=loads.exposed.__getitem__, default=None)
+    alone = 0.0 if stage is None else loads.exposed[stage] / loads.wall
+    waiting = 1 - share - alone
+    if share >= max(alone, waiting):
         return busiest
     if alone >= waiting:
         return f"all-reduce of stage {stage} ({alone:.0%} of the time)"
@@ -188,8 +151,9 @@ def _rank_text(made: Schedule, rank: int) -> str:
     return f"rank {rank} with stages {', '.join(map(str, stages))}"
 
 
-def _link_text(run: Played, index: int) -> str:
-    """Named by the cut whose messages occupy it the longest."""
-    writer = run.writer
-    cut = max((cut for link, cut in writer.cuts if link == index), key=lambda cut: writer.cuts[index, cut])
+def _link_text(run: Played, pair: Pair) -> str:
+    """Named by the cut whose messages occupy it the longest, one by one."""
+    numbers = {number for link, number in run.writer.links.items() if pair == frozenset(link)}
+    cuts = {cut: seconds for (number, cut), seconds in run.writer.cuts.items() if number in numbers}
+    cut = max(cuts, key=cuts.__getitem__)
     return f"link between stages {cut} and {cut + 1}"

@@ -80,8 +80,8 @@ class Player:
 
     def _advance(self, track: Track, rows: Mapping[int, Sequence[Action]]) -> None:
         """Goes on with `track` until it must wait."""
-        starts, stops, messages, queues, free = track.starts, track.stops, track.messages, self._queues, self._free
-        carried = self.link_seconds
+        starts, stops, messages = track.starts, track.stops, track.messages
+        queues, free, carried = self._queues, self._free, self.link_seconds
         waiting, overlap, ordered = self._waiting, self._assumptions.overlap, self._assumptions.shared_nic
         now, busy = track.now, 0.0
         kinds, contents = track.instructions.kinds, track.instructions.contents
@@ -99,9 +99,7 @@ class Player:
                     break
                 edge, link, seconds, latency, legs = what
                 if link >= 0:
-                    start = free[link]
-                    if start < now:
-                        start = now
+                    start = now if free[link] < now else free[link]
                     left = free[link] = start + seconds
                     carried[link] += seconds
                 else:
@@ -115,8 +113,7 @@ class Player:
                     now = left
                     track.talking_seconds += seconds
                 if edge in waiting:
-                    woken = waiting.pop(edge)
-                    heappush(self._ready, (max(woken.now, arrival), woken.rank))
+                    self._wake(waiting.pop(edge), arrival)
             elif code == RECEIVE:
                 queue = queues[what[0]]
                 if not queue:
@@ -142,6 +139,9 @@ class Player:
                 stops.append(now)
         track.now = now
         track.busy_seconds += busy
+
+    def _wake(self, track: Track, arrival: float) -> None:
+        heappush(self._ready, (max(track.now, arrival), track.rank))
 
     def _occupy(self, legs: Sequence[tuple[int, float]], now: float) -> tuple[float, float]:
         """A message over several links at once: when the first part begins, and when the last has left."""

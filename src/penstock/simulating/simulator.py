@@ -20,7 +20,7 @@ from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
 from penstock.simulating.foldings import Folding, fold
 from penstock.simulating.holdings import Sizes, hold
-from penstock.simulating.instructions import COMPUTE, SEND, Meeting, Writer
+from penstock.simulating.instructions import Writer
 from penstock.simulating.player import Player, Track
 from penstock.values.clusters import Cluster
 from penstock.values.memories import RankMemory
@@ -109,10 +109,6 @@ class Played:
         """When the last action ends."""
         return max((track.now for track in self.tracks.values()), default=0.0)
 
-    def links(self) -> dict[int, float]:
-        """For how many seconds messages occupied each link, by the writer's number of it."""
-        return dict(enumerate(self.player.link_seconds))
-
 
 def play(rows: Mapping[int, Sequence[Action]], placement: Placement, costs: Costs) -> Played:
     """Plays the `rows` of some ranks, from second 0. `ScheduleError` as for `execute`."""
@@ -133,10 +129,11 @@ def _timeline(
 ) -> Timeline:
     """The spans of all ranks; rank g of the schedule is `width` ranks here, which do the same."""
     spans: list[Span] = []
+    table = [size or None for size in sizes.carried().tolist()]
     for rank, row in enumerate(programs):
         track = tracks[folding.stands[rank]]
         texts = list(map(str, row))
-        carried = _carried_bytes(track, sizes)
+        carried = [table[mark] for mark in track.instructions.marks]
         for lane in range(rank * width, rank * width + width):
             spans += map(_make_span, repeat(lane, len(texts)), texts, track.starts, track.stops, carried)
     held = () if memory is None else tuple(memory[first] for first in folding.stands for _ in range(width))
@@ -159,31 +156,9 @@ def _make_span(rank: int, action: str, start: float, stop: float, size: float | 
     return span
 
 
-def _carried_bytes(track: Track, sizes: Sizes) -> list[float | None]:
-    """For every action of a row what this rank sends, receives or reduces; None where that is nothing or not known."""
-    stages = len(sizes.saved)
-    contents = iter(track.instructions.contents)
-    carried: list[float | None] = []
-    for kind, detail in zip(track.instructions.kinds, track.instructions.details, strict=True):
-        if kind == COMPUTE:
-            carried.append(None)
-        elif isinstance(detail, Meeting):
-            carried.append(sizes.parameters[detail.stage] or None)
-        else:
-            key = next(contents) % (2 * stages**2)
-            source, target = divmod(key, stages)
-            if source >= stages:  # tied gradients
-                carried.append(None)
-            elif kind == SEND:
-                carried.append((sizes.output[source] if target > source else sizes.input[source]) or None)
-            else:
-                carried.append((sizes.input[target] if target > source else sizes.output[target]) or None)
-    return carried
-
-
 def _remember(result: Played, played: Schedule, costs: Costs, sizes: Sizes) -> dict[int, RankMemory]:
     return {
-        rank: hold(result.rows[rank], track, sizes, costs, played.stages_of(rank), played.versions)
+        rank: hold(track, sizes, costs, played.stages_of(rank), played.versions)
         for rank, track in result.tracks.items()
     }
 

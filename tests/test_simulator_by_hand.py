@@ -1,0 +1,234 @@
+"""Small simulations with numbers worked out by hand: links, all-reduces, split microbatches, recomputation."""
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.scheduling.actions import parse_programs
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
+from penstock.simulating import Assumptions, Costs, execute, simulate
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import LayerProfile, Profile
+from penstock.values.timelines import Timeline
+
+
+def make_profile(*layers: tuple[float, float, float, float]) -> Profile:
+    """Layers of (forward seconds, backward seconds, cut bytes, parameter bytes)."""
+    return Profile(tuple(LayerProfile("", f, b, cut, 0, weights) for f, b, cut, weights in layers), 8)
+
+
+def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
+    return {s.action: (s.start_seconds, s.stop_seconds) for s in timeline.spans if s.rank == rank}
+
+
+SENDS = parse_programs("0F0@0 0S0>1 0F1@0 0S1>1\n1R0<0 1F0@0 1R1<0 1F1@0")
+
+
+def test_latency_of_one_message_overlaps_the_bytes_of_the_next() -> None:
+    """6 bytes at 2 bytes/s and 5 s of latency: the link is free after 3 s, the message there after 8."""
+    costs = Costs((1.0, 2.0), (0.0, 0.0), cut_bytes=(6.0,), cluster=Cluster.uniform(2, 2.0, latency_seconds=5.0))
+    timeline = execute(SENDS, Placement.straight(2), costs)
+
+    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1, 9), "0F1@0": (1, 2), "0S1>1": (4, 12)}
+    assert times(timeline, 1) == {"1R0<0": (0, 9), "1F0@0": (9, 11), "1R1<0": (11, 12), "1F1@0": (12, 14)}
+
+
+def test_without_overlap_both_ends_are_busy_with_a_message() -> None:
+    """The second message was sent while rank 1 computed; taking it costs rank 1 its 3 s all the same."""
+    costs = Costs(
+        (1.0, 5.0),
+        (0.0, 0.0),
+        cut_bytes=(6.0,),
+        cluster=Cluster.uniform(2, 2.0),
+        assumptions=Assumptions(overlap=False),
+    )
+    timeline = execute(SENDS, Placement.straight(2), costs)
+
+    assert times(timeline, 0) == {"0F0@0": (0, 1), "0S0>1": (1, 4), "0F1@0": (4, 5), "0S1>1": (5, 8)}
+    assert times(timeline, 1) == {"1R0<0": (0, 4), "1F0@0": (4, 9), "1R1<0": (9, 12), "1F1@0": (12, 17)}
+
+
+def test_links_carry_both_directions_at_once() -> None:
+    """1 s forward and 1 s backward on rank 1; activations and gradients of 4 s pass each other."""
+    profile = make_profile((0, 0, 4, 0), (1, 1, 0, 0))
+    timeline = simulate(Schedule("1f1b-flush", 2, 2), profile, Cluster.uniform(2, 1.0))
+
+    assert times(timeline, 0)["0S1>1"] == (4, 8)
+    assert times(timeline, 1)["1S0>0"] == (6, 10)
+
+
+def reducing(overlap_reduce: bool, parameters: tuple[float, float] = (0, 12)) -> Timeline:
+    """Stage 0 on rank 0 (1 s, 1 s), stage 1 on ranks 1 and 2 (2 s, 4 s); the ring takes 12 bytes / 4 bytes/s + 2 s."""
+    profile = make_profile((1, 1, 0, parameters[0]), (2, 4, 0, parameters[1]))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2))), "gpipe", 2)
+    cluster = Cluster.uniform(3, 4.0, latency_seconds=1.0)
+    return simulate(plan, profile, cluster, overlap_reduce=overlap_reduce)
+
+
+def test_ring_begins_when_the_last_replica_has_come() -> None:
+    timeline = reducing(overlap_reduce=False)
+
+    # Rank 0 forwards at 0 and 1, messages take 1 s of latency; rank 2 starts and ends 1 s after rank 1.
+    assert times(timeline, 1)["1B0@0"] == (4, 8)
+    assert times(timeline, 2)["1B1@0"] == (5, 9)
+    assert times(timeline, 1)["1A1"] == (8, 14)
+    assert times(timeline, 2)["1A1"] == (9, 14)
+
+
+def test_ring_overlaps_the_last_backward_of_the_last_replica() -> None:
+    """It begins at 5 with the later backward, needs 5 s (3 of bytes, 2 of latency), and is there at 10."""
+    timeline = reducing(overlap_reduce=True)
+
+    assert times(timeline, 1)["1A1"] == (8, 10)
+    assert times(timeline, 2)["1A1"] == (9, 10)
+    # A short one ends no earlier than the last backward.
+    assert times(reducing(overlap_reduce=True, parameters=(0, 0)), 1)["1A1"] == (8, 9)
+
+
+def test_shared_medium_carries_what_all_replicas_reduce() -> None:
+    profile = make_profile((1, 1, 0, 12))
+    plan = Plan((Stage(0, 1, (0, 1, 2)),), "gpipe", 3)
+    cluster = Cluster.uniform(3, 4.0)
+
+    ring = simulate(plan, profile, cluster, overlap_reduce=False)
+    shared = simulate(plan, profile, cluster, overlap_reduce=False, allreduce="shared")
+
+    assert (ring.seconds, shared.seconds) == (2 + 4 / 3 * 3, 2 + 4 * 3)
+
+
+def test_reduces_of_one_rank_follow_each_other() -> None:
+    """Interleaved stages 0 and 1 of two replicas: both rings (4 s each) could overlap backwards, but not each other."""
+    profile = make_profile((1, 1, 0, 4), (1, 1, 0, 4))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (0, 1))), "interleaved", 2)
+    spans = times(simulate(plan, profile, Cluster.uniform(2, 1.0)), 0)
+
+    # Backwards of stage 1 at 2, of stage 0 at 3; stage 0 reduces first: 3 to 7, then stage 1 from 7.
+    assert (spans["1B0@0"], spans["0B0@0"]) == ((2, 3), (3, 4))
+    assert (spans["0A1"], spans["1A1"]) == ((4, 7), (7, 11))
+
+
+def test_split_microbatches_cost_each_replica_its_share() -> None:
+    """SPP, section III: stage 0 on 2 replicas takes half its time; 12 bytes go over two links, 6 bytes each."""
+    profile = make_profile((2, 4, 12, 8), (3, 5, 0, 0))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), "gpipe", 2, routing="split")
+    timeline = simulate(plan, profile, Cluster.uniform(3, 2.0))
+
+    assert times(timeline, 0) == times(timeline, 1)
+    assert times(timeline, 0) == {
+        "0F0@0": (0, 1),
+        "0S0>1": (1, 4),
+        "0F1@0": (1, 2),
+        "0S1>1": (4, 7),
+        "0R0<1": (2, 18),
+        "0B0@0": (18, 20),
+        "0R1<1": (20, 23),
+        "0B1@0": (23, 25),
+        "0A1": (25, 27),  # 8 bytes at 2 bytes/s, since 23
+        "0U1<0": (27, 27),
+    }
+    assert times(timeline, 2)["1F0@0"] == (4, 7)
+    assert times(timeline, 2)["1S0>0"] == (15, 18)
+
+
+def test_slowest_pair_decides_over_split_messages() -> None:
+    profile = make_profile((2, 2, 12, 0), (1, 1, 0, 0))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), "gpipe", 1, routing="split")
+    cluster = Cluster.from_matrix([[0, 9, 6], [9, 0, 2], [6, 3, 0]])
+    spans = times(simulate(plan, profile, cluster), 0)
+
+    assert spans["0S0>1"] == (1, 4)  # 6 bytes at 2 bytes/s, from rank 1
+    assert spans["0R0<1"] == (1, 8)  # back: rank 2 computes 4 to 6, then 6 bytes at 3 bytes/s to rank 1
+
+
+def test_ranks_of_a_server_share_its_link_if_told_so() -> None:
+    """Two servers of two: all four pairs carry 3 bytes each at 1 byte/s; together 12."""
+    profile = make_profile((2, 2, 12, 0), (2, 2, 0, 0))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 1, routing="split")
+    cluster = Cluster.hierarchical([(2, 8.0), (2, 1.0)])
+
+    assert times(simulate(plan, profile, cluster), 0)["0S0>1"] == (1, 4)
+    assert times(simulate(plan, profile, cluster, shared_nic=True), 0)["0S0>1"] == (1, 13)
+
+
+def test_two_pipelines_over_one_shared_link_take_turns() -> None:
+    """Ranks 0 and 1 send at the same moment; the link between the servers takes one message, then the other."""
+    profile = make_profile((1, 1, 4, 0), (1, 1, 0, 0))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 2)
+    cluster = Cluster.hierarchical([(2, 8.0), (2, 1.0)])
+    alone = simulate(plan, profile, cluster)
+    shared = simulate(plan, profile, cluster, shared_nic=True)
+
+    assert [times(alone, rank)[f"0S{rank}>1"] for rank in (0, 1)] == [(1, 5), (1, 5)]
+    assert [times(shared, rank)[f"0S{rank}>1"] for rank in (0, 1)] == [(1, 5), (5, 9)]
+
+
+def test_shared_link_serves_whoever_sends_first() -> None:
+    """Rank 1 has its message ready before rank 0, whose program is played first."""
+    profile = make_profile((4, 0, 4, 0), (0, 0, 0, 0), (1, 0, 4, 0), (0, 0, 0, 0))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (2,)), Stage(2, 3, (1,)), Stage(3, 4, (3,))), "gpipe", 1)
+    cluster = Cluster.hierarchical([(2, float("inf")), (2, 1.0)])
+    timeline = simulate(plan, profile, cluster, shared_nic=True)
+
+    # 0 -> 2 is done at 8; 2 -> 1 takes nothing; rank 1 computes 8 to 9 and then has the link for itself.
+    assert times(timeline, 0)["0S0>1"] == (4, 8)
+    assert times(timeline, 1)["2S0>3"] == (9, 13)
+
+
+def test_matrix_does_not_say_what_a_server_is() -> None:
+    profile = make_profile((1, 1, 1, 0), (1, 1, 0, 0))
+    cluster = Cluster.from_matrix([[0, 1], [1, 0]])
+
+    with pytest.raises(PlanError, match="shared_nic: the links of this cluster are a matrix"):
+        simulate(Schedule("gpipe", 2, 1), profile, cluster, shared_nic=True)
+
+
+def test_last_stage_recomputes_nothing_where_its_backward_follows_its_forward() -> None:
+    profile = make_profile((1, 2, 0, 0), (1, 2, 0, 0))
+    plan = Plan.uniform(2, 2, "1f1b-flush", 3, recompute=True)
+    timeline = simulate(plan, profile, Cluster.uniform(2, 1.0))
+    lengths = {rank: {s.seconds for s in timeline.spans if s.kind == "backward" and s.rank == rank} for rank in (0, 1)}
+
+    assert lengths == {0: {3}, 1: {2}}
+
+
+def test_group_of_tensor_parallel_ranks_is_one_replica() -> None:
+    """Both lanes send side by side; a replica's peer is on the other server, so the ring goes there."""
+    profile = make_profile((1, 2, 4, 8), (1, 2, 0, 0))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))), "gpipe", 1, tensor_parallel=2)
+    cluster = Cluster.hierarchical([(2, 8.0), (2, 1.0)])
+    timeline = simulate(plan, profile, cluster)
+
+    assert timeline.ranks == len(timeline.memory) == 4
+    assert times(timeline, 0) == times(timeline, 1)
+    assert times(timeline, 0)["0S0>1"] == (1, 5)
+    shared = simulate(plan, profile, cluster, shared_nic=True)
+    assert times(shared, 0)["0S0>1"] == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"overlap": 1}, "overlap: expected True or False, found 1"),
+        ({"update_seconds_per_byte": -1.0}, "update_seconds_per_byte: expected a finite number, 0 or more, found -1.0"),
+        ({"allreduce": "rign"}, "allreduce: expected one of ring, shared, found 'rign'"),
+    ],
+)
+def test_option_that_makes_no_sense_is_refused(option: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Assumptions(**option)  # type: ignore[arg-type]
+
+
+def test_replica_that_never_comes_to_an_all_reduce_is_named() -> None:
+    programs = parse_programs("0F0@0 0B0@0 0A1 0U1<0\n0F1@0 0B1@0")
+
+    with pytest.raises(Exception, match=r"rank 0 waits in 0A1 \(its action 2\) for replicas that never come to it"):
+        execute(programs, Placement(((0, 1),)), Costs.unit(1))
+
+
+def test_spans_carry_bytes() -> None:
+    timeline = reducing(overlap_reduce=True)
+
+    assert {s.action: s.size_bytes for s in timeline.spans if s.rank == 1 and s.size_bytes is not None} == {"1A1": 12}
+    two = simulate(Schedule("gpipe", 2, 1), make_profile((1, 1, 5, 3), (1, 1, 0, 3)), Cluster.uniform(2, 1.0))
+    assert {s.action for s in two.spans if s.size_bytes == 5} == {"0S0>1", "1R0<0", "1S0>0", "0R0<1"}
