@@ -2,7 +2,9 @@
 
 Steady state. A flushing schedule is played for one minibatch. Of an asynchronous one two runs are played, both long
 enough to fill the pipe; what the longer one takes more, per minibatch more, has neither fill nor drain in it. (The
-number of minibatches more is a multiple of the period in which unequal replicas meet the same microbatches again.)
+number of minibatches more is a multiple of the period in which unequal replicas meet the same microbatches again.) A
+minibatch never takes less than what it occupies any rank, link or all-reduce for: where two of them are nearly equally
+slow, runs of this length may not show yet which of them is the slower.
 
 What limits a plan. The wall time of a minibatch falls into three parts, seen from the rank or link that is occupied the
 longest (a link as long as there is a message on it in either direction): the time that it is occupied; the time that an
@@ -12,7 +14,7 @@ a flush the fill and drain of the pipeline, and else the round trips between the
 named first here is taken.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, gcd, inf, lcm
 from typing import Unpack
 
@@ -84,9 +86,10 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
         rank: peak_bytes(track, sizes, costs, made.stages_of(rank), made.versions)
         for rank, track in last.tracks.items()
     }
-    seconds = loads.wall
     busy = sum(loads.computing[first] for first in folding.stands) / len(folding.stands)
     longest = max(*loads.occupied.values(), *loads.links.values(), *loads.reduces.values(), 0.0)
+    seconds = max(loads.wall, longest)
+    loads = replace(loads, wall=seconds)
     return Outcome(
         minibatch_seconds=seconds,
         samples_per_second=plan.microbatches * profile.microbatch_size / seconds if seconds else inf,
