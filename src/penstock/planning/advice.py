@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.planning.chunks import deal_stages
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.flat_machines import fits_flat, least_worst_bytes
+from penstock.planning.interleaving import deal_stages
 from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
 from penstock.planning.requests import Request
 from penstock.planning.straight import StageSeconds, least_slowest
@@ -24,10 +24,6 @@ __all__ = ["fitting_advice", "is_alone", "least_rank_bytes", "room_of"]
 
 _MOST_DEVICES = 64
 """Beyond so many a search takes too long for an error message."""
-
-
-_SWEEPS = 10
-"""Enough to come near the least bytes of interleaved stages; a message must not take as long as a plan."""
 
 
 def is_alone(request: Request) -> bool:
@@ -50,7 +46,7 @@ def room_of(request: Request, workers: int, size_bytes: float) -> Room:
 def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
     """The bytes of the rank that needs most, in the plan of `request` that needs least; infinite if there is no plan.
 
-    Exact, but for `interleaved` (`penstock.planning.chunks`). Layers are those of `profile`, whole.
+    Exact, but for `interleaved` (`penstock.planning.interleaving`). Layers are those of `profile`, whole.
     """
     costs = chain_costs(profile, recompute=request.recompute)
     if not is_alone(request):
@@ -62,7 +58,7 @@ def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
     free = [np.zeros(costs.layers + 1)] * (stages - 1)
     if request.schedule == "interleaved":
         counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
-        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, sweeps=_SWEEPS).worst_bytes
+        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, quick=True).worst_bytes
     room = room_of(request, ranks, 0.0)
     return least_slowest(_stage_bytes(costs, room, ranks), free)
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.advice import fitting_advice, is_alone, room_of
-from penstock.planning.chunks import deal_stages
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.flat_machines import Level, fastest_flat
+from penstock.planning.interleaving import deal_stages
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.recurrence import Hierarchy

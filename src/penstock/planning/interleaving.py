@@ -24,6 +24,9 @@ __all__ = ["Deal", "deal_stages"]
 _TRY_ALL = 20_000
 """So many ways to cut are all tried: well below a second."""
 
+_QUICK_SWEEPS = 5
+"""Enough to come near the best where a message, not a plan, depends on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deal:
@@ -44,13 +47,13 @@ def deal_stages(
     optimizer_copies: float = OPTIMIZER_COPIES,
     *,
     try_all: int = _TRY_ALL,
-    sweeps: int | None = None,
+    quick: bool = False,
 ) -> Deal:
     """The best deal found that needs no more than `size_bytes` on a rank; else the one that needs least.
 
     ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is; one less than there are stages.
     ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most. `try_all`: up to
-    so many ways to cut all are tried. `sweeps`: how often each cut is moved at most; None as often as it helps.
+    so many ways to cut all are tried. `quick`: where they are not, move each cut a few times only, from simple starts.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
     game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies)
@@ -59,7 +62,8 @@ def deal_stages(
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
         best = game.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
     else:
-        ends = [_improve(game, start, costs.layers if sweeps is None else sweeps) for start in _starts(game)]
+        starts = [*_simple_starts(game), *([] if quick else [_fastest_stages(game)])]
+        ends = [_improve(game, start, _QUICK_SWEEPS if quick else costs.layers) for start in starts]
         best = game.best(np.array([end[:-1] for end in ends]), costs.layers)
     seconds, _, held = game.judge(best[None])
     return Deal(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))
@@ -102,8 +106,8 @@ class _Game:
         return slowest, (loads**2).sum(axis=1), held.max(axis=1)
 
 
-def _starts(game: _Game) -> Iterator[Counts]:
-    """Cuts to start from."""
+def _simple_starts(game: _Game) -> Iterator[Counts]:
+    """Cuts to start from: stages of equal work, of equal length, of equal weights."""
     layers, stages = game.costs.layers, len(game.exchange)
     shares = np.arange(1, stages) / stages
     lengths = np.arange(1, layers + 1, dtype=np.float64)
@@ -113,14 +117,18 @@ def _starts(game: _Game) -> Iterator[Counts]:
         firsts = np.arange(1, stages)
         inner = np.maximum.accumulate(wanted - firsts) + firsts
         yield np.concatenate([[0], np.minimum(inner, layers - firsts[::-1]), [layers]])
-    positions = np.arange(layers + 1)
+
+
+def _fastest_stages(game: _Game) -> Counts:
+    """Cuts to start from: those of the fastest slowest stage."""
+    positions = np.arange(game.costs.layers + 1)
 
     def seconds(stage: int, starts: Counts) -> Matrix:
         return np.where(positions > starts[:, None], game.costs.seconds[starts], np.inf)
 
     exchange = list(game.exchange[:-1])
     cuts = cut_evenly(seconds, exchange, least_slowest(seconds, exchange))
-    yield np.array(cuts, dtype=np.int64)
+    return np.array(cuts, dtype=np.int64)
 
 
 def _improve(game: _Game, cuts: Counts, sweeps: int) -> Counts:
