@@ -33,7 +33,8 @@ FLOW = {
     "profiling": "errors values capturing runtime",
     "oracle": "errors values capturing",
     "runtime": "errors values scheduling capturing",
-    "pipeline": "errors values planning scheduling capturing profiling runtime",
+    "autoplans": "errors values planning capturing profiling runtime",
+    "pipeline": "errors values autoplans scheduling capturing profiling runtime",
     "commands": "errors values planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
 }

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.autoplans import Wishes, plan_automatically
 from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
+from penstock.runtime.agreements import agreed
 from penstock.runtime.checkpoint import named_state, read, restore, write
+from penstock.runtime.forecasts import forecast_of, mark_now
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.results import Loss, StepResult
 from penstock.runtime.setup import (
@@ -35,6 +38,7 @@ from penstock.scheduling.actions import Action
 from penstock.scheduling.methods import Drain, Part, Step
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verifier import verify
+from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.spans import Span
@@ -59,7 +63,11 @@ class Pipeline:
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
             are as many ranks as stages (half as many with ``interleaved``).
-        plan: the stages, schedule and microbatches in one; instead of the three before.
+        plan: the stages, schedule and microbatches in one; instead of the three before. ``"auto"`` measures the
+            model on rank 0 and the links between the processes, and takes the plan with the most samples per second
+            that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
+            kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
+            `stages` says how many ranks to plan for, and links are instant.
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
         seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
@@ -87,25 +95,33 @@ class Pipeline:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        self.cluster: Cluster | None = None
+        """What ``plan="auto"`` found the links to be; None with another plan."""
         self._world: World = join_world()
         self._failed = ""
         self._sample = sample
         with self._guarded("building the pipeline"):
-            self._chain = capture(model, sample)
-            self.plan = choose_plan(
-                plan, len(self._chain.layers), self._world.processes, schedule, stages, microbatches, vertical_sync
-            )
-            """The plan that runs."""
-            check_plan(self.plan, self._chain)
-            self.schedule: Schedule = make_schedule(self.plan, self._chain)
-            """The schedule that runs."""
-            verify(self.schedule)
-            self._ranks = self._world.local(self.schedule.ranks)
+            with agreed(self._world, "while it captured the model"):
+                self._chain = capture(model, sample)
+            self._device = _device(self._chain.parameters)
+            if isinstance(plan, str):
+                wishes = Wishes(schedule, microbatches, stages, vertical_sync)
+                made = plan_automatically(self._world, self._chain, sample, self._device, plan, wishes)
+                plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
+            with agreed(self._world, "while it read its plan"):
+                self.plan = choose_plan(
+                    plan, len(self._chain.layers), self._world.processes, schedule, stages, microbatches, vertical_sync
+                )
+                """The plan that runs."""
+                check_plan(self.plan, self._chain)
+                self.schedule: Schedule = make_schedule(self.plan, self._chain)
+                """The schedule that runs."""
+                verify(self.schedule)
+                self._ranks = self._world.local(self.schedule.ranks)
             check_agreement(self._world, self.plan, self._chain)
+            self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
             self._seed = seed
-            self._transport: Transport = self._world.connect(
-                edges_of(self.schedule), _device(self._chain.parameters), timeout_seconds
-            )
+            self._transport: Transport = self._world.connect(edges_of(self.schedule), self._device, timeout_seconds)
             local = sorted(stage for rank in self._ranks for stage in self.schedule.stages_of(rank))
             self._stages = build_stages(self.plan, self._chain, self.schedule, local)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -120,7 +136,9 @@ class Pipeline:
 
     @cached_property
     def profile(self) -> Profile:
-        """The layers of the model as measured on this process's device, on the first use."""
+        """The layers of the model as measured on this process's device, on the first use; with ``plan="auto"``, on
+        rank 0's before planning.
+        """
         return measure(self._chain, self._sample, progress=False)
 
     @property
@@ -140,8 +158,14 @@ class Pipeline:
         with self._guarded("in a step"):
             first = self._minibatch * self.schedule.microbatches
             current = self._training_pass()
+            measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
+            start = mark_now(self._device) if measured else 0.0
             self._run(current, microbatches, first, self.schedule, Step(self._minibatch))
             self._minibatch += 1
+            if self._forecast:
+                if measured:
+                    self._forecast.add(start, mark_now(self._device), self._records[-1])
+                self._forecast.compare()
             return StepResult(self._report_loss(current))
 
     def drain(self) -> None:
@@ -197,6 +221,18 @@ class Pipeline:
         zero = min((start for _, _, start, _ in records), default=0.0)
         spans = (Span(rank, str(action), start - zero, stop - zero) for rank, action, start, stop in records)
         return Timeline(tuple(spans), self.schedule.ranks)
+
+    def prediction_error(self) -> float | None:
+        """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
+
+        Of the median of 8 steps on rank 0, without what happens between steps, after the first steps and with
+        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. Waits
+        for nobody, so that one rank may know it before another. When rank 0 does, it writes both numbers to the
+        ``penstock`` logger, as a warning if they are more than 20 % apart. In a single process, where the ranks take
+        turns, the prediction is the work of all ranks.
+        """
+        comparison = self._forecast.compare() if self._forecast else None
+        return None if comparison is None else comparison.error
 
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.

@@ -169,7 +169,7 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         ({"stages": 9}, penstock.PlanError, "at least one layer per stage"),
         ({"schedule": "2bw", "stages": 3, "microbatches": 2}, penstock.ScheduleError, "need at least 3 microbatches"),
         ({"schedule": "one"}, penstock.PlanError, "expected one of gpipe, 1f1b-flush"),
-        ({"plan": "auto", "stages": None}, penstock.PlanError, "automatic planning is yet to come"),
+        ({"plan": "best"}, penstock.PlanError, "expected a penstock.Plan or 'auto'"),
         ({"plan": penstock.Plan.uniform(7, 2), "stages": None}, penstock.PlanError, "the plan is for 7 layers and"),
         ({"plan": penstock.Plan.uniform(8, 3)}, penstock.PlanError, "stages=2 contradicts the plan"),
         (

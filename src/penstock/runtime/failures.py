@@ -36,13 +36,16 @@ class FailureBoard:
 
         Stays for up to `linger_seconds` until all have read it, since the store may live in this process.
         """
-        self.failed = True
+        knew, self.failed = self.failed, True
         record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
         if not self._reachable:
             return
         # A store that cannot be reached means that the process that holds it is gone: there is nobody to tell.
         with contextlib.suppress(RuntimeError):
             if json.loads(self._store.compare_set(_FAILURE, "", record))["rank"] != self._rank:
+                # The first one waits for its readers, and need not wait for who has failed by itself.
+                if not knew:
+                    self._store.add(_READERS, 1)
                 return
             deadline = time.monotonic() + linger_seconds
             while time.monotonic() < deadline and self._store.add(_READERS, 0) < self._ranks - 1:

@@ -23,11 +23,19 @@ from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.values.plans import Plan
 
-__all__ = ["build_stages", "check_agreement", "check_plan", "choose_plan", "edges_of", "make_schedule"]
+__all__ = [
+    "build_stages",
+    "check_agreement",
+    "check_plan",
+    "choose_plan",
+    "edges_of",
+    "make_schedule",
+    "stages_per_rank",
+]
 
 
 def choose_plan(
-    plan: Plan | str | None,
+    plan: Plan | None,
     layers: int,
     processes: int,
     schedule: str | None,
@@ -40,14 +48,8 @@ def choose_plan(
     With 'interleaved' `stages` counts all stages; a rank holds ``stages / processes`` of them, two by default. Raises
     `PlanError` if the arguments contradict each other.
     """
-    if isinstance(plan, str):
-        raise PlanError(
-            f"plan={plan!r}: expected a penstock.Plan. Load a file with penstock.Plan.load(...), or make a plan on one "
-            "rank with penstock.plan(penstock.profile(model, sample), cluster) and give it to all (automatic planning "
-            "is yet to come)"
-        )
     if plan is None:
-        per_rank = _stages_per_rank(schedule, stages, processes)
+        per_rank = stages_per_rank(schedule, stages, processes)
         total = stages if stages is not None else processes * per_rank
         return Plan.uniform(
             layers,
@@ -78,7 +80,8 @@ def choose_plan(
     return plan
 
 
-def _stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
+def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
+    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it."""
     if schedule != "interleaved":
         return 1
     if stages is None or processes == 1:
@@ -113,9 +116,9 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     schedule = schedule_of(plan)
     if plan.ranks > schedule.placement.length:
         raise PlanError(
-            f"the plan has {schedule.placement.text()} replicas of its stages (tensor_parallel {plan.tensor_parallel}): "
-            "expected one rank per stage. Such a plan can be verified, simulated and drawn; replicas run in a later "
-            "version. Plan with straight=True to run now"
+            f"the plan has {schedule.placement.text()} replicas of its stages (tensor_parallel "
+            f"{plan.tensor_parallel}): expected one rank per stage. Such a plan can be verified, simulated and drawn; "
+            "replicas run in a later version. Plan with straight=True to run now"
         )
     shared = _tied(plan, chain)
     if shared and not schedule.flushes:

@@ -4,12 +4,13 @@ The pipeline asks its world for ranks, a transport and agreement, and never whic
 this process and the numbers are the same.
 """
 
+import json
 import os
 import sys
 import traceback
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -45,6 +46,12 @@ class World(Protocol):
     def gather(self, value: T) -> Sequence[T]:
         """Every process's `value`, by rank of the process. Collective."""
 
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        """Lets all processes read this one's `numbers` on `topic`. Waits for nobody. Once for each topic."""
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        """Every process's numbers on `topic`, by rank; None while some are missing. Waits for nobody."""
+
     def report(self, place: str, error: BaseException) -> None:
         """Tells the other processes that this one failed with `error` at `place`."""
 
@@ -59,6 +66,7 @@ class SingleProcess:
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
+        self._numbers: dict[str, Sequence[float]] = {}
 
     def local(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
@@ -68,6 +76,12 @@ class SingleProcess:
 
     def gather(self, value: T) -> Sequence[T]:
         return [value]
+
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        self._numbers[topic] = numbers
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        return [self._numbers[topic]] if topic in self._numbers else None
 
     def report(self, place: str, error: BaseException) -> None:
         """There is nobody else."""
@@ -88,6 +102,7 @@ class Processes:
         name = self.gather(uuid.uuid4().hex)[0]
         # There is no public way to the store of the default group (torch 2.11 to 2.13).
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        self._store = store
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught
@@ -109,6 +124,18 @@ class Processes:
         with _explained():
             dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # all_gather_object has filled every entry
+
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        # A store that cannot be reached has gone with its process; whoever waits for that process will say so.
+        with suppress(RuntimeError):
+            self._store.set(f"{topic}/{self.rank}", json.dumps(numbers))
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        names = [f"{topic}/{rank}" for rank in range(self.processes)]
+        with suppress(RuntimeError):
+            if self._store.check(names):
+                return [json.loads(self._store.get(name)) for name in names]
+        return None
 
     def report(self, place: str, error: BaseException) -> None:
         self._board.report(place, "".join(traceback.format_exception(error)))

@@ -1,0 +1,103 @@
+"""Jobs for the processes of the tests of ``plan="auto"``."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+import penstock
+from penstock.values import Cluster, Plan, Profile
+
+__all__ = ["Automatic", "build_with_a_layer_that_cannot_be_measured", "build_with_other_wishes", "run_automatically"]
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What a run with ``plan="auto"`` chose, and what came of it."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster | None
+    losses: tuple[float, ...]
+    state: dict[str, Tensor]
+    error: float | None
+    lines: tuple[str, ...]
+    """What was logged on this rank."""
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Automatic:
+    """Trains `subject` for so many steps under a plan of Penstock's own."""
+    logger, lines = logging.getLogger("penstock"), _Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    chosen = models.SUBJECTS[subject]
+    pipe = penstock.Pipeline(
+        chosen.build(),
+        sample=chosen.sample,
+        loss_fn=chosen.loss_fn,
+        optimizer=models.momentum,
+        seed=3,
+        **{"plan": "auto", **options},
+    )
+    losses = [pipe.step(*chosen.batches[step % len(chosen.batches)]).loss for step in range(steps)]
+    pipe.drain()
+    numbers = tuple(float(loss) for loss in losses)
+    if dist.is_initialized():
+        dist.barrier()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    result = Automatic(
+        pipe.plan, pipe.profile, pipe.cluster, numbers, state, pipe.prediction_error(), tuple(lines.lines)
+    )
+    pipe.close()
+    logger.removeHandler(lines)
+    return result
+
+
+class _Wearing(nn.Linear):
+    """A layer that fails at its tenth forward: it is captured with fewer, and measured with more."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 10:
+            raise ValueError("the layer is worn out")
+        return super().forward(x)
+
+
+def _refusal(model: nn.Module | list[nn.Module], **options: Any) -> str:
+    try:
+        penstock.Pipeline(
+            model, sample=(torch.randn(3, 6),), loss_fn=F.cross_entropy, optimizer=models.momentum, **options
+        )
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def build_with_a_layer_that_cannot_be_measured() -> str:
+    """The profile on rank 0 fails."""
+    torch.manual_seed(0)
+    return _refusal([nn.Linear(6, 6), _Wearing(6, 6), nn.Linear(6, 3)], plan="auto")
+
+
+def build_with_other_wishes() -> str:
+    """Each rank wants another schedule."""
+    torch.manual_seed(0)
+    return _refusal(models.Perceptron(), plan="auto", schedule=("gpipe", "1f1b-flush")[dist.get_rank()])
