@@ -130,6 +130,15 @@ def test_virtual_workers_can_be_smaller_or_larger_than_a_server():
     assert [stage.ranks for stage in large.stages] == [(rank,) for rank in range(8)]
 
 
+def test_the_last_stage_of_a_virtual_worker_has_nothing_to_recompute():
+    """Forward 2, backward 1: 3 + 5 layers are as equal as can be, 15 and 15."""
+    profile, cluster = profile_of([(2, 1, 0, 0)] * 8), Cluster.uniform(2, 1.0)
+    for recompute, cut in ((False, 4), (True, 3)):
+        plan = plan_hetpipe(profile, cluster, Request(microbatches=6, recompute=recompute))
+
+        assert plan.stages[0].stop == cut
+
+
 def test_servers_are_found_in_a_matrix():
     rows = [[5.0 + a + b if a % 3 == b % 3 else 1.0 for b in range(9)] for a in range(9)]
 

@@ -144,6 +144,48 @@ def test_plans_within_a_memory_limit_are_the_best_that_fit(seed):
     assert 5 < none_fits < 95
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_recomputation_keeps_inputs_but_in_the_last_stage(seed):
+    """For which numbers of stages anything fits at all, with what a stage receives kept for all in flight."""
+    generator = random.Random(150 + seed)
+    for _ in range(80):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=5, widest=9)
+        devices, microbatches, saved = generator.randint(1, 4), generator.randint(2, 12), generator.randint(1, 9)
+        memory = generator.randint(10, 80)
+
+        def kept(index, stage, stages, layers=layers, microbatches=microbatches, saved=saved):
+            a, b, ranks = stage
+            received = layers[a - 1][2] if a else 0
+            behind = stages - 1 - index
+            inputs = min(microbatches, 4 * behind + 1) * received if behind else 0
+            return (inputs + saved * (b - a)) / len(ranks) + 4 * sum(layers[i][3] for i in range(a, b))
+
+        possible = [
+            count
+            for count in range(1, min(devices, len(layers)) + 1)
+            if any(
+                all(kept(index, stage, count) <= memory for index, stage in enumerate(plan))
+                for plan in all_plans(len(layers), tuple(range(devices)), count)
+            )
+        ]
+        request = Request("spp", microbatches, recompute=True)
+        try:
+            found = spp_candidates(profile_of(layers, saved), Cluster.uniform(devices, 1.0, memory), request)
+        except PlanError:
+            found = ()
+        assert [len(plan.stages) for _, plan in found] == possible
+
+
+def test_the_order_is_also_taken_backwards():
+    """A light layer and a heavy one, two devices that are close and one that is not: the close ones belong last."""
+    cluster = Cluster.from_matrix([[1, 9, 1], [9, 1, 1], [1, 1, 1]])
+    forth, back = spp_candidates(profile_of([(1, 1, 0, 50), (4, 4, 0, 50)]), cluster, Request("spp", 3, stages=2))
+
+    assert shape(forth[1]) == [(0, 1, (0, 1)), (1, 2, (2,))]
+    assert shape(back[1]) == [(0, 1, (2,)), (1, 2, (1, 0))]
+    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))
+
+
 def test_ties_go_to_the_fewest_devices_then_the_fewest_layers_in_front():
     """Weights without time or size: every plan is as good as any other."""
     layers = [(0, 0, 0, 0)] * 4

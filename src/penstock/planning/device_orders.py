@@ -59,7 +59,6 @@ def minimum_cut(weights: Matrix) -> tuple[float, tuple[int, ...]]:
     if len(weights) < 2:
         raise PlanError("minimum cut: expected two nodes or more, found one: one node cannot be cut in two")
     joined = weights.astype(np.float64)
-    np.fill_diagonal(joined, 0.0)
     merged: list[list[int]] = [[node] for node in range(len(joined))]
     least, side = np.inf, merged[-1]
     while len(merged) > 1:
@@ -68,7 +67,6 @@ def minimum_cut(weights: Matrix) -> tuple[float, tuple[int, ...]]:
             least, side = weight, list(merged[last])
         joined[before] += joined[last]
         joined[:, before] += joined[:, last]
-        joined[before, before] = 0.0
         joined = np.delete(np.delete(joined, last, 0), last, 1)
         merged[before] += merged[last]
         del merged[last]
