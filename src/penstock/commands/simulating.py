@@ -1,12 +1,20 @@
 """``penstock simulate``: predict a plan's timeline."""
 
 import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from penstock.commands.command import Command, given, print_json
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
+from penstock.values.quantities import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from penstock.simulating import Outcome
 
 __all__ = ["SIMULATE"]
+
+_OPTIONS = ("update_seconds_per_byte", "overlap", "overlap_reduce", "allreduce", "shared_nic")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -16,33 +24,83 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minibatches", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="how many steps"
     )
+    parser.add_argument(
+        "--update-seconds-per-byte",
+        type=float,
+        metavar="S",
+        default=argparse.SUPPRESS,
+        help="seconds of an update per byte of a stage's parameters (default: 0)",
+    )
+    parser.add_argument(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="ranks do not compute while they send and receive",
+    )
+    parser.add_argument(
+        "--no-overlap-reduce",
+        dest="overlap_reduce",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="the sum of gradients over replicas waits for the last backward",
+    )
+    parser.add_argument(
+        "--allreduce",
+        choices=["ring", "shared"],
+        default=argparse.SUPPRESS,
+        help="how replicas sum gradients: over links of their own, or all through one medium (default: ring)",
+    )
+    parser.add_argument(
+        "--shared-nic",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="all ranks of a server share its link to each other server",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev (JSON)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--html", metavar="FILE", help="write a page: hover, memory, critical path")
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.rendering import render
-    from penstock.simulating import simulate
+    from penstock.simulating import critical_path, evaluate, simulate
     from penstock.values import Plan
 
     plan = Plan.load(arguments.plan)
     profile = load_profile(arguments.profile)
     devices = plan.ranks if arguments.cluster is None else None
     cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
-    timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"))
+    options = given(arguments, *_OPTIONS)
+    timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
+    outcome = evaluate(plan, profile, cluster, **options)
+    critical = critical_path(timeline) if arguments.svg or arguments.html else ()
     if arguments.trace:
         timeline.save_trace(arguments.trace)
     if arguments.svg:
-        timeline.save_svg(arguments.svg)
+        timeline.save_svg(arguments.svg, critical=critical)
+    if arguments.html:
+        timeline.save_html(arguments.html, critical=critical)
     if arguments.json:
         busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
-        print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy})
+        print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome)})
         return
     print(render(timeline))
-    for path in (arguments.trace, arguments.svg):
+    print(_describe(outcome))
+    for path in (arguments.trace, arguments.svg, arguments.html):
         if path:
             print(f"wrote {path}")
+
+
+def _describe(outcome: "Outcome") -> str:
+    worst = max(range(len(outcome.peak_bytes)), key=outcome.peak_bytes.__getitem__)
+    return (
+        f"\na minibatch: {seconds_text(outcome.minibatch_seconds)} in the steady state, "
+        f"{outcome.samples_per_second:.4g} samples/s, {outcome.bubble:.1%} idle\n"
+        f"limited by: {outcome.limit}\n"
+        f"peak memory: {bytes_text(outcome.peak_bytes[worst])} on rank {worst}"
+    )
 
 
 SIMULATE = Command(

@@ -6,6 +6,7 @@ Costs and ways are looked up here, once for every action, so that the player's l
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from operator import add
 from typing import TypeAlias, assert_never
 
@@ -89,16 +90,13 @@ class Writer:
         """The instructions of `rank` for `row`."""
         costs, stages = self._costs, self._stages
         forwards, backwards, again, updates = self._seconds
-        forward, forward_kept, backward, backward_kept, send_on, send_back, receive_on, receive_back, reduce, other = (
-            mark * stages for mark in Mark
-        )
+        forward, kept, backward, direct, *message_marks, reduce, other = (mark * stages for mark in Mark)
+        send_on, send_back, receive_on, receive_back = message_marks
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
         latest = -1, -1, -1
-        kinds: list[int] = []
-        details: list[object] = []
-        marks: list[int] = []
-        contents: list[int] = []
+        written = Instructions([], [], [], [])
+        kinds, details, marks, contents = written.kinds, written.details, written.marks, written.contents
         for action in row:
             match action:
                 case Forward(stage=stage, microbatch=number):
@@ -111,8 +109,8 @@ class Writer:
                     kinds.append(COMPUTE)
                     if latest[1] == number and latest[0] == stage:
                         details.append(backwards[stage])
-                        marks.append(backward_kept + stage)
-                        marks[latest[2]] = forward_kept + stage
+                        marks.append(direct + stage)
+                        marks[latest[2]] = kept + stage
                     else:
                         details.append(again[stage])
                         marks.append(backward + stage)
@@ -140,19 +138,27 @@ class Writer:
                     kinds.append(REDUCE)
                     details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
                     marks.append(reduce + stage)
-                case SendTied(stage, number, target):
-                    kinds.append(SEND)
-                    details.append(self._tied(rank, self._placement.beside(stage, target, rank)))
-                    marks.append(other + stage)
-                    contents.append((number + 1) * self._kinds - 1 - stage * stages - target)
-                case ReceiveTied(stage, number, source):
-                    kinds.append(RECEIVE)
-                    details.append(self._tied(self._placement.beside(stage, source, rank), rank))
-                    marks.append(other + stage)
-                    contents.append((number + 1) * self._kinds - 1 - source * stages - stage)
+                case SendTied() | ReceiveTied():
+                    kind, way, content = self._write_tied(rank, action)
+                    kinds.append(kind)
+                    details.append(way)
+                    marks.append(other + action.stage)
+                    contents.append(content)
                 case _:
                     assert_never(action)
-        return Instructions(kinds, details, marks, contents)
+        return written
+
+    def _write_tied(self, rank: int, action: SendTied | ReceiveTied) -> tuple[int, Way, int]:
+        """Kind, way and content of a message of tied gradients."""
+        peer = partial(self._placement.beside, action.stage)
+        match action:
+            case SendTied(stage, version, target):
+                kind, way, source = SEND, self._tied(rank, peer(target, rank)), stage
+            case ReceiveTied(target, version, source):
+                kind, way = RECEIVE, self._tied(peer(source, rank), rank)
+            case _:
+                assert_never(action)
+        return kind, way, (version + 1) * self._kinds - 1 - source * self._stages - target
 
     def _choose(self, rank: int, stage: int, other: int, *, sends: bool) -> list[Way]:
         """The ways between `rank`, for `stage`, and each replica of `other` in the order of the microbatches."""
