@@ -777,6 +777,11 @@ def test_a_wrong_number_is_named(name: str, value: float) -> None:
         ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16, **{name: value})
 
 
+def test_a_wrong_number_of_simulations_is_named() -> None:
+    with pytest.raises(PlanError, match=r"^simulated: expected a whole number, 0 or more, found -1"):
+        rank_three_d(ThreeDRequest(GPT_1B, Cluster.uniform(8, 1e9), 16), -1)
+
+
 def test_a_data_set_is_not_a_batch() -> None:
     with pytest.raises(
         PlanError, match=r"^batch_size: expected at most 100000000, found 10\d+: give the samples of one"

@@ -11,7 +11,7 @@ a server over q cards at once. Where the links are a matrix, nothing is known of
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
+from math import inf, prod
 from typing import assert_never
 
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
@@ -61,14 +61,18 @@ def _slowest_ring(cluster: Cluster, ranks: int, stride: int, members: int, colle
     if members == 1:
         return Ring(1)
     span = stride * members
-    # The groups of one span are alike where levels are aligned with them, but need not be.
-    groups = [range(first, start + span, stride) for start in range(0, ranks, span) for first in _firsts(start, stride)]
-    found = [_ring(cluster, group, collective) for group in groups]
+    firsts = [first for start in range(0, ranks, span) for first in range(start, start + stride)]
+    match cluster.links:
+        case LinkLevels(levels):
+            # Whole components of the last level but one are alike, and so are groups that begin alike in them.
+            period = prod(count for count, _ in levels[:-1])
+            firsts = list({first % period: first for first in firsts}.values())
+        case LinkMatrix():
+            pass
+        case _:
+            assert_never(cluster.links)
+    found = [_ring(cluster, range(first, first + span, stride), collective) for first in firsts]
     return Ring(members, min(speed for speed, _ in found), max(latency for _, latency in found))
-
-
-def _firsts(start: int, stride: int) -> range:
-    return range(start, start + stride)
 
 
 def _ring(cluster: Cluster, group: range, collective: bool) -> tuple[float, float]:

@@ -96,6 +96,8 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[Candidate,
 
     `PlanError` if there is no arrangement of so many devices, or if none fits; it says what would be needed.
     """
+    if isinstance(simulated, bool) or not isinstance(simulated, int) or simulated < 0:
+        raise PlanError(f"simulated: expected a whole number, 0 or more, found {text_of(simulated)}: give one")
     limit = request.cluster.memory_bytes
     found = [_candidate(request, arrangement) for arrangement in _fitting(request, inf if limit is None else limit)]
     if not found:
