@@ -134,3 +134,39 @@ def test_asynchronous_steady_state_is_the_work_of_a_rank(method: str, replicas: 
 
     assert outcome.minibatch_seconds == 12 * 3
     assert outcome.bubble == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "spp"]),
+    st.permutations(range(6)),
+    st.lists(number, min_size=9, max_size=9),
+    st.booleans(),
+)
+def test_shared_link_serves_messages_in_the_order_in_which_they_are_ready(
+    method: str, ranks: list[int], seconds: list[float], straight: bool
+) -> None:
+    """Servers of two; each message starts when it is made and the one before it on the link of its servers has left."""
+    at = [(rank,) for rank in ranks] if straight else [tuple(ranks[2 * i : 2 * i + 2]) for i in range(3)]
+    stages = tuple(Stage(index, index + 1, place) for index, place in enumerate(at))
+    times = [(seconds[i % 3], seconds[3 + i % 3], 1 + seconds[6 + i % 3]) for i in range(len(at))]
+    profile = Profile(tuple(LayerProfile("", f, b, cut, 0, 0) for f, b, cut in times), 1)
+    cluster = Cluster.hierarchical([(2, float("inf")), (3, 2.0)])
+    timeline = simulate(Plan(stages, method, 4), profile, cluster, shared_nic=True)
+    made = {(s.rank, s.stage, s.number, s.kind): s.stop_seconds for s in timeline.spans if s.computes}
+    links: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for span in timeline.spans:
+        if span.kind == "send":
+            peer = stages[span.reference].ranks[span.number % len(stages[span.reference].ranks)]
+            ready = made[span.rank, span.stage, span.number, "forward" if span.reference > span.stage else "backward"]
+            if span.rank // 2 != peer // 2:
+                key = span.rank // 2, peer // 2
+                links.setdefault(key, []).append((span.start_seconds, span.stop_seconds, ready))
+
+    for messages in links.values():
+        messages.sort()
+        free = 0.0
+        for start, stop, ready in messages:
+            assert start == max(free, ready)
+            free = stop
+        assert [ready for _, _, ready in messages] == sorted(ready for _, _, ready in messages)
