@@ -6,8 +6,9 @@ is one that flushes, since which gradients a step applies is not for a planner t
 """
 
 import math
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,42 +82,33 @@ def plan_automatically(
 
 
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, wishes: Wishes) -> Plan:
-    """The plan of the most samples per second among those that run on all devices of `cluster`, one rank per stage.
+    """The fastest plan by `penstock.plan` that runs on all devices of `cluster`, one rank per stage.
 
-    `PlanError` or `ScheduleError` of the simplest one if there is none.
+    Raises what is wrong with the simplest plan if there is none.
     """
-    plans: list[Plan] = []
-    failures: list[PlanError | ScheduleError] = []
-    for schedule, per_rank in _schedules(cluster.devices, wishes):
-        try:
-            made = plan_on(
-                profile,
-                cluster,
-                schedule=schedule,
-                microbatches=wishes.microbatches,
-                stages=wishes.stages or cluster.devices * per_rank,
-                stages_per_rank=per_rank,
-                straight=True,
-                vertical_sync=wishes.vertical_sync,
-            )
+    flushes = wishes.schedule is None and not wishes.vertical_sync
+    search = partial(
+        plan_on,
+        profile,
+        cluster,
+        microbatches=wishes.microbatches,
+        straight=True,
+        synchronous=flushes,
+        vertical_sync=wishes.vertical_sync,
+        recompute=False,
+    )
+    per_rank = stages_per_rank(wishes.schedule, wishes.stages, cluster.devices)
+    if wishes.stages is None:
+        with suppress(PlanError, ScheduleError):
+            made = search(schedule=wishes.schedule)
             make_schedule(made, chain)
-            plans.append(made)
-        except (PlanError, ScheduleError) as error:
-            failures.append(error)
-    if not plans:
-        raise failures[0]
-    return max(plans, key=_samples_per_second)
-
-
-def _schedules(ranks: int, wishes: Wishes) -> Iterator[tuple[str, int]]:
-    """Names of schedules to try, with the stages of each on a rank; the simplest one first."""
-    if wishes.schedule is not None:
-        yield wishes.schedule, stages_per_rank(wishes.schedule, wishes.stages, ranks)
-        return
-    yield "1f1b" if wishes.vertical_sync else "1f1b-flush", 1
-    if wishes.stages is None and ranks > 1 and not wishes.vertical_sync:
-        yield "interleaved", 2
-
-
-def _samples_per_second(plan: Plan) -> float:
-    return plan.predicted.samples_per_second if plan.predicted is not None else 0.0
+            # The search may leave devices idle, and under `torchrun` every process is a rank.
+            if made.ranks == cluster.devices:
+                return made
+    made = search(
+        schedule="1f1b-flush" if flushes else wishes.schedule,
+        stages=wishes.stages or cluster.devices * per_rank,
+        stages_per_rank=per_rank,
+    )
+    make_schedule(made, chain)
+    return made

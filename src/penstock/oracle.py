@@ -58,7 +58,7 @@ def reference_train(
 
     ========================  =====================================================================
     gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
-    interleaved
+    interleaved, spp
     1f1b                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
     1f1b with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
     2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
@@ -105,7 +105,7 @@ def reference_train(
 def _versions(schedule: str, vertical_sync: bool, stages: int, microbatch: int, minibatch: int) -> list[int]:
     """The version of each stage's weights that a microbatch uses."""
     match schedule:
-        case "gpipe" | "1f1b-flush" | "interleaved":
+        case "gpipe" | "1f1b-flush" | "interleaved" | "spp":
             return [minibatch] * stages
         case "1f1b" if vertical_sync:
             return [max(0, microbatch - (stages - 1))] * stages
@@ -115,7 +115,7 @@ def _versions(schedule: str, vertical_sync: bool, stages: int, microbatch: int, 
             return [max(minibatch - 1, 0)] * stages
         case _:
             raise PlanError(
-                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, 1f1b or 2bw"
+                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, spp, 1f1b or 2bw"
             )
 
 

@@ -59,7 +59,7 @@ class Pipeline:
         sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples.
         optimizer: called once with the list of this process's parameters; returns a ``torch.optim.Optimizer``.
-        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``1f1b`` or ``2bw``.
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``1f1b`` or ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
             are as many ranks as stages (half as many with ``interleaved``).

@@ -10,7 +10,7 @@ import models
 from processes import Pool
 from training import Case, Outcome, run_cases, run_pipeline, run_reference
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw")
 OPTIMIZERS = ("momentum", "adamw")
 
 reference = cache(run_reference)

@@ -125,7 +125,7 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
             f"weights are shared across stages: {names}. Under {plan.schedule!r} every stage updates at its own time, "
-            "so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved), untie the "
+            "so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp), untie the "
             "weights, or plan the layers that share them into one stage"
         )
     return replace(schedule, ties=tuple(sorted(set(shared.values()))))
