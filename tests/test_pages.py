@@ -159,6 +159,12 @@ def test_legend_leaves_out_what_is_not_there(tmp_path: Path) -> None:
     assert not any(button.get("id") == "memory" for button in body_of(page).iter("button"))
 
 
+def test_lighter_shades_are_explained_where_a_rank_has_several_stages(tmp_path: Path) -> None:
+    page = page_of(tmp_path, Timeline((Span(0, "0F0@0", 0, 1), Span(0, "2F0@0", 1, 2)), 1))
+
+    assert "lighter: every other stage of the rank" in [item[-1].tail for item in body_of(page).iter("li")]
+
+
 def test_page_needs_no_other_file(tmp_path: Path) -> None:
     page = page_of(tmp_path, remembered())
 

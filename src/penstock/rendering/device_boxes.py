@@ -6,6 +6,7 @@ server, "x 384".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from math import ceil, isinf, prod, sqrt
 from typing import TypeAlias
@@ -39,7 +40,8 @@ _ANCHORS = ((59, 66, 140), (38, 120, 178), (38, 150, 132), (139, 187, 74), (242,
 """From dark to light, so that the order shows without colour too."""
 
 
-def stage_colours(stages: int) -> list[tuple[str, str]]:
+@lru_cache(maxsize=8)
+def stage_colours(stages: int) -> tuple[tuple[str, str], ...]:
     """The colour of every stage and that of a text on it."""
     colours = []
     for stage in range(stages):
@@ -49,7 +51,7 @@ def stage_colours(stages: int) -> list[tuple[str, str]]:
         red, green, blue = (round(a + (b - a) * (at - index)) for a, b in zip(low, high, strict=True))
         bright = 0.299 * red + 0.587 * green + 0.114 * blue
         colours.append((f"#{red:02x}{green:02x}{blue:02x}", "#14171c" if bright > 118 else "#ffffff"))
-    return colours
+    return tuple(colours)
 
 
 def speed_words(bandwidth: float) -> str:

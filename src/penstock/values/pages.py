@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 
 from penstock.values.memories import Course, RankMemory
-from penstock.values.panels import Panel, peak_words
+from penstock.values.panels import Panel, held_stages, peak_words
 from penstock.values.quantities import bytes_text, seconds_text
 from penstock.values.spans import Span
 
@@ -100,6 +100,9 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         if letters & set(kinds):
             text = "sum of gradients" if word == "reduce" else word
             yield f'<li><span class="swatch {word}"></span>{text}</li>'
+    if any(len(held_stages(row)) > 1 for panel in panels for row in panel.rows):
+        shades = '<span class="swatch forward1"></span><span class="swatch backward1"></span>'
+        yield f"<li>{shades}lighter: every other stage of the rank</li>"
     yield '<li><span class="swatch idle"></span>idle (bubble)</li>'
     if any(panel.critical for panel in panels):
         yield '<li><span class="swatch critical"></span>critical path</li>'
