@@ -17,6 +17,7 @@ choice, ours is:
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 
 import numpy as np
 
@@ -106,8 +107,10 @@ def link_latencies(cluster: Cluster) -> Matrix:
 
 def _recursive_cuts(speeds: Matrix, weights: Matrix, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Algorithm 2 over `parts`, each in order already; row i of `weights` has the links of ``parts[i]``."""
-    if len(parts) == 1:
-        return parts[0]
+    links = weights[~np.eye(len(parts), dtype=bool)]
+    if not len(links) or links.min() >= links.max() * _EQUAL:
+        # Every part is cut off in turn, the last first: what many equal devices would take long to find out.
+        return reduce(partial(_join, speeds), parts)
     _, side = minimum_cut(weights)
     other = tuple(part for part in range(len(parts)) if part not in side)
     # Part 0, which has the lowest rank, is in `other`.
@@ -115,8 +118,13 @@ def _recursive_cuts(speeds: Matrix, weights: Matrix, parts: Sequence[tuple[int, 
     one, two = (
         _recursive_cuts(speeds, weights[np.ix_(half, half)], [parts[part] for part in half]) for half in (first, last)
     )
+    return _join(speeds, one, two)
+
+
+def _join(speeds: Matrix, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    """`one` and then `two`, either turned round if they then meet at a faster link."""
     turned = [(left, right) for right in (two, two[::-1]) for left in (one, one[::-1])]
-    left, right = max(turned, key=lambda pair: speeds[pair[0][-1], pair[1][0]])
+    left, right = max(turned, key=lambda pair: float(speeds[pair[0][-1], pair[1][0]]))
     return left + right
 
 

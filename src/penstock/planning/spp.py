@@ -34,8 +34,8 @@ __all__ = ["evaluate_for", "plan_spp", "spp_candidates"]
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may look at: about ten seconds."""
 
-_QUICK_STEPS = 2e7
-"""So many can be done twenty times for the words of an error."""
+_QUICK_STEPS = 1e6
+"""So many can be done twenty times for the words of an error, which a search may catch and not read."""
 
 _BUFFERS = 4
 """Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
@@ -180,20 +180,22 @@ def _fitting(
 
 def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
     """The error, with the memory that would do if it can be found quickly."""
-    advice = ""
-    if _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
+    memory, enough = cluster.memory_bytes, None
+    if memory is None:
+        enough = inf
+    elif _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
         enough = _enough_memory(profile, cluster, request, whole_samples)
-        if enough == inf:
-            return PlanError(
-                f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
-                f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
-            )
-        advice = f"With {bytes_text(enough)} on each there would be one. "
+    if enough == inf or memory is None:
+        return PlanError(
+            f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
+            f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
+        )
+    advice = "" if enough is None else f"With {bytes_text(enough)} on each there would be one. "
     return PlanError(
-        f"nothing fits: expected a plan under spp with at most {bytes_text(cluster.memory_bytes or inf)} on each of "
-        f"{cluster.devices} devices, found none for {bytes_text(profile.parameter_bytes)} of weights and "
-        f"{request.microbatches} microbatches. {advice}Use more devices, fewer or smaller microbatches, "
-        "recompute=True, or a schedule that keeps less (1f1b-flush)"
+        f"nothing fits: expected a plan under spp with at most {bytes_text(memory)} on each of {cluster.devices} "
+        f"devices, found none for {bytes_text(profile.parameter_bytes)} of weights and {request.microbatches} "
+        f"microbatches. {advice}Use more devices, fewer or smaller microbatches, recompute=True, or a schedule that "
+        "keeps less (1f1b-flush)"
     )
 
 
