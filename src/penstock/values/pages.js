@@ -151,7 +151,7 @@
       const shaded = span.shade && (span.kind === "F" || span.kind === "B");
       pen.fillStyle = colours[NAMES[span.kind] + (shaded ? "1" : "")];
       pen.fillRect(start, top, wide > 3 ? wide - 0.7 : wide, bar);
-      if (wide > 12 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);
+      if (wide > 8 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);
     });
     pen.fillStyle = colours.send;
     each(row.sends, (span) => pen.fillRect(x(span.start), top + bar + 1, Math.max(x(span.stop) - x(span.start), 0.4), strip));
@@ -212,7 +212,7 @@
       pen.lineTo(stop, foot(span));
     });
     pen.lineJoin = "round";
-    const thin = lane.bar < 12;
+    const thin = lane.bar < 20;
     for (const [colour, line] of [[colours.halo, thin ? 3 : 5], [colours.critical, thin ? 1.5 : 2.5]]) {
       pen.strokeStyle = colour; pen.lineWidth = line; pen.stroke();
     }
