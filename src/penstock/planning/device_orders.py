@@ -13,7 +13,7 @@ choice, ours is:
   3. The smaller side comes last; of two equal sides the one with the lowest rank comes first. Equal cuts, within
      rounding: the first that is found, which leaves devices that are alike in ascending order.
   4. Either side may be turned round, so that the two meet at the fastest link they can. (On random graphs of 4 and 5
-     devices this takes a third off what the order costs over the best of all orders.)
+     devices this takes a quarter to a third off what the order costs over the best of all orders.)
 """
 
 from collections.abc import Iterator, Sequence

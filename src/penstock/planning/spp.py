@@ -6,7 +6,7 @@ busiest stage or link (`mappings`); and of these the one whose simulated minibat
 the least busy stage: deep pipelines are better balanced and take longer to fill. Beyond the text:
 
   1. A pipeline has a direction, an order of devices has none: the order is also taken backwards. (On random graphs of 4
-     and 5 devices, W then exceeds the best over all orders by 3 %, instead of 6 to 7 %.)
+     and 5 devices, W then exceeds the best over all orders by 3 to 4 %, instead of 6 to 7 %.)
   2. A memory limit excludes stages: what each keeps in flight under `spp` is known, min(m, 4 q + 1) with q stages
      behind it.
 """
