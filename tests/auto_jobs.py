@@ -1,6 +1,8 @@
 """Jobs for the processes of the tests of ``plan="auto"``."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,13 @@ import models
 import penstock
 from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["Automatic", "build_with_a_layer_that_cannot_be_measured", "build_with_other_wishes", "run_automatically"]
+__all__ = [
+    "Automatic",
+    "build_with_a_layer_that_cannot_be_measured",
+    "build_with_other_wishes",
+    "listening",
+    "run_automatically",
+]
 
 
 @dataclass(frozen=True)
@@ -41,32 +49,42 @@ class _Lines(logging.Handler):
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collects what is logged meanwhile, level and message."""
+    logger, handler = logging.getLogger("penstock"), _Lines()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Automatic:
     """Trains `subject` for so many steps under a plan of Penstock's own."""
-    logger, lines = logging.getLogger("penstock"), _Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
     chosen = models.SUBJECTS[subject]
-    pipe = penstock.Pipeline(
-        chosen.build(),
-        sample=chosen.sample,
-        loss_fn=chosen.loss_fn,
-        optimizer=models.momentum,
-        seed=3,
-        **{"plan": "auto", **options},
-    )
-    losses = [pipe.step(*chosen.batches[step % len(chosen.batches)]).loss for step in range(steps)]
-    pipe.drain()
-    numbers = tuple(float(loss) for loss in losses)
-    if dist.is_initialized():
-        dist.barrier()
+    with listening() as lines:
+        pipe = penstock.Pipeline(
+            chosen.build(),
+            sample=chosen.sample,
+            loss_fn=chosen.loss_fn,
+            optimizer=models.momentum,
+            seed=3,
+            **{"plan": "auto", **options},
+        )
+        losses = [pipe.step(*chosen.batches[step % len(chosen.batches)]).loss for step in range(steps)]
+        pipe.drain()
+        numbers = tuple(float(loss) for loss in losses)
+        if dist.is_initialized():
+            # By now every rank has published its measurement.
+            dist.barrier()
+        error = pipe.prediction_error()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    result = Automatic(
-        pipe.plan, pipe.profile, pipe.cluster, numbers, state, pipe.prediction_error(), tuple(lines.lines)
-    )
     pipe.close()
-    logger.removeHandler(lines)
-    return result
+    return Automatic(pipe.plan, pipe.profile, pipe.cluster, numbers, state, error, tuple(lines))
 
 
 class _Wearing(nn.Linear):

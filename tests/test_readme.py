@@ -46,7 +46,11 @@ def test_other_python_runs() -> None:
 
     import penstock
 
-    names = {"penstock": penstock, "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))}
+    names = {
+        "penstock": penstock,
+        "torch": torch,
+        "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
+    }
     for block in blocks("python")[1:]:
         exec(block.replace("plan.yaml", os.devnull), {**names, "sample": (torch.randn(2, 8),)})
 

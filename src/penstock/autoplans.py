@@ -25,7 +25,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["AutoPlan", "Wishes", "plan_automatically"]
+__all__ = ["AutoPlan", "Wishes", "fastest_plan", "plan_automatically"]
 
 
 @dataclass(frozen=True, slots=True)
