@@ -43,8 +43,8 @@ STRANGERS = ("executor", "replicas", "transport", "weights")
 ACTIONS = {node.name for node in TREES["penstock.scheduling.actions"].body if isinstance(node, ast.ClassDef)}
 PUBLIC = """
     CaptureError CheckpointError Cluster LayerProfile PenstockError Pipeline Plan PlanError Profile ProfileError
-    Schedule ScheduleError Stage Timeline TransportError capture plan probe profile reference_train render schedule
-    simulate verify
+    Schedule ScheduleError Stage Timeline Transformer TransportError capture plan probe profile reference_train render
+    schedule simulate verify
 """
 
 

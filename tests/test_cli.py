@@ -381,10 +381,10 @@ def test_show_prints_a_plan_with_its_picture(here, capsys):
     }
 
 
-def test_show_prints_a_plan_with_replicas_without_a_picture(here, capsys):
+def test_show_prints_the_picture_of_a_plan_with_replicas(here, capsys):
     Path("plan.yaml").write_text(Path("plan.yaml").read_text().replace("[1]", "[1, 2]"))
 
-    assert printed(capsys, "show", "plan.yaml").endswith("(no picture: a stage has replicas)\n")
+    assert "+  sum of gradients" in printed(capsys, "show", "plan.yaml")
 
 
 def test_show_prints_a_profile(here, capsys):
@@ -438,7 +438,8 @@ def test_from_a_model_to_a_picture_in_a_shell(here):
     script = f"""
 set -e
 {penstock_command} profile model.py:make -o p.json --iterations 2 > /dev/null
-{penstock_command} plan p.json --devices 2 --bandwidth 1GB/s --straight --schedule 1f1b-flush --microbatches 4 -o plan2.yaml > /dev/null
+{penstock_command} plan p.json --devices 2 --bandwidth 1GB/s --straight --schedule 1f1b-flush --microbatches 4 \\
+  -o plan2.yaml > /dev/null
 {penstock_command} verify plan2.yaml > /dev/null
 {penstock_command} simulate plan2.yaml p.json --bandwidth 1GB/s > /dev/null
 {penstock_command} show plan2.yaml

@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from penstock.errors import PlanError
-from penstock.planning import plan
+from penstock.planning import plan, plan_three_d
 from penstock.values import Cluster, LayerProfile, Profile, Stage
+from penstock.values.transformers import Transformer
 
 EQUAL = Profile(tuple(LayerProfile(str(index), 1.0, 2.0, 0, 10, 100) for index in range(8)), microbatch_size=5)
 FOUR = Cluster.uniform(4, 1e9)
@@ -103,3 +104,17 @@ def test_values_and_planning_do_without_torch():
     code = "import sys; sys.modules['torch'] = None; import penstock.values, penstock.planning"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_transformer_is_planned_with_tensor_parallelism():
+    small = Transformer(layers=8, hidden=1024, heads=16)
+    cluster = Cluster.hierarchical([(4, 3e11), (2, 2.5e10)], memory_bytes=80e9)
+
+    made = plan(small, cluster, batch_size=16)
+
+    assert made == plan_three_d(small, cluster, batch_size=16)
+    assert made.explain().count("\n") > 3
+    with pytest.raises(PlanError, match="batch_size: expected the samples of a minibatch for a transformer"):
+        plan(small, cluster)
+    with pytest.raises(PlanError, match="schedule, straight: expected batch_size, stages_per_rank or recompute"):
+        plan(small, cluster, batch_size=16, schedule="gpipe", straight=True)

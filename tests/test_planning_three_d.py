@@ -656,7 +656,7 @@ def test_a_plan_lays_ranks_out_tensor_first_then_replicas_then_stages() -> None:
     assert plan.predicted is not None
     assert len(plan.predicted.peak_bytes) == 8
     assert plan.predicted.limit.startswith("stage 3 (busy ")
-    assert plan.planner == "three_d"
+    assert plan.planner == "ptd-p"
 
 
 def test_a_plan_says_what_its_candidate_says() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.values.plans import Plan, Stage
     from penstock.values.profiles import LayerProfile, Profile
     from penstock.values.timelines import Timeline
+    from penstock.values.transformers import Transformer
 
 __all__ = [
     "CaptureError",
@@ -49,6 +50,7 @@ __all__ = [
     "Stage",
     "Subject",
     "Timeline",
+    "Transformer",
     "TransportError",
     "capture",
     "plan",
@@ -79,6 +81,7 @@ _HOMES = {
     "Stage": "values.plans",
     "Subject": "profiling.subjects",
     "Timeline": "values.timelines",
+    "Transformer": "values.transformers",
     "TransportError": "errors",
     "capture": "capturing",
     "plan": "planning.planners",

@@ -43,9 +43,7 @@ def describe_profile(profile: "Profile") -> str:
 
 
 def describe_plan(plan: "Plan") -> str:
-    """The plan, and the picture of its schedule if it has one."""
-    if any(len(stage.ranks) > 1 for stage in plan.stages):
-        return f"{plan}\n(no picture: a stage has replicas)"
+    """The plan and the picture of its schedule."""
     from penstock.rendering import render
     from penstock.scheduling import schedule
 

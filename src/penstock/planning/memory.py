@@ -16,9 +16,9 @@ For a stage of r replicas, with R workers in it and behind it, so that D = ceil(
     1f1b          D                               D; with vertical sync ceil(all workers / r)
     2bw           D                               2
 
-Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. Of t ranks
-that hold a replica together, each has 1/t of its weights and of what its layers save, and the whole input of the stage.
-Fragmentation, communication buffers and what the device's runtime takes are not in it.
+Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. With tensor
+parallelism the profile is that of one rank of a group, and so are these bytes. Fragmentation, communication buffers and
+what the device's runtime takes are not in it.
 """
 
 from dataclasses import dataclass
@@ -170,15 +170,11 @@ def _rank_bytes(
     optimizer_copies: float,
 ) -> float:
     """The bytes of a rank with these intervals of layers; `sharers` replicas split every microbatch."""
-    together = plan.tensor_parallel
     saved = max(float(costs.saved_bytes[interval]) for interval in own) / sharers
     recomputed = max(float(costs.recomputed_bytes[interval]) for interval in own) / sharers
     weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
-    if not plan.recompute:
-        saved /= together
-    recomputed /= together
     in_flight, versions = counts
-    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * (weights / together)
+    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * weights
 
 
 def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:

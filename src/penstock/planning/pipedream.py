@@ -35,7 +35,7 @@ from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["noam", "partition", "plan_pipedream"]
+__all__ = ["find_pipedream", "noam", "partition", "plan_pipedream"]
 
 
 def partition(
@@ -67,6 +67,18 @@ def partition(
 
 def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """As `partition`, for the options of `request`; `interleaved` is planned without replicas."""
+    found = find_pipedream(profile, cluster, request)
+    if found is not None:
+        return found
+    size_bytes = cluster.memory_bytes or inf
+    raise PlanError(
+        f"nothing fits: expected a plan under {request.schedule} with at most {bytes_text(size_bytes)} on each of "
+        f"{cluster.devices} devices, found that {fitting_advice(profile, cluster.devices, size_bytes, request)}"
+    )
+
+
+def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
+    """As `plan_pipedream`; None if nothing fits, at no cost for saying what would."""
     costs = chain_costs(profile, recompute=request.recompute)
     alone = is_alone(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
@@ -78,11 +90,7 @@ def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
             if cluster.memory_bytes is None or max(peaks) <= cluster.memory_bytes:
                 fitting.append((seconds, plan))
     if not fitting:
-        size_bytes = cluster.memory_bytes or inf
-        raise PlanError(
-            f"nothing fits: expected a plan under {request.schedule} with at most {bytes_text(size_bytes)} on each of "
-            f"{cluster.devices} devices, found that {fitting_advice(profile, cluster.devices, size_bytes, request)}"
-        )
+        return None
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
     _, limit = slowest_part(plan.stages, costs, cluster, request.allreduce)
     return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit))

@@ -1,7 +1,7 @@
 """The front door of planning: one function, from a profile and a cluster to the best plan there is."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
@@ -58,14 +58,6 @@ def plan(
 
     Raises `PlanError` for choices that make no sense, and if nothing fits in memory: then it says what would be needed.
     """
-    if isinstance(profile, Transformer):
-        if batch_size is None:
-            raise PlanError(
-                "batch_size: expected the samples of a minibatch to plan a transformer, found nothing: give it"
-            )
-        return plan_three_d(
-            profile, cluster, batch_size=batch_size, stages_per_rank=stages_per_rank, recompute=recompute
-        )
     wishes = Wishes(
         planner=planner,
         schedule=schedule,
@@ -81,11 +73,36 @@ def plan(
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
     )
+    if isinstance(profile, Transformer):
+        return _plan_transformer(profile, cluster, wishes)
     profiles = _check_profiles(profile)
     found = search(profiles, cluster, wishes)
     if not found.ranked:
         raise PlanError(describe_needs(profiles, cluster, wishes, found))
     return replace(found.ranked[0], explanation=explain_search(found))
+
+
+def _plan_transformer(transformer: Transformer, cluster: Cluster, wishes: Wishes) -> Plan:
+    understood = Wishes(
+        batch_size=wishes.batch_size, stages_per_rank=wishes.stages_per_rank, recompute=wishes.recompute
+    )
+    if wishes != understood:
+        different = [
+            field.name for field in fields(Wishes) if getattr(wishes, field.name) != getattr(understood, field.name)
+        ]
+        raise PlanError(
+            f"{', '.join(different)}: expected batch_size, stages_per_rank or recompute for a transformer, found "
+            "others: use penstock.planning.plan_three_d, which fixes each dimension by name, or plan a profile"
+        )
+    if wishes.batch_size is None:
+        raise PlanError("batch_size: expected the samples of a minibatch for a transformer, found nothing: give it")
+    return plan_three_d(
+        transformer,
+        cluster,
+        batch_size=wishes.batch_size,
+        stages_per_rank=wishes.stages_per_rank,
+        recompute=wishes.recompute,
+    )
 
 
 def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:

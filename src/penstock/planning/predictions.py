@@ -65,21 +65,18 @@ def _rounds(plan: Plan) -> float:
     return fullest + sum(replicas) / per_rank
 
 
-def slowest_seconds(
-    stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce, tensor_parallel: int = 1
-) -> float:
+def slowest_seconds(stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce) -> float:
     """Seconds per microbatch of the slowest rank or link of any plan."""
-    return slowest_part(stages, costs, cluster, allreduce, tensor_parallel)[0]
+    return slowest_part(stages, costs, cluster, allreduce)[0]
 
 
 def slowest_part(
-    stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce, tensor_parallel: int = 1
+    stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce
 ) -> tuple[float, str]:
     """Seconds per microbatch of the slowest rank or link of any plan, and which it is ("stage 2").
 
     A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
-    stages. Under `interleaved` a rank, and a link, has the time of all its stages. `tensor_parallel` ranks share the
-    seconds and the weights of their stage evenly; what they say to each other is not counted.
+    stages. Under `interleaved` a rank, and a link, has the time of all its stages.
     """
     parts: dict[tuple[object, ...], tuple[float, list[int]]] = {}
 
@@ -90,9 +87,9 @@ def slowest_part(
     reduced = []
     for index, stage in enumerate(stages):
         interval = slice(stage.start, stage.start + 1), slice(stage.stop, stage.stop + 1)
-        work = costs.seconds[interval] / tensor_parallel
-        replicas = len(stage.ranks) // tensor_parallel
-        weights = costs.parameter_bytes[interval] / tensor_parallel
+        work = costs.seconds[interval]
+        replicas = len(stage.ranks)
+        weights = costs.parameter_bytes[interval]
         bandwidth = _slowest_link(cluster, stage, stage)
         seconds = float(replicated_seconds(work, weights, replicas, bandwidth, allreduce)[0, 0])
         reduced.append(seconds > 1.5 * float(work[0, 0]) / replicas)

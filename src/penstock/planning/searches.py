@@ -16,10 +16,10 @@ from types import MappingProxyType
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
-from penstock.planning.pipedream import plan_pipedream
+from penstock.planning.pipedream import find_pipedream, plan_pipedream
 from penstock.planning.predictions import predict, slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp import plan_spp
+from penstock.planning.spp import find_spp
 from penstock.planning.two_bw_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
@@ -109,7 +109,7 @@ def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
             ranked = rank_pipelines(profile, cluster, request)
             yield from (candidate.plan(cluster) for candidate in ranked[:_PROPOSED])
         case "spp":
-            yield plan_spp(profile, cluster, request, whole_samples=True)
+            yield _demand(find_spp(profile, cluster, request, whole_samples=True))
         case "interleaved":
             yield from _parallel_interleaved(profile, cluster, request)
         case name:
@@ -120,10 +120,10 @@ def _plan_pipedream(trial: Trial, cluster: Cluster, memo: _Memo) -> Plan:
     """As the planner itself; but what fits without a limit in mind is planned once for all schedules."""
     profile, request = trial.profile, trial.request
     if request.schedule == "interleaved":
-        return plan_pipedream(profile, cluster, request)
+        return _demand(find_pipedream(profile, cluster, request))
     key = ("", profile.microbatch_size, request.straight, request.recompute, request.stages, request.stages_per_rank)
     if key not in memo:
-        memo[key] = plan_pipedream(profile, replace(cluster, memory_bytes=None), request)
+        memo[key] = _demand(find_pipedream(profile, replace(cluster, memory_bytes=None), request))
     free = memo[key]
     costs = chain_costs(profile, recompute=request.recompute)
     plan = request.arrange(free.stages, profile)
@@ -131,9 +131,15 @@ def _plan_pipedream(trial: Trial, cluster: Cluster, memo: _Memo) -> Plan:
         cluster.memory_bytes is not None
         and max(peak_bytes(plan, costs, request.optimizer_copies)) > cluster.memory_bytes
     ):
-        return plan_pipedream(profile, cluster, request)
+        return _demand(find_pipedream(profile, cluster, request))
     slowest = slowest_seconds(plan.stages, costs, cluster, request.allreduce)
     return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
+
+
+def _demand(found: Plan | None) -> Plan:
+    if found is None:
+        raise PlanError("no plan of this kind fits in memory")
+    return found
 
 
 def _parallel_interleaved(profile: Profile, cluster: Cluster, request: Request) -> Iterator[Plan]:
@@ -144,8 +150,9 @@ def _parallel_interleaved(profile: Profile, cluster: Cluster, request: Request) 
         if cluster.devices % replicas or length < 2 or request.microbatches % cluster.devices or not enough:
             continue
         alone = replace(request, microbatches=request.microbatches // replicas, stages=length * request.stages_per_rank)
-        narrow = plan_pipedream(profile, Cluster.uniform(length, cluster.slowest, cluster.memory_bytes), alone)
-        yield widen(narrow, replicas, profile, cluster, request)
+        narrow = find_pipedream(profile, Cluster.uniform(length, cluster.slowest, cluster.memory_bytes), alone)
+        if narrow is not None:
+            yield widen(narrow, replicas, profile, cluster, request)
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:

@@ -29,7 +29,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["evaluate_for", "plan_spp", "spp_candidates"]
+__all__ = ["evaluate_for", "find_spp", "plan_spp", "spp_candidates"]
 
 _MOST_STEPS = 1e10
 """Elements that the dynamic program may look at: about ten seconds."""
@@ -49,14 +49,22 @@ def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
     `request.schedule` says. `whole_samples` as for `spp_candidates`, which raises `PlanError`; so does this if no
     candidate fits when simulated.
     """
-    candidates = spp_candidates(profile, cluster, request, whole_samples=whole_samples)
+    found = find_spp(profile, cluster, request, whole_samples=whole_samples)
+    if found is None:
+        raise _nothing_fits(profile, cluster, request, whole_samples)
+    return found
+
+
+def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
+    """As `plan_spp`; None if nothing fits, at no cost for saying what would."""
+    candidates = _candidates(profile, cluster, request, whole_samples)
     if cluster.memory_bytes is not None:
         candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
     outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
     memory = cluster.memory_bytes or inf
     fitting = {plan: outcome for plan, outcome in outcomes.items() if max(outcome.peak_bytes) <= memory}
     if not fitting:
-        raise _nothing_fits(profile, cluster, request, whole_samples)
+        return None
     plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
     return replace(plan, predicted=fitting[plan].prediction())
 

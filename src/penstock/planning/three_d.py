@@ -186,7 +186,7 @@ def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
             bubble=max(0.0, chosen.bubble_seconds / seconds),
             limit=f"stage {slowest} (busy {busy:.0%} of the time)",
         ),
-        planner="three_d",
+        planner="ptd-p",
     )
 
 

@@ -4,6 +4,7 @@ from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import SCHEDULES, Plan, Prediction, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.timelines import Span, Timeline
+from penstock.values.transformers import Transformer
 
 __all__ = [
     "SCHEDULES",
@@ -17,4 +18,5 @@ __all__ = [
     "Span",
     "Stage",
     "Timeline",
+    "Transformer",
 ]
