@@ -81,7 +81,7 @@ def test_without_a_flush_stages_may_not_share(schedule: str) -> None:
     assert str(caught.value) == (
         f"weights are shared across stages: transformer.wte.weight (stages 0, 2). Under {schedule!r} every stage "
         "updates at its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, "
-        "interleaved), untie the weights, or plan the layers that share them into one stage"
+        "interleaved, spp), untie the weights, or plan the layers that share them into one stage"
     )
 
 
