@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
     shared_nic: bool
     optimizer_copies: float
     master_copies: float
+    slowdowns: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class Assumptions:
     """Optimizer state in units of the weights: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     master_copies: float = 0.0
     """Weights of full precision in units of those that compute: 2 for float32 beside bfloat16."""
+    slowdowns: tuple[float, ...] = ()
+    """Of ranks on one host, which share its cores: with k of them computing, each takes ``slowdowns[k - 1]`` times as
+    long as alone. Empty: every rank has a device of its own."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,6 +57,13 @@ class Assumptions:
             number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
             if isinstance(field.default, float) and not number:
                 raise PlanError(f"{field.name}: expected a finite number, 0 or more, found {text_of(value)}: give one")
+        object.__setattr__(self, "slowdowns", tuple(self.slowdowns))
+        for index, factor in enumerate(self.slowdowns):
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+                raise PlanError(
+                    f"slowdowns[{index}]: expected a finite number above 0, found {text_of(factor)}: give how many "
+                    f"times longer a computation takes when {index + 1} ranks compute"
+                )
         known = get_args(AllReduce)
         if self.allreduce not in known:
             raise PlanError(

@@ -9,6 +9,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.errors import PlanError
 from penstock.scheduling.placements import Placement
 from penstock.simulating.costs import Costs
 from penstock.simulating.routes import slowest_link
@@ -27,6 +28,11 @@ class Folding:
 
 def fold(placement: Placement, costs: Costs, microbatches: int | None) -> Folding:
     """The folding of a schedule with so many microbatches in a minibatch; None if that is not known."""
+    if placement.split and costs.assumptions.slowdowns:
+        raise PlanError(
+            "slowdowns: expected none where replicas split microbatches, found some: all replicas of a stage compute "
+            "at the same time, so scale the profile's seconds instead"
+        )
     if not (placement.split or _runs_in_pipelines(placement, costs, microbatches)):
         every = tuple(range(placement.ranks))
         return Folding(every, every)
@@ -38,6 +44,8 @@ def fold(placement: Placement, costs: Costs, microbatches: int | None) -> Foldin
 def _runs_in_pipelines(placement: Placement, costs: Costs, microbatches: int | None) -> bool:
     replicas = placement.replicas(0)
     if replicas == 1 or microbatches is None or microbatches % replicas or costs.assumptions.shared_nic:
+        return False
+    if costs.assumptions.slowdowns:
         return False
     if not placement.equal(range(len(placement.stages))):
         return False

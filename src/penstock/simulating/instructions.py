@@ -8,16 +8,28 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from operator import add
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
 from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
 from penstock.scheduling.placements import Placement
 from penstock.simulating.costs import Costs
 from penstock.simulating.routes import Link, Route, find_route
 
-__all__ = ["COMPUTE", "RECEIVE", "REDUCE", "SEND", "Instructions", "Mark", "Meeting", "Way", "Writer", "content_text"]
+__all__ = [
+    "COMPUTE",
+    "RECEIVE",
+    "REDUCE",
+    "SEND",
+    "SHARED",
+    "Instructions",
+    "Mark",
+    "Meeting",
+    "Way",
+    "Writer",
+    "content_text",
+]
 
-COMPUTE, SEND, RECEIVE, REDUCE = range(4)
+COMPUTE, SEND, RECEIVE, REDUCE, SHARED = range(5)
 
 Way: TypeAlias = tuple[int, int, float, float, tuple[tuple[int, float], ...]]
 """Edge (the queue between two ranks), link, seconds on the link, latency seconds; all legs if there are several, and
@@ -28,13 +40,13 @@ the link is then -1."""
 class Instructions:
     """The instructions of one rank, in flat lists, which cost the least time and memory.
 
-    `kinds` and `details` have an entry for each: seconds of a COMPUTE, the `Way` of a SEND or RECEIVE, the `Meeting` of
-    a REDUCE. `marks`, too: a `Mark` times the number of stages, plus the stage. `contents`: what each message is, in
-    the order of the row, as a number that `content_text` explains.
+    `kinds` and `details` have an entry for each: seconds of a COMPUTE, or of a SHARED one where ranks share a host, the
+    `Way` of a SEND or RECEIVE, the `Meeting` of a REDUCE. `marks`, too: a `Mark` times the number of stages, plus the
+    stage. `contents`: what each message is, in the order of the row, as a number that `content_text` explains.
     """
 
     kinds: list[int]
-    details: list[object]
+    details: list[Any]
     marks: list[int]
     contents: list[int]
 
@@ -78,6 +90,7 @@ class Writer:
         self._placement = placement
         self._costs = costs
         self._stages = len(placement.stages)
+        self._compute = SHARED if costs.assumptions.slowdowns else COMPUTE
         self._routes: dict[tuple[int, int, int, int], Way] = {}
         self._kinds = 2 * self._stages**2
         """Of messages: from each stage to each other one, tied or not; the number of one is below it."""
@@ -88,7 +101,7 @@ class Writer:
 
     def write(self, rank: int, row: Iterable[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
-        costs, stages = self._costs, self._stages
+        costs, stages, compute = self._costs, self._stages, self._compute
         forwards, backwards, again, updates = self._seconds
         forward, kept, backward, direct, *message_marks, reduce, other = (mark * stages for mark in Mark)
         send_on, send_back, receive_on, receive_back = message_marks
@@ -101,12 +114,12 @@ class Writer:
             match action:
                 case Forward(stage=stage, microbatch=number):
                     latest = stage, number, len(kinds)
-                    kinds.append(COMPUTE)
+                    kinds.append(compute)
                     details.append(forwards[stage])
                     marks.append(forward + stage)
                 case Backward(stage=stage, microbatch=number):
                     last[stage] = len(kinds)
-                    kinds.append(COMPUTE)
+                    kinds.append(compute)
                     if latest[1] == number and latest[0] == stage:
                         details.append(backwards[stage])
                         marks.append(direct + stage)
@@ -130,7 +143,7 @@ class Writer:
                     marks.append((receive_on if source < stage else receive_back) + stage)
                     contents.append(number * self._kinds + key)
                 case Update(stage=stage):
-                    kinds.append(COMPUTE)
+                    kinds.append(compute)
                     details.append(updates[stage])
                     marks.append(other + stage)
                     latest = -1, -1, -1

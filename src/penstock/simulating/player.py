@@ -11,6 +11,7 @@ Laws of this file:
      the last has come; with overlap it may begin when the last of them has begun its last backward, since gradients
      are there layer by layer, and ends when all have come or later. A rank takes part in one all-reduce at a time, and
      these do not compete with messages for links.
+  5. Where ranks share a host, a computation takes as long as `sharing` says; everything else takes none of the cores.
 """
 
 from collections import deque
@@ -18,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.instructions import COMPUTE, RECEIVE, SEND, Instructions, Meeting, Way, content_text
+from penstock.simulating.instructions import COMPUTE, RECEIVE, SEND, SHARED, Instructions, Meeting, Way, content_text
+from penstock.simulating.sharing import Sharing
 
 __all__ = ["Player", "Track"]
 
@@ -67,13 +68,18 @@ class Player:
         self._meetings: dict[tuple[int, int], dict[int, float]] = {}
         self._met: dict[int, tuple[float, float]] = {}
         self._ready: list[tuple[float, int]] = []
+        self._sharing = Sharing(assumptions.slowdowns)
+        self._clock = 0.0
 
     def play(self, rows: Mapping[int, Sequence[Action]]) -> None:
         """Until all tracks are done. `rows`: their actions, for errors. `ScheduleError` if a message does not come."""
         self._ready = [(0.0, track.rank) for track in self.tracks]
         advance = self._advance
-        while self._ready:
-            _, rank = heappop(self._ready)
+        while self._ready or self._sharing:
+            if self._sharing and (not self._ready or self._sharing.next_end() <= self._ready[0][0]):
+                rank = self._end_shared()
+            else:
+                self._clock, rank = heappop(self._ready)
             advance(self._of_rank[rank], rows)
         if any(len(track.stops) < len(track.instructions.kinds) for track in self.tracks):
             raise self._stuck(rows)
@@ -84,8 +90,7 @@ class Player:
         queues, free, carried = self._queues, self._free, self.link_seconds
         waiting, overlap, ordered = self._waiting, self._assumptions.overlap, self._assumptions.shared_nic
         now, busy = track.now, 0.0
-        kinds, contents = track.instructions.kinds, track.instructions.contents
-        details: list[Any] = track.instructions.details
+        kinds, details, contents = track.instructions.kinds, track.instructions.details, track.instructions.contents
         for index in range(len(stops), len(kinds)):
             code, what = kinds[index], details[index]
             if code == COMPUTE:
@@ -126,10 +131,12 @@ class Player:
                 if not overlap:
                     now += what[2]
                     track.talking_seconds += what[2]
-                if arrival > now:
-                    now = arrival
+                now = arrival if arrival > now else now
                 stops.append(now)
                 messages.append(arrival)
+            elif code == SHARED:
+                self._begin_shared(track, what, now)
+                break
             else:
                 track.now = now
                 if not self._meet(track, what):
@@ -137,8 +144,24 @@ class Player:
                 starts.append(now)
                 now = self._met.pop(track.rank)[1]
                 stops.append(now)
-        track.now = now
-        track.busy_seconds += busy
+        track.now, track.busy_seconds = now, track.busy_seconds + busy
+
+    def _begin_shared(self, track: Track, work: float, now: float) -> None:
+        """At `now`, or comes back to it then: what others do until then changes what it shares."""
+        if now > self._clock:
+            heappush(self._ready, (now, track.rank))
+        else:
+            self._sharing.begin(track.rank, work, now)
+            track.starts.append(now)
+
+    def _end_shared(self) -> int:
+        """The rank whose computation is the next to end."""
+        rank, self._clock = self._sharing.end()
+        track = self._of_rank[rank]
+        track.now = self._clock
+        track.busy_seconds += track.now - track.starts[-1]
+        track.stops.append(track.now)
+        return rank
 
     def _wake(self, track: Track, arrival: float) -> None:
         heappush(self._ready, (max(track.now, arrival), track.rank))
