@@ -1,0 +1,395 @@
+"""Times the planners and sets what they find beside bounds, beside brute force, and beside each other.
+
+    python benchmarks/planning.py --data DIR --save benchmarks/results/planning.txt
+
+Three tables. *times*: what issue and papers ask of planning times. *planners*: every planner on every profile and
+machine, with the samples per second that the simulator gives its plan. *small*: the first six layers of every profile,
+and the profile joined to six layers, on four devices, beside every plan that there is.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+from planning_profiles import load_profiles
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.planning.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
+from penstock.planning.costs import chain_costs
+from penstock.planning.pipedream import partition, plan_pipedream
+from penstock.planning.predictions import slowest_seconds
+from penstock.planning.requests import Request
+from penstock.planning.spp import plan_spp
+from penstock.planning.two_bw_searches import plan_two_bw
+from penstock.planning.uniform import plan_uniform
+from penstock.simulating.outcomes import evaluate
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import LayerProfile, Profile
+from penstock.values.transformers import Transformer
+
+DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
+MACHINES = {
+    "flat 16": Cluster.uniform(16, 1.25e9),
+    "4x4": Cluster.hierarchical([(4, 12e9), (4, 1.25e9)]),
+    "2x8": Cluster.hierarchical([(8, 25e9), (2, 3.125e9)]),
+    "1x4": Cluster.uniform(4, 12e9),
+    "flat 64": Cluster.uniform(64, 3.125e9),
+}
+"""Servers x devices; 12 GB/s (4) or 25 GB/s (8) inside, 10 or 25 Gbps between; flat 16 at 10, flat 64 at 25 Gbps."""
+
+SMALL_MACHINES = {"flat 4": Cluster.uniform(4, 1.25e9), "2x2": Cluster.hierarchical([(2, 12e9), (2, 1.25e9)])}
+SMALL_LAYERS = 6
+PER_DEVICE = 4
+"""Microbatches of a minibatch for every device, the default of the search."""
+LONG = 2.0
+"""Seconds: what takes longer in the table of planners is timed once."""
+MOST_ORDERED = 32
+"""Devices: beyond so many spp, whose time grows with their fourth power, is left out, as by the search."""
+
+Row = dict[str, Any]
+Make = Callable[[], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of several runs: wall, and of the processor, which other jobs change less."""
+
+    wall: tuple[float, ...]
+    processor: tuple[float, ...]
+
+    def row(self) -> Row:
+        return {
+            "wall_min": min(self.wall),
+            "wall_median": statistics.median(self.wall),
+            "processor_min": min(self.processor),
+            "runs": len(self.wall),
+        }
+
+
+def time_runs(make: Callable[[], object], repeats: int, long: float = float("inf")) -> tuple[Any, Clock]:
+    """What `make` makes, and its seconds; a run longer than `long` is the last one."""
+    wall: list[float] = []
+    processor: list[float] = []
+    made: Any = None
+    while len(wall) < repeats and not any(seconds > long for seconds in wall):
+        start, worked = time.perf_counter(), time.process_time()
+        made = make()
+        wall.append(time.perf_counter() - start)
+        processor.append(time.process_time() - worked)
+    return made, Clock(tuple(wall), tuple(processor))
+
+
+def times(profiles: dict[str, Profile], repeats: int, *, large: bool) -> Iterator[Row]:
+    """The times that were asked for, each with its limit in seconds if there is one."""
+    flat = MACHINES["flat 16"]
+    for name, profile in profiles.items():
+        yield timed(f"PipeDream's DP, {name} ({len(profile)} layers), flat 16", 0.1, dp(profile, flat), repeats)
+    for name, profile in profiles.items():
+        yield timed(f"whole search, {name}, flat 16", None, whole(profile, flat), repeats)
+    if not large:
+        return
+    randomly = random_profile(1000)
+    layers = f"{len(randomly)} random layers, flat 64"
+    yield timed(f"PipeDream's DP, {layers}", 5, dp(randomly, MACHINES["flat 64"]), repeats)
+    yield timed(f"whole search, {layers}", None, whole(randomly, MACHINES["flat 64"]), 1)
+    gpt = Transformer(layers=128, hidden=25600, heads=160)
+    selene = Cluster.hierarchical([(8, 300e9), (384, 25e9)], memory_bytes=80 * 2**30)
+    trillion = "whole search, GPT of 1008 billion parameters, 3,072 devices"
+    yield timed(trillion, 30, lambda: penstock.plan(gpt, selene, batch_size=3072), repeats)
+
+
+def dp(profile: Profile, cluster: Cluster) -> Make:
+    return lambda: partition(profile, cluster)
+
+
+def whole(profile: Profile, cluster: Cluster) -> Make:
+    return lambda: penstock.plan(profile, cluster)
+
+
+def timed(name: str, limit: float | None, make: Make, repeats: int) -> Row:
+    plan, clock = time_runs(make, repeats)
+    return {"table": "times", "name": name, "limit": limit, **clock.row(), "plan": shape(plan)}
+
+
+def random_profile(layers: int) -> Profile:
+    draw = random.Random(0)
+    made = (
+        LayerProfile(str(number), draw.random(), 2 * draw.random(), draw.random() * 1e8, 1e6, draw.random() * 1e8)
+        for number in range(layers)
+    )
+    return Profile(tuple(made), 1, name="random")
+
+
+def shape(plan: Plan) -> str:
+    """``1f1b-flush 15-1``; of many stages ``1f1b-flush 16 stages``."""
+    counts = [len(stage.ranks) // plan.tensor_parallel for stage in plan.stages]
+    text = "-".join(map(str, counts)) if len(counts) <= 8 else f"{len(counts)} stages x {min(counts)}"
+    text += f" to {max(counts)}" if len(counts) > 8 and min(counts) < max(counts) else ""
+    return f"{plan.schedule} {text}" + (f", t={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
+
+
+def planners(profile: Profile, cluster: Cluster) -> dict[str, Make]:
+    """Every planner, by name, for a minibatch of four microbatches per device."""
+
+    def request(schedule: str, **wishes: Any) -> Request:
+        microbatches = 1 if schedule == "1f1b" else PER_DEVICE * cluster.devices
+        return Request(schedule=schedule, microbatches=microbatches, **wishes)
+
+    flush, deepest = request("1f1b-flush"), min(cluster.devices, len(profile))
+    ways: dict[str, Make] = {
+        "search": lambda: penstock.plan(profile, cluster),
+        "search, synchronous": lambda: penstock.plan(profile, cluster, synchronous=True),
+        "pipedream, 1f1b": lambda: plan_pipedream(profile, cluster, request("1f1b")),
+        "pipedream, flush": lambda: plan_synchronous_pipedream(profile, cluster, flush),
+        "spp": lambda: plan_spp(profile, cluster, request("spp")),
+        "2bw": lambda: plan_two_bw(profile, cluster, request("2bw")),
+        "2bw, flush": lambda: plan_two_bw(profile, cluster, flush),
+        "interleaved": lambda: penstock.plan(profile, cluster, planner="interleaved"),
+        "uniform, flush": lambda: plan_uniform(profile, cluster, request("1f1b-flush", stages=deepest, straight=True)),
+        "data parallel": lambda: plan_data_parallel(profile, cluster, flush),
+        "gpipe": lambda: plan_gpipe(profile, cluster, request("gpipe")),
+        "hetpipe": lambda: plan_hetpipe(profile, cluster, flush),
+    }
+    if cluster.devices > MOST_ORDERED:
+        del ways["spp"]
+    return ways
+
+
+def compare(profiles: dict[str, Profile], repeats: int, machines: dict[str, Cluster]) -> Iterator[Row]:
+    """Every planner on every profile and machine."""
+    for name, profile in profiles.items():
+        for machine, cluster in machines.items():
+            best = None
+            for planner, make in planners(profile, cluster).items():
+                row: Row = {"table": "planners", "profile": name, "machine": machine, "planner": planner}
+                try:
+                    plan, clock = time_runs(make, repeats, LONG)
+                except PenstockError as error:
+                    yield {**row, "refused": str(error).splitlines()[0]}
+                    continue
+                rate, share = judge(plan, profile, cluster)
+                best = rate if best is None else best
+                yield {
+                    **row,
+                    **clock.row(),
+                    "plan": shape(plan),
+                    "samples_per_second": rate,
+                    "of_search": rate / best,
+                    "over_bound": share,
+                }
+
+
+def judge(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, float]:
+    """Simulated samples per second, and the busiest rank, link or all-reduce over what it is at least.
+
+    That is a share of the total for every device, and without replicas no less than the largest layer.
+    """
+    outcome = evaluate(plan, profile, cluster)
+    least = profile.seconds / cluster.devices
+    if all(len(stage.ranks) == 1 for stage in plan.stages):
+        least = max(least, *(layer.seconds for layer in profile.layers))
+    return outcome.samples_per_second, outcome.bottleneck_seconds / least
+
+
+def small(profiles: dict[str, Profile]) -> Iterator[Row]:
+    """The planners beside brute force: PipeDream's objective, and the search's samples per second."""
+    for name, profile in profiles.items():
+        cuts = {"first": profile.prefix(SMALL_LAYERS), "joined": join(profile, SMALL_LAYERS)}
+        for kind, reduced in cuts.items():
+            for machine, cluster in SMALL_MACHINES.items():
+                row: Row = {"table": "small", "profile": name, "layers": kind, "machine": machine}
+                if not reduced.seconds:
+                    continue
+                yield {**row, **beside_all(reduced, cluster)}
+
+
+def join(profile: Profile, count: int) -> Profile:
+    """`profile` with its layers joined to `count`, as equal in seconds as they come."""
+    groups: list[list[LayerProfile]] = [[] for _ in range(count)]
+    past = 0.0
+    for index, layer in enumerate(profile.layers):
+        middle = int(count * (past + layer.seconds / 2) / profile.seconds)
+        # No group stays empty: each has a layer of its own at least.
+        first = next((number for number, group in enumerate(groups) if not group), count - 1)
+        wanted = min(middle, first, count - 1)
+        groups[max(wanted, count - (len(profile) - index))].append(layer)
+        past += layer.seconds
+    joined = (
+        LayerProfile(
+            group[0].name,
+            sum(layer.forward_seconds for layer in group),
+            sum(layer.backward_seconds for layer in group),
+            group[-1].cut_bytes,
+            sum(layer.saved_bytes for layer in group),
+            sum(layer.parameter_bytes for layer in group),
+        )
+        for group in groups
+    )
+    return Profile(tuple(joined), profile.microbatch_size, profile.name)
+
+
+def beside_all(profile: Profile, cluster: Cluster) -> Row:
+    """PipeDream's slowest part over the least of all plans; the searches' samples per second over the most."""
+    costs = chain_costs(profile)
+    arrangements = list(every_arrangement(len(profile), cluster.devices))
+    least = min(slowest_seconds(stages, costs, cluster, "ring") for stages in arrangements)
+    found = slowest_seconds(partition(profile, cluster).stages, costs, cluster, "ring")
+    rates: dict[bool, float] = {True: 0.0, False: 0.0}
+    count = 0
+    for plan in every_plan(profile, cluster, arrangements):
+        try:
+            rate = evaluate(plan, profile, cluster).samples_per_second
+        except PenstockError:
+            continue
+        count += 1
+        flushes = plan.schedule not in ("1f1b", "2bw")
+        rates[flushes] = max(rates[flushes], rate)
+    searched: dict[bool, float] = {}
+    for both in (True, False):
+        predicted = penstock.plan(profile, cluster, synchronous=both).predicted
+        assert predicted is not None
+        searched[both] = predicted.samples_per_second
+    return {
+        "objective_over_least": found / least,
+        "plans": count,
+        "search_of_best": searched[False] / max(rates.values()),
+        "synchronous_of_best": searched[True] / rates[True],
+    }
+
+
+def every_arrangement(layers: int, devices: int) -> Iterator[tuple[Stage, ...]]:
+    """All cuts and all numbers of replicas on consecutive ranks; equal ones also side by side."""
+    for count in range(1, min(layers, devices) + 1):
+        for inner in combinations(range(1, layers), count - 1):
+            cuts = list(pairwise((0, *inner, layers)))
+            for stops in combinations(range(1, devices + 1), count):
+                held = [tuple(range(*part)) for part in pairwise((0, *stops))]
+                yield tuple(Stage(*cut, ranks) for cut, ranks in zip(cuts, held, strict=True))
+                width = len(held[0])
+                if count > 1 and width > 1 and {len(ranks) for ranks in held} == {width}:
+                    beside = [tuple(range(stage, count * width, count)) for stage in range(count)]
+                    yield tuple(Stage(*cut, ranks) for cut, ranks in zip(cuts, beside, strict=True))
+
+
+def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stage, ...]]) -> Iterator[Plan]:
+    """The arrangements under every schedule, with microbatches in turn or, under spp, split into whole samples."""
+    microbatches, size = PER_DEVICE * cluster.devices, profile.microbatch_size
+    for stages in arrangements:
+        for schedule in ("gpipe", "1f1b-flush", "2bw"):
+            yield Plan(stages, schedule, microbatches, size)
+        yield Plan(stages, "1f1b", 1, size)
+        if all(size % len(stage.ranks) == 0 for stage in stages):
+            yield Plan(stages, "spp", microbatches, size, routing="split")
+    for ranks in range(2, cluster.devices + 1):
+        for per_rank in range(2, len(profile) // ranks + 1):
+            for replicas in range(1, cluster.devices // ranks + 1):
+                for inner in combinations(range(1, len(profile)), ranks * per_rank - 1):
+                    cuts = enumerate(pairwise((0, *inner, len(profile))))
+                    held = [tuple(range(stage, ranks * replicas, ranks)) for stage in range(ranks)]
+                    stages = tuple(Stage(*cut, held[stage % ranks]) for stage, cut in cuts)
+                    yield Plan(stages, "interleaved", microbatches, size)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def seconds(row: Row) -> list[str]:
+    return [f"{row[key]:.4f}" for key in ("wall_min", "wall_median", "processor_min")] + [str(row["runs"])]
+
+
+def report(rows: list[Row]) -> str:
+    """The tables, with what is to be known to read them."""
+    of = {name: [row for row in rows if row["table"] == name] for name in ("times", "planners", "small")}
+    clock = ["wall min s", "median", "processor", "runs"]
+    parts = []
+    if of["times"]:
+        cells = [
+            [row["name"], *seconds(row), f"< {row['limit']}" if row["limit"] else "", row["plan"]]
+            for row in of["times"]
+        ]
+        parts += ["TIMES", table(["what", *clock, "asked", "plan"], cells)]
+    if of["planners"]:
+        cells = []
+        for row in of["planners"]:
+            place = [row["profile"], row["machine"], row["planner"]]
+            if "refused" in row:
+                cells.append([*place, *[""] * 7, row["refused"][:80]])
+                continue
+            numbers = [f"{row['over_bound']:.3f}", f"{row['samples_per_second']:.4g}", f"{row['of_search']:.3f}"]
+            cells.append([*place, *numbers, *seconds(row), row["plan"]])
+        head = ["profile", "machine", "planner", "over bound", "samples/s", "of search", *clock, "plan"]
+        parts += [
+            "\nPLANNERS (over bound: busiest rank, link or all-reduce over max(total / devices, largest layer if there "
+            "are no replicas);\nsamples/s: simulated; GNMT's file does not tell its samples: minibatches/s)",
+            table(head, cells),
+        ]
+    if of["small"]:
+        keys = ("objective_over_least", "search_of_best", "synchronous_of_best")
+        cells = [
+            [row["profile"], row["layers"], row["machine"], str(row["plans"]), *(f"{row[key]:.4f}" for key in keys)]
+            for row in of["small"]
+        ]
+        head = ["profile", "6 layers", "machine", "plans", "DP over least", "search of best", "synchronous of best"]
+        parts += ["\nSMALL (beside every plan)", table(head, cells)]
+    return "\n".join(parts)
+
+
+def conditions() -> str:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"machine: {os.cpu_count()} cores ({platform.machine()}), {platform.system()}, {time.strftime('%Y-%m-%d')}; "
+        f"one process; load average before: {load}: other jobs ran meanwhile, so compare minima and processor seconds\n"
+        f"software: Python {platform.python_version()}, numpy {numpy.__version__}, penstock {penstock.__version__}\n"
+        f"command: {shlex.join(['python', *sys.argv])}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser.add_argument("--data", type=Path, help="folder with dnn-partitioning/ and piper/")
+    parser.add_argument("--profiles", nargs="*", default=[], help="only these")
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--tables", nargs="*", default=["times", "planners", "small"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="without the thousand layers and the trillion parameters")
+    parser.add_argument("--save", type=Path, help="write the tables there, and JSON lines beside them")
+    options = parser.parse_args()
+
+    before = conditions()
+    profiles = load_profiles(options.data, options.profiles)
+    made: dict[str, Callable[[], Iterator[Row]]] = {
+        "times": lambda: times(profiles, options.repeats, large=not options.quick),
+        "planners": lambda: compare(profiles, options.repeats, {name: MACHINES[name] for name in options.machines}),
+        "small": lambda: small(profiles),
+    }
+    rows = []
+    for name in options.tables:
+        for row in made[name]():
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    text = f"{before}\n\n{report(rows)}\n"
+    print(text)
+    if options.save is not None:
+        options.save.write_text(text)
+        options.save.with_suffix(".json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
