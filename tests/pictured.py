@@ -29,8 +29,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def remembered() -> Timeline:
     """The spans with memory: 4 GB are always held, activations of 3 GB come and go, a message of 1 GB arrives."""
-    first = RankMemory(1e9, 1e9, 2e9, 0.0, ((1.0, 3e9), (8.0, 0.0)), ((5.5, 1e9), (6.0, 0.0)))
-    second = RankMemory(1e9, 1e9, 2e9, 0.0, ((2.5, 3e9), (5.5, 0.0)), ())
+    first = RankMemory(1e9, 2e9, 1e9, ((1.0, 3e9), (8.0, 0.0)), ((5.5, 1e9), (6.0, 0.0)))
+    second = RankMemory(1e9, 2e9, 1e9, ((2.5, 3e9), (5.5, 0.0)), ())
     return Timeline(SPANS, 2, (first, second))
 
 
@@ -57,7 +57,7 @@ def large_timeline(ranks: int, microbatches: int) -> Timeline:
             if rank + 1 < ranks:
                 spans.append(Span(rank, f"{rank}S{k}>{rank + 1}", start + 1, start + 1.25, 4.2e6))
                 spans.append(Span(rank + 1, f"{rank + 1}R{k}<{rank}", start + 1, start + 1.25, 4.2e6))
-        memory.append(RankMemory(8.0, 8.0, 16.0, 0.0, tuple(sorted(held))))
+        memory.append(RankMemory(8.0, 16.0, 8.0, tuple(sorted(held))))
     return Timeline(tuple(spans), ranks, tuple(memory))
 
 

@@ -65,15 +65,24 @@ def test_weights_gradients_and_optimizer(method: str, copies: list[int]) -> None
     timeline = simulate(
         Schedule(method, 3, 3), make_profile(3, weights=10.0), instant(3), optimizer_copies=1.5, master_copies=2
     )
-    found = [(m.weight_bytes, m.gradient_bytes, m.optimizer_bytes, m.master_bytes) for m in timeline.memory]
+    found = [(m.weight_bytes, m.optimizer_bytes, m.master_bytes, most(m.buffers)) for m in timeline.memory]
 
-    assert found == [(10 * count, 10, 15, 20) for count in copies]
+    assert found == [(10 * count, 15, 20, 10) for count in copies]
+
+
+def test_gradients_are_held_from_the_first_backward_to_the_update() -> None:
+    """A single stage: forwards of 1 s, backwards of 2 s."""
+    made = make_profile(1, weights=10.0)
+
+    assert simulate(Schedule("gpipe", 1, 2), made, instant(1)).memory[0].buffers == ((4.0, 10.0), (6.0, 0.0))
+    alone = simulate(Schedule("1f1b", 1, 2), made, instant(1), 1).memory[0]
+    assert [(round(at, 9), held) for at, held in alone.buffers] == [(3.0, 10.0), (3.0, 0.0), (6.0, 10.0), (6.0, 0.0)]
 
 
 def test_evaluation_keeps_no_activations_and_no_gradients() -> None:
     timeline = simulate(inference(2, 1, 3), make_profile(2, saved=5.0, weights=10.0), instant(2))
 
-    assert [(m.activations, m.gradient_bytes) for m in timeline.memory] == [((), 0), ((), 0)]
+    assert [(m.activations, most(m.buffers)) for m in timeline.memory] == [((), 0), ((), 0)]
 
 
 def test_messages_are_held_until_they_left_and_until_they_are_used() -> None:

@@ -107,7 +107,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
         ),
         (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0"),
         (
-            lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0, 0.0),)),
+            lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0),)),
             "timeline of 2 ranks: expected the memory of each rank or of none, found that of 1: give one "
             "RankMemory for each rank",
         ),
@@ -251,8 +251,8 @@ def test_trace_is_read_back(tmp_path: Path) -> None:
         ),
         (
             '{"traceEvents": [{"ph": "C", "pid": 0, "ts": 1, "args": {"weight": 1}}]}',
-            "an event is not as Penstock writes it (KeyError: 'gradient'): give a file that Timeline.save_trace wrote, "
-            "not one of another program",
+            "an event is not as Penstock writes it (KeyError: 'optimizer'): give a file that Timeline.save_trace "
+            "wrote, not one of another program",
         ),
     ],
 )
@@ -320,12 +320,13 @@ def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
             assert size == pytest.approx(now[-1] if now else 4e9, abs=2e7)
         assert drawn[-1][0] == pytest.approx(8.5, abs=0.01)
     assert curves[0][0].text == (
-        "rank 0: peak 8 GB: weights 1 GB, gradients 1 GB, optimizer 2 GB, activations up to 3 GB, buffers up to 1 GB"
+        "rank 0: peak 8 GB: weights 1 GB, optimizer 2 GB, master weights 1 GB, activations up to 3 GB, "
+        "messages and gradients up to 1 GB"
     )
 
 
 def test_svg_keeps_a_peak_that_is_narrower_than_a_pixel(tmp_path: Path) -> None:
-    spike = RankMemory(1.0, 0.0, 0.0, 0.0, ((500.0, 9.0), (500.001, 0.0)))
+    spike = RankMemory(1.0, 0.0, 0.0, ((500.0, 9.0), (500.001, 0.0)))
     Timeline((Span(0, "0F0@0", 0, 1000),), 1, (spike,)).save_svg(tmp_path / "timeline.svg")
     curve = next(classes((tmp_path / "timeline.svg").read_text(), "path", "memory")).get("d", "")
     levels = [float(y) for y, _ in re.findall(r"V([\d.]+)H([\d.]+)", curve)]

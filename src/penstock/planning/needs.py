@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
+from penstock.planning.costs import chain_costs
+from penstock.planning.memory import peak_bytes
 from penstock.planning.searches import Search, search
 from penstock.planning.verdicts import shape_text
 from penstock.planning.wishes import Wishes
@@ -28,7 +29,7 @@ def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes
     if cluster.memory_bytes is None or least is None:
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in found.refusals))
         return f"no plan: {reasons}"
-    enough = [f"{bytes_text(_peak(least))} on each device (for {_name(least)})"]
+    enough = [f"{bytes_text(_needed(least, profiles, wishes))} on each device (for {_name(least)})"]
     enough += _try_devices(profiles, cluster, wishes)
     if wishes.recompute is False:
         again = search(profiles, cluster, replace(wishes, recompute=True)).ranked
@@ -43,7 +44,8 @@ def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes
 
 def _least(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> Plan | None:
     """Of the plans without a limit, the one whose fullest device needs the least."""
-    return min(search(profiles, cluster, wishes).ranked, key=_peak, default=None)
+    found = search(profiles, cluster, wishes).ranked
+    return min(found, key=lambda plan: _needed(plan, profiles, wishes), default=None)
 
 
 def _try_devices(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> list[str]:
@@ -79,8 +81,11 @@ def _try_smaller(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) 
     return []
 
 
-def _peak(plan: Plan) -> float:
-    return max(plan.predicted.peak_bytes) if plan.predicted else inf
+def _needed(plan: Plan, profiles: Sequence[Profile], wishes: Wishes) -> float:
+    """What makes the search accept `plan`: planners count the gradients as if they were always there."""
+    profile = next(profile for profile in profiles if profile.microbatch_size == plan.microbatch_size)
+    counted = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), wishes.optimizer_copies)
+    return max(*counted, *(plan.predicted.peak_bytes if plan.predicted else ()))
 
 
 def _name(plan: Plan) -> str:

@@ -107,7 +107,8 @@ def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
             yield _plan_pipedream(trial, cluster, memo)
         case "2bw":
             ranked = rank_pipelines(profile, cluster, request)
-            yield from (candidate.plan(cluster) for candidate in ranked[:_PROPOSED])
+            allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]
+            yield from (candidate.plan(cluster) for candidate in allowed[:_PROPOSED])
         case "spp":
             yield _demand(find_spp(profile, cluster, request, whole_samples=True))
         case "interleaved":

@@ -48,6 +48,8 @@ class Trial:
     planner: str
     profile: Profile
     request: Request
+    may_recompute: bool
+    """Whether a planner that chooses recomputation by itself may; where the request asks for it, it must."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Wishes:
                 if schedule in _SCHEDULES_OF[planner]:
                     for profile in profiles:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
-                            yield Trial(planner, profile, request)
+                            yield Trial(planner, profile, request, self.recompute is not False)
 
     def count_microbatches(self, profile: Profile, first: Profile, cluster: Cluster) -> int:
         """``m`` of a minibatch whose microbatches are like those of `profile`; 0 if the batch does not divide.

@@ -1,10 +1,11 @@
 """What a rank holds in memory while a schedule is played.
 
 It follows the runtime: parameters in as many slots as there are versions (an update copies one slot to another and
-needs nothing beside them); gradients and the optimizer's state once; of a microbatch in flight what autograd saves,
-from the start of its forward to the end of its backward; messages from their arrival until they are used up, that is
-to the start of the forward (from then on they belong to what is saved) or the end of the backward, and from when they
-are made until they have left. What the allocator and the device's runtime take on top is not in it.
+needs nothing beside them); the optimizer's state; gradients from the end of the first backward that makes them (what
+that frees makes room for them) to the end of their update; of a microbatch in flight what autograd saves, from the
+start of its forward to the end of its backward; messages from their arrival until they are used up, that is to the
+start of the forward (from then on they belong to what is saved) or the end of the backward, and from when they are made
+until they have left. What the allocator and the device's runtime take on top is not in it.
 
 With recomputation a microbatch keeps its stage's input, and all that the stage saves during its backward alone; a
 backward that directly follows its forward has nothing to recompute, and keeps everything in between. With tensor
@@ -27,6 +28,7 @@ from penstock.values.memories import Course, RankMemory
 __all__ = ["Sizes", "hold", "peak_bytes"]
 
 _Numbers: TypeAlias = npt.NDArray[np.float64]
+_Places: TypeAlias = npt.NDArray[np.intp]
 _Changes: TypeAlias = tuple[_Numbers, _Numbers]
 """Moments (seconds, in any order), and how many bytes more or fewer are held from each on."""
 
@@ -82,8 +84,8 @@ class Sizes:
 
 def hold(track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]) -> RankMemory:
     """The memory of a rank that holds `stages`, in `versions` each, and did what `track` says."""
-    activations, buffers = _changes(track, sizes)
-    constants = _constants(track, costs, stages, versions)
+    activations, buffers = _changes(track, sizes, stages)
+    constants = _constants(costs, stages, versions)
     return RankMemory(*constants, activations=_course(activations), buffers=_course(buffers))
 
 
@@ -91,35 +93,38 @@ def peak_bytes(
     track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
 ) -> float:
     """``hold(...).peak_bytes``, without the courses."""
-    activations, buffers = _changes(track, sizes)
+    activations, buffers = _changes(track, sizes, stages)
     both = np.concatenate([activations[0], buffers[0]]), np.concatenate([activations[1], buffers[1]])
     _, held = _totals(both)
-    return sum(_constants(track, costs, stages, versions)) + float(held.max(initial=0.0))
+    return sum(_constants(costs, stages, versions)) + float(held.max(initial=0.0))
 
 
-def _constants(
-    track: Track, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
-) -> tuple[float, float, float, float]:
-    """Bytes of all weight versions, of gradients, optimizer state and master weights."""
+def _constants(costs: Costs, stages: Sequence[int], versions: Callable[[int], int]) -> tuple[float, float, float]:
+    """Bytes of all weight versions, of optimizer state and of master weights."""
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
-    trains = bool(_is_backward(_marks(track) // len(costs.forward_seconds)).any())
     return (
         sum(versions(stage) * costs.parameter_bytes[stage] for stage in stages),
-        weights if trains else 0.0,
         costs.assumptions.optimizer_copies * weights,
         costs.assumptions.master_copies * weights,
     )
 
 
-def _changes(track: Track, sizes: Sizes) -> tuple[_Changes, _Changes]:
-    """Of what is kept for backwards, and of messages."""
+def _changes(track: Track, sizes: Sizes, stages: Sequence[int]) -> tuple[_Changes, _Changes]:
+    """Of what is kept for backwards, and of messages and gradients."""
     marks = _marks(track)
     starts, stops, messages = np.array(track.starts), np.array(track.stops), np.array(track.messages)
     backward = _is_backward(marks // len(sizes.saved))
+    made, gone, sums = _gradients(marks, sizes, stages)
+    # An update that takes no time ends with the backward before it; what both hold in between is held all the same.
+    weights = np.array(sizes.parameters)[marks % len(sizes.saved)]
+    ends = stops.copy()
+    at_once = (stops[gone] == stops[sums]) & (weights[gone] > 0)
+    ends[sums[at_once]] = np.nextafter(stops[gone[at_once]], -np.inf)
+
     more, fewer = sizes.kept_from_start()[marks], sizes.dropped_at_stop()[marks]
     if not backward.any():  # an evaluation keeps nothing
         more = np.zeros_like(more)
-    kept = _drop_nothing(np.stack([starts, stops], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())
+    kept = _drop_nothing(np.stack([starts, ends], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())
 
     kinds = np.array(track.instructions.kinds)
     carried = sizes.carried()[marks]
@@ -127,10 +132,25 @@ def _changes(track: Track, sizes: Sizes) -> tuple[_Changes, _Changes]:
     sent = kinds[places] == SEND
     # A send directly follows the action that made its message, a receive directly precedes the one that uses it.
     sends, receives = places[sent], places[~sent]
-    used = np.where(backward[receives + 1], stops[receives + 1], starts[receives + 1])
-    moments = np.concatenate([stops[sends - 1], messages[~sent], messages[sent], used])
-    amounts = np.concatenate([carried[sends], carried[receives], -carried[sends], -carried[receives]])
-    return kept, _drop_nothing(moments, amounts)
+    used = np.where(backward[receives + 1], ends[receives + 1], starts[receives + 1])
+    moments = [stops[sends - 1], messages[~sent], messages[sent], used, ends[made], stops[gone]]
+    amounts = [carried[sends], carried[receives], -carried[sends], -carried[receives], weights[made], -weights[gone]]
+    return kept, _drop_nothing(np.concatenate(moments), np.concatenate(amounts))
+
+
+def _gradients(marks: npt.NDArray[np.int64], sizes: Sizes, stages: Sequence[int]) -> tuple[_Places, _Places, _Places]:
+    """The backwards that make gradients of weights where there were none, the updates that use gradients up, and the
+    last backward before each of these."""
+    kinds, owners = marks // len(sizes.saved), marks % len(sizes.saved)
+    found: list[tuple[_Places, _Places, _Places]] = []
+    for stage in stages:
+        places = np.flatnonzero((owners == stage) & (_is_backward(kinds) | (kinds == Mark.UPDATE)))
+        makes = _is_backward(kinds[places])
+        before = np.concatenate([[False], makes[:-1]])
+        takes = np.flatnonzero(~makes & before)
+        found.append((places[makes & ~before], places[takes], places[takes - 1]))
+    made, gone, sums = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return made, gone, sums
 
 
 def _marks(track: Track) -> npt.NDArray[np.int64]:

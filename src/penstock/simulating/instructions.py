@@ -63,7 +63,8 @@ class Mark(IntEnum):
     RECEIVE_ON = 6
     RECEIVE_BACK = 7
     REDUCE = 8
-    OTHER = 9
+    UPDATE = 9
+    OTHER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Writer:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
         forwards, backwards, again, updates = self._seconds
-        forward, kept, backward, direct, *message_marks, reduce, other = (mark * stages for mark in Mark)
+        forward, kept, backward, direct, *message_marks, reduce, update, other = (mark * stages for mark in Mark)
         send_on, send_back, receive_on, receive_back = message_marks
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
@@ -145,7 +146,7 @@ class Writer:
                 case Update(stage=stage):
                     kinds.append(compute)
                     details.append(updates[stage])
-                    marks.append(other + stage)
+                    marks.append(update + stage)
                     latest = -1, -1, -1
                 case Reduce(stage=stage, version=number):
                     kinds.append(REDUCE)

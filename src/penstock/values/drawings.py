@@ -192,7 +192,7 @@ def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], 
         (("send",), "sending"),
         (("idle",), "idle"),
         (("held",), "memory: always held"),
-        (("memory",), "activations and messages"),
+        (("memory",), "activations, messages and gradients"),
         (("critical",), "critical path"),
     )
     lines: list[str] = []

@@ -21,8 +21,6 @@ class RankMemory:
 
     weight_bytes: float
     """All weight versions."""
-    gradient_bytes: float
-    """Of the weights: the buffer that backwards add to."""
     optimizer_bytes: float
     """The optimizer's state."""
     master_bytes: float = 0.0
@@ -30,12 +28,13 @@ class RankMemory:
     activations: Course = ()
     """What forwards keep until their backward, and what a recomputation makes again."""
     buffers: Course = ()
-    """Messages that have arrived and are not used yet, and those that are not sent yet."""
+    """Messages that have arrived and are not used yet, and those that are not sent yet; and the gradients of weights,
+    from the end of the first backward that makes them to the end of the update that takes them."""
 
     @property
     def constant_bytes(self) -> float:
         """What is held from start to end."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.master_bytes
+        return self.weight_bytes + self.optimizer_bytes + self.master_bytes
 
     @property
     def peak_bytes(self) -> float:

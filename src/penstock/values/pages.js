@@ -281,7 +281,7 @@
     if (lane.curve && within > lane.bar + lane.strip) {
       const memory = lane.panel.memory[lane.rank], now = held(memory.activations, tick), waiting = held(memory.buffers, tick);
       return `${bytes(memory.held + now + waiting)} on rank ${lane.rank} at ${moment(tick)}\n`
-        + `always held ${bytes(memory.held)}, activations ${bytes(now)}, messages ${bytes(waiting)}\n${memory.words}`;
+        + `always held ${bytes(memory.held)}, activations ${bytes(now)}, messages and gradients ${bytes(waiting)}\n${memory.words}`;
     }
     return "";
   }

@@ -109,7 +109,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
     if any(panel.memory for panel in panels):
         yield '<li><span class="swatch held"></span>memory always held</li>'
         yield '<li><span class="swatch activations"></span>activations</li>'
-        yield '<li><span class="swatch buffers"></span>messages</li>'
+        yield '<li><span class="swatch buffers"></span>messages and gradients</li>'
     yield '</ul><div class="buttons" role="group" aria-label="View">'
     for name, text, words in (
         ("out", "\N{MINUS SIGN}", "zoom out"),

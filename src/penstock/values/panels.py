@@ -51,11 +51,10 @@ def peak_words(memory: RankMemory) -> str:
     """What a rank holds at most, and its parts."""
     parts = {
         "weights": memory.weight_bytes,
-        "gradients": memory.gradient_bytes,
         "optimizer": memory.optimizer_bytes,
         "master weights": memory.master_bytes,
         "activations up to": max((size for _, size in memory.activations), default=0.0),
-        "buffers up to": max((size for _, size in memory.buffers), default=0.0),
+        "messages and gradients up to": max((size for _, size in memory.buffers), default=0.0),
     }
     told = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
     return f"peak {bytes_text(memory.peak_bytes)}" + (f": {told}" if told else "")

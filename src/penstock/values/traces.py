@@ -24,7 +24,7 @@ __all__ = ["read_trace", "trace_json"]
 
 _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
-_CONSTANTS = ("weight", "gradient", "optimizer", "master")
+_CONSTANTS = ("weight", "optimizer", "master")
 _COURSES = ("activations", "buffers")
 _Event: TypeAlias = dict[str, object]
 _Placed: TypeAlias = tuple[Span, int]
@@ -162,9 +162,9 @@ def _read_span(event: dict[str, Any]) -> Span:
 
 def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     first = events[0]["args"]
-    weight, gradient, optimizer, master = (float(first[name]) for name in _CONSTANTS)
+    weight, optimizer, master = (float(first[name]) for name in _CONSTANTS)
     activations, buffers = (_read_course(events, name) for name in _COURSES)
-    return RankMemory(weight, gradient, optimizer, master, activations, buffers)
+    return RankMemory(weight, optimizer, master, activations, buffers)
 
 
 def _read_course(events: Sequence[dict[str, Any]], name: str) -> Course:

@@ -1,0 +1,274 @@
+"""Sets predictions beside measurements: seconds per step and bytes at the peak, for every schedule, on 2 to 4 processes.
+
+    python benchmarks/prediction.py
+
+Processes of one machine share its cores, so that a layer takes longer in company than alone. Every launch first
+measures how much longer, for one, two, ... busy processes; the simulator takes these factors (`slowdowns`), a profile
+that was taken while the others slept, the seconds of an update, and the probed links. Nothing is fitted to the steps.
+
+Seconds: the median over rounds, in which every schedule takes its turn; the pipe of an asynchronous schedule is full in
+the steps that count. Bytes: what the process has resident at most in a step, less what it had resident before it trained
+and plus the weights, which are there before; so what Python and PyTorch take for themselves does not count. Freed
+tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that resident bytes are those of live tensors.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock.simulating import evaluate
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from train_gpt import BYTES, GPT, loss_fn
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw")
+MICROBATCH_SIZE = 4
+CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
+MICROBATCHES_PER_PROCESS = 4
+WARM_UP_STEPS = 2
+BUSY_SECONDS = 2.0
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule on so many processes; the bytes are those of the rank where the prediction is off the most."""
+
+    processes: int
+    schedule: str
+    predicted_seconds: float
+    measured_seconds: float
+    least_seconds: float
+    most_seconds: float
+    rank: int
+    predicted_bytes: float
+    measured_bytes: float
+
+    def text(self) -> str:
+        seconds = self.predicted_seconds / self.measured_seconds
+        size = self.predicted_bytes / self.measured_bytes
+        return (
+            f"{self.processes:>9}  {self.schedule:<12}{1e3 * self.predicted_seconds:>10.1f}"
+            f"{1e3 * self.measured_seconds:>10.1f}  ({1e3 * self.least_seconds:.1f} to {1e3 * self.most_seconds:.1f})"
+            f"{seconds:>8.3f}{self.rank:>8}{self.predicted_bytes / 1e6:>11.1f}{self.measured_bytes / 1e6:>10.1f}{size:>8.3f}"
+        )
+
+
+HEAD = (
+    f"{'processes':>9}  {'schedule':<12}{'predicted':>10}{'measured':>10}  (least to most) ms{'ratio':>5}{'rank':>8}"
+    f"{'predicted':>11}{'measured':>10}{'ratio':>8} MB"
+)
+
+
+def build() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONTEXT, WIDTH, HEADS, BLOCKS)
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(BYTES, (microbatches * MICROBATCH_SIZE, CONTEXT + 1), generator=generator)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def pipeline(schedule: str, processes: int, microbatches: int) -> penstock.Pipeline:
+    per_rank = 2 if schedule == "interleaved" else 1
+    return penstock.Pipeline(
+        build(),
+        sample=(batch(1)[0],),
+        loss_fn=loss_fn,
+        optimizer=sgd,
+        schedule=schedule,
+        microbatches=microbatches,
+        stages=processes * per_rank,
+    )
+
+
+def alone(work: Callable[[], Found]) -> Found:
+    """What rank 0 makes while the others sleep; the same on every rank."""
+    found = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    result = found[0]
+    assert result is not None
+    return result
+
+
+def everywhere(mine: Found) -> list[Found]:
+    """What every rank has, rank by rank."""
+    found: list[Found | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [one for one in found if one is not None]
+
+
+def measure_slowdowns() -> tuple[float, ...]:
+    """How many times longer a block's forward and backward take on each of k busy processes than on one alone."""
+    block = build().blocks[0]
+    values = torch.randn(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
+    seconds = []
+    for busy in range(1, dist.get_world_size() + 1):
+        dist.barrier()
+        mine = 0.0
+        if dist.get_rank() < busy:
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() < start + BUSY_SECONDS:
+                block(values).sum().backward()
+                count += 1
+            mine = (time.perf_counter() - start) / count
+        seconds.append(statistics.mean(everywhere(mine)[:busy]))
+    return tuple(found / seconds[0] for found in seconds)
+
+
+def measure_update() -> float:
+    """Seconds of an update per byte of weights; the copy to another version's slot is in it."""
+    model = build()
+    optimizer = sgd(list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def resident_bytes(field: str) -> int:
+    """Of this process: VmRSS, now; VmHWM, the most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> float:
+    """The most bytes of live tensors in a step, in this process; see the file's docstring."""
+    # What is made once for all steps, such as the workspaces of kernels, is made by a microbatch before.
+    pipe.evaluate(tokens[:MICROBATCH_SIZE], target[:MICROBATCH_SIZE])
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    weights = sum(4 * parameter.numel() for parameter in pipe.parameters())
+    for _ in range(WARM_UP_STEPS):
+        pipe.step(tokens, target)
+    forget_peak()
+    for _ in range(2):
+        pipe.step(tokens, target)
+    peak = resident_bytes("VmHWM")
+    pipe.drain()
+    return peak - before + weights
+
+
+def measure_steps(
+    pipes: dict[str, penstock.Pipeline], rounds: int, tokens: Tensor, target: Tensor
+) -> dict[str, list[float]]:
+    """Seconds per step of every schedule, a number for each round, as rank 0 sees them."""
+    times: dict[str, list[float]] = {name: [] for name in pipes}
+    for _ in range(rounds):
+        for name, pipe in pipes.items():
+            dist.barrier()
+            marks = []
+            for _ in range(WARM_UP_STEPS + 3):
+                pipe.step(tokens, target)
+                marks.append(time.perf_counter())
+            pipe.drain()
+            times[name].append((marks[-1] - marks[-4]) / 3)
+    return times
+
+
+def measure(rounds: int) -> list[Row]:
+    """The rows of this number of processes. Collective; the same on every rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    processes = dist.get_world_size()
+    microbatches = MICROBATCHES_PER_PROCESS * processes
+    tokens, target = batch(microbatches)
+    slowdowns = everywhere(measure_slowdowns())[0]
+    profile = alone(lambda: penstock.profile(build(), (batch(1)[0],), iterations=20))
+    update = alone(measure_update)
+    cluster = penstock.probe()
+    pipes, peaks = {}, {}
+    for name in SCHEDULES:
+        pipes[name] = pipeline(name, processes, microbatches)
+        peaks[name] = everywhere(measure_peak(pipes[name], tokens, target))
+    times = {name: everywhere(found)[0] for name, found in measure_steps(pipes, rounds, tokens, target).items()}
+    rows = []
+    for name, pipe in pipes.items():
+        outcome = evaluate(
+            pipe.plan, profile, cluster, slowdowns=slowdowns, update_seconds_per_byte=update, optimizer_copies=0.0
+        )
+        ratios = [guess / truth for guess, truth in zip(outcome.peak_bytes, peaks[name], strict=True)]
+        rank = max(range(processes), key=lambda rank: abs(ratios[rank] - 1))
+        middle, least, most = statistics.median(times[name]), min(times[name]), max(times[name])
+        bytes_of_rank = outcome.peak_bytes[rank], peaks[name][rank]
+        rows.append(Row(processes, name, outcome.minibatch_seconds, middle, least, most, rank, *bytes_of_rank))
+        pipe.close()
+    if dist.get_rank() == 0:
+        told = ", ".join(f"{factor:.2f}" for factor in slowdowns)
+        print(
+            f"{processes} processes: {told} times as long with 1, 2, ... busy; update {update * 1e9:.2f} s/GB",
+            flush=True,
+        )
+    dist.destroy_process_group()
+    return rows
+
+
+def launch(processes: int, rounds: int) -> list[Row]:
+    """The rows that a world of so many processes measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command += [__file__, "--worker", str(rows), "--rounds", str(rounds)]
+        subprocess.run(command, check=True, env=environment)
+        return [Row(**row) for row in json.loads(rows.read_text())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        rows = measure(arguments.rounds)
+        if int(os.environ["RANK"]) == 0:
+            arguments.worker.write_text(json.dumps([asdict(row) for row in rows]))
+        return
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+    rows = [row for processes in arguments.processes for row in launch(processes, arguments.rounds)]
+    print(HEAD)
+    for row in rows:
+        print(row.text())
+    worst = max(abs(row.predicted_seconds / row.measured_seconds - 1) for row in rows)
+    fullest = max(abs(row.predicted_bytes / row.measured_bytes - 1) for row in rows)
+    print(f"seconds are off by at most {worst:.1%}, bytes by at most {fullest:.1%}")
+
+
+if __name__ == "__main__":
+    main()
