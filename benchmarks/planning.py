@@ -155,7 +155,7 @@ def planners(profile: Profile, cluster: Cluster) -> dict[str, Make]:
         "search, synchronous": lambda: penstock.plan(profile, cluster, synchronous=True),
         "pipedream, 1f1b": lambda: plan_pipedream(profile, cluster, request("1f1b")),
         "pipedream, flush": lambda: plan_synchronous_pipedream(profile, cluster, flush),
-        "spp": lambda: plan_spp(profile, cluster, request("spp")),
+        "spp": lambda: plan_spp(profile, cluster, request("spp"), whole_samples=True),
         "2bw": lambda: plan_two_bw(profile, cluster, request("2bw")),
         "2bw, flush": lambda: plan_two_bw(profile, cluster, flush),
         "interleaved": lambda: penstock.plan(profile, cluster, planner="interleaved"),
@@ -337,7 +337,7 @@ def report(rows: list[Row]) -> str:
         head = ["profile", "machine", "planner", "over bound", "samples/s", "of search", *clock, "plan"]
         parts += [
             "\nPLANNERS (over bound: busiest rank, link or all-reduce over max(total / devices, largest layer if there "
-            "are no replicas);\nsamples/s: simulated; GNMT's file does not tell its samples: minibatches/s)",
+            "are no replicas);\nsamples/s: simulated; dnn-partitioning does not tell its samples: 1 is taken)",
             table(head, cells),
         ]
     if of["small"]:

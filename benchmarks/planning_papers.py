@@ -85,8 +85,7 @@ def pipedream(profiles: dict[str, Profile]) -> str:
             alone = slowest_seconds(everywhere, costs, row.cluster, model)
             found = slowest_seconds(plan.stages, costs, row.cluster, model)
             simulated = "-" if model == "released" else f"{over_data_parallel(plan, profile, row.cluster, model):.2f}"
-            batch = profile.microbatch_size if profile.microbatch_size > 1 else 64
-            what = [row.model, str(batch), row.machine, row.replicas, row.speedup, model]
+            what = [row.model, str(profile.microbatch_size), row.machine, row.replicas, row.speedup, model]
             rows.append([*what, short(plan), f"{found:.5f}", f"{alone / found:.2f}", simulated])
     head = ["model", "batch", "machine", "paper", "speed-up", "cost", "planned", "slowest s", "speed-up", "simulated"]
     return table(head, rows)
