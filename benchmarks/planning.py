@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from planning_profiles import load_profiles
+from planning_profiles import join, load_profiles
 
 import penstock
 from penstock.errors import PenstockError
@@ -217,31 +217,6 @@ def small(profiles: dict[str, Profile]) -> Iterator[Row]:
                 yield {**row, **beside_all(reduced, cluster)}
 
 
-def join(profile: Profile, count: int) -> Profile:
-    """`profile` with its layers joined to `count`, as equal in seconds as they come."""
-    groups: list[list[LayerProfile]] = [[] for _ in range(count)]
-    past = 0.0
-    for index, layer in enumerate(profile.layers):
-        middle = int(count * (past + layer.seconds / 2) / profile.seconds)
-        # No group stays empty: each has a layer of its own at least.
-        first = next((number for number, group in enumerate(groups) if not group), count - 1)
-        wanted = min(middle, first, count - 1)
-        groups[max(wanted, count - (len(profile) - index))].append(layer)
-        past += layer.seconds
-    joined = (
-        LayerProfile(
-            group[0].name,
-            sum(layer.forward_seconds for layer in group),
-            sum(layer.backward_seconds for layer in group),
-            group[-1].cut_bytes,
-            sum(layer.saved_bytes for layer in group),
-            sum(layer.parameter_bytes for layer in group),
-        )
-        for group in groups
-    )
-    return Profile(tuple(joined), profile.microbatch_size, profile.name)
-
-
 def beside_all(profile: Profile, cluster: Cluster) -> Row:
     """PipeDream's slowest part over the least of all plans; the searches' samples per second over the most."""
     costs = chain_costs(profile)
@@ -249,23 +224,26 @@ def beside_all(profile: Profile, cluster: Cluster) -> Row:
     least = min(slowest_seconds(stages, costs, cluster, "ring") for stages in arrangements)
     found = slowest_seconds(partition(profile, cluster).stages, costs, cluster, "ring")
     rates: dict[bool, float] = {True: 0.0, False: 0.0}
-    count = 0
+    count, fastest = 0, ""
     for plan in every_plan(profile, cluster, arrangements):
         try:
             rate = evaluate(plan, profile, cluster).samples_per_second
         except PenstockError:
             continue
         count += 1
+        fastest = shape(plan) if rate > max(rates.values()) else fastest
         flushes = plan.schedule not in ("1f1b", "2bw")
         rates[flushes] = max(rates[flushes], rate)
     searched: dict[bool, float] = {}
     for both in (True, False):
-        predicted = penstock.plan(profile, cluster, synchronous=both).predicted
-        assert predicted is not None
-        searched[both] = predicted.samples_per_second
+        found_plan = penstock.plan(profile, cluster, synchronous=both)
+        assert found_plan.predicted is not None
+        searched[both] = found_plan.predicted.samples_per_second
     return {
         "objective_over_least": found / least,
         "plans": count,
+        "fastest": f"{fastest}, {max(rates.values()):.4g}/s",
+        "search": f"{shape(found_plan)}, {searched[False]:.4g}/s",
         "search_of_best": searched[False] / max(rates.values()),
         "synchronous_of_best": searched[True] / rates[True],
     }
@@ -343,11 +321,16 @@ def report(rows: list[Row]) -> str:
     if of["small"]:
         keys = ("objective_over_least", "search_of_best", "synchronous_of_best")
         cells = [
-            [row["profile"], row["layers"], row["machine"], str(row["plans"]), *(f"{row[key]:.4f}" for key in keys)]
+            [
+                *(str(row[key]) for key in ("profile", "layers", "machine", "plans")),
+                *(f"{row[key]:.4f}" for key in keys),
+                row["search"],
+                row["fastest"],
+            ]
             for row in of["small"]
         ]
         head = ["profile", "6 layers", "machine", "plans", "DP over least", "search of best", "synchronous of best"]
-        parts += ["\nSMALL (beside every plan)", table(head, cells)]
+        parts += ["\nSMALL (beside all plans on consecutive ranks)", table([*head, "search", "fastest of all"], cells)]
     return "\n".join(parts)
 
 

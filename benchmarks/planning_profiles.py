@@ -35,6 +35,31 @@ def load_profiles(data: Path | None, names: list[str]) -> dict[str, Profile]:
     return {name: read(path) for name, (read, path) in readers.items() if not names or name in names}
 
 
+def join(profile: Profile, count: int) -> Profile:
+    """`profile` with its layers joined to `count`, as equal in seconds as they come."""
+    groups: list[list[LayerProfile]] = [[] for _ in range(count)]
+    past = 0.0
+    for index, layer in enumerate(profile.layers):
+        middle = int(count * (past + layer.seconds / 2) / profile.seconds)
+        # No group stays empty: each has a layer of its own at least.
+        first = next((number for number, group in enumerate(groups) if not group), count - 1)
+        wanted = min(middle, first, count - 1)
+        groups[max(wanted, count - (len(profile) - index))].append(layer)
+        past += layer.seconds
+    joined = (
+        LayerProfile(
+            group[0].name,
+            sum(layer.forward_seconds for layer in group),
+            sum(layer.backward_seconds for layer in group),
+            group[-1].cut_bytes,
+            sum(layer.saved_bytes for layer in group),
+            sum(layer.parameter_bytes for layer in group),
+        )
+        for group in groups
+    )
+    return Profile(tuple(joined), profile.microbatch_size, profile.name)
+
+
 def read_pipedream(path: Path) -> Profile:
     return Profile.from_pipedream(path, GNMT_SAMPLES if path.parent.name == "gnmt" else None)
 
