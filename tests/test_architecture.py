@@ -24,13 +24,14 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 FLOW = {
     "errors": "",
     "values": "errors",
-    "planning": "errors values scheduling simulating",
+    "progress": "",
+    "planning": "errors values progress scheduling simulating",
     "scheduling": "errors values",
     "simulating": "errors values scheduling",
     "rendering": "errors values scheduling simulating",
     "capturing": "errors",
     # The probe measures the links through the transport that the pipeline will use.
-    "profiling": "errors values capturing runtime",
+    "profiling": "errors values progress capturing runtime",
     "oracle": "errors values capturing",
     "runtime": "errors values scheduling capturing",
     "autoplans": "errors values planning capturing profiling runtime",
@@ -38,7 +39,7 @@ FLOW = {
     "commands": "errors values planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
 }
-PURE = ("errors", "values", "planning", "scheduling", "simulating", "rendering")
+PURE = ("errors", "progress", "values", "planning", "scheduling", "simulating", "rendering")
 STRANGERS = ("executor", "replicas", "transport", "weights")
 ACTIONS = {node.name for node in TREES["penstock.scheduling.actions"].body if isinstance(node, ast.ClassDef)}
 PUBLIC = """

@@ -15,8 +15,8 @@ from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
 from penstock.errors import ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
-from penstock.profiling.progress import progress_line, watched
 from penstock.profiling.saved_tensors import recording
+from penstock.progress import progress_line, watched
 from penstock.values.profiles import LayerProfile, Profile
 
 FLOAT = 4

@@ -37,6 +37,7 @@ def plan(
     allreduce: str = "ring",
     optimizer_copies: float = OPTIMIZER_COPIES,
     shared_nic: bool = False,
+    progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
 
@@ -51,7 +52,8 @@ def plan(
     the size; a single one is taken at its own. `stages`: so many, on one rank each (with `stages_per_rank`: on all
     ranks together). `straight`: no replicas. `recompute`: both are tried where memory is limited. `optimizer_copies`:
     the optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of
-    the cluster) share one link to each other server; by default every two ranks have their own.
+    the cluster) share one link to each other server; by default every two ranks have their own. `progress`
+    shows a line on stderr; None shows it on a terminal.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
@@ -76,7 +78,7 @@ def plan(
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, wishes)
     profiles = _check_profiles(profile)
-    found = search(profiles, cluster, wishes)
+    found = search(profiles, cluster, wishes, progress=progress)
     if not found.ranked:
         raise PlanError(describe_needs(profiles, cluster, wishes, found))
     return replace(found.ranked[0], explanation=explain_search(found))

@@ -24,6 +24,7 @@ from penstock.planning.two_bw_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.planning.wishes import SYNCHRONOUS, Trial, Wishes
+from penstock.progress import progress_line
 from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
@@ -41,9 +42,6 @@ _PROPOSED = 3
 
 _EQUAL = 1e-3
 """Relative; predictions are not better than that."""
-
-_SAME_ALONE = ("gpipe", "interleaved", "2bw")
-"""On a single stage these have nothing over 1f1b-flush."""
 
 Planner = Callable[[Profile, Cluster, Request], Plan]
 
@@ -68,18 +66,18 @@ class Search:
     refusals: tuple[Refusal, ...]
 
 
-def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> Search:
+def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, progress: bool | None = False) -> Search:
     """Plans for `cluster`, of a model that was measured once or at several microbatch sizes.
 
-    `ranked` is empty if nothing fits.
+    `ranked` is empty if nothing fits. `progress` shows a line on stderr, None on a terminal only.
     """
     refusals: list[Refusal] = []
     proposals: dict[Plan, Plan] = {}
     memo: _Memo = {}
-    for trial in wishes.trials(profiles, cluster):
+    for trial in progress_line(wishes.trials(profiles, cluster), _title, "planning", progress):
         try:
             for proposed in _propose(trial, cluster, memo):
-                if len(proposed.stages) == 1 and proposed.schedule in _SAME_ALONE and "1f1b-flush" in wishes.schedules:
+                if _is_pointless(proposed) and "1f1b-flush" in wishes.schedules:
                     continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=trial.planner))
@@ -88,12 +86,16 @@ def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> Sea
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
     judged = []
-    for plan in chosen:
+    for plan in progress_line(chosen, lambda plan: plan.schedule, "simulating", progress):
         try:
             judged.append(_judge(plan, sizes[plan.microbatch_size or 0], cluster, wishes))
         except (PlanError, ScheduleError) as error:
             refusals.append(Refusal(plan.planner, plan.schedule, str(error)))
     return Search(_rank(judged), len(proposals) - len(chosen), tuple(refusals))
+
+
+def _title(trial: Trial) -> str:
+    return f"{trial.planner}, {trial.request.schedule}"
 
 
 _Memo = dict[tuple[str, int, bool, bool, int | None, int], Plan]
@@ -154,6 +156,11 @@ def _parallel_interleaved(profile: Profile, cluster: Cluster, request: Request) 
         narrow = find_pipedream(profile, Cluster.uniform(length, cluster.slowest, cluster.memory_bytes), alone)
         if narrow is not None:
             yield widen(narrow, replicas, profile, cluster, request)
+
+
+def _is_pointless(plan: Plan) -> bool:
+    """Whether it has nothing over the same under 1f1b-flush: on a single stage there is nothing to fill or drain."""
+    return len(plan.stages) == 1 and plan.schedule not in ("1f1b", "1f1b-flush") and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ProfileError
-from penstock.profiling.progress import progress_line
+from penstock.progress import progress_line
 from penstock.runtime.agreements import gather_results
 from penstock.runtime.transport import Edge, Ticket, Transport
 from penstock.runtime.worlds import World, join_world

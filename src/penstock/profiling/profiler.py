@@ -33,8 +33,8 @@ from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
 from penstock.profiling.clocks import Clock, WallClock, calls_per_sample, clock_of, median_seconds
-from penstock.profiling.progress import progress_line
 from penstock.profiling.saved_tensors import measure_saved_bytes
+from penstock.progress import progress_line
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
