@@ -200,7 +200,7 @@ def _check_ties(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and without a flush "
                 "they update at different times, so that their copies drift apart; choose a flushing schedule (gpipe, "
-                "1f1b-flush, interleaved), untie the weights, or put the layers that share them into one stage"
+                "1f1b-flush, interleaved, spp), untie the weights, or put the layers that share them into one stage"
             )
 
 
