@@ -110,8 +110,8 @@ def test_schedules_without_a_flush_refuse(method: str) -> None:
 
     assert str(caught.value) == (
         f"schedule {method!r}: stages 0, 2 share weights, and without a flush they update at different times, so that "
-        "their copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp), untie the weights, or "
-        "put the layers that share them into one stage"
+        "their copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp), untie the "
+        "weights, or put the layers that share them into one stage"
     )
 
 

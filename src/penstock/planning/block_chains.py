@@ -50,6 +50,7 @@ class BlockChain:
         recompute: bool,
         optimizer_copies: float,
         memory_bytes: float | None,
+        buffers: int = 0,
     ) -> None:
         self.profile = profile
         self.recompute = recompute
@@ -61,7 +62,7 @@ class BlockChain:
         self._least: dict[Counts, float] = {}
         self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
 
-        whole = chain_costs(profile, recompute=recompute)
+        whole = chain_costs(profile, recompute=recompute, buffers=buffers)
         points = np.array(self._places)
         sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
         grid = np.ix_(points, points)

@@ -48,9 +48,11 @@ class ChainCosts:
     saved_bytes: Matrix
     """(N+1, N+1): what each microbatch in flight keeps until its backward."""
     recomputed_bytes: Matrix
-    """(N+1, N+1): what the one microbatch that is recomputed keeps beside that; zero without recomputation."""
+    """(N+1, N+1): what the one microbatch that is recomputed keeps beside that, zero without recomputation; and what is
+    set aside for messages. It grows with the interval."""
     exchanged_bytes: Matrix
-    """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes."""
+    """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes; once, if both
+    pass at the same time."""
 
     @property
     def layers(self) -> int:
@@ -64,8 +66,15 @@ class ChainCosts:
         return seconds
 
 
-def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
-    """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept."""
+def chain_costs(
+    profile: Profile, *, recompute: bool = False, full_duplex: bool = False, buffers: int = 0
+) -> ChainCosts:
+    """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept.
+
+    SOSP'19 counts both directions of a cut one after the other, which `full_duplex` does not. `buffers`: memory is set
+    aside for so many messages over the cuts on either side; for the one behind, as large as the largest cut inside the
+    stage, so that a longer stage never needs less.
+    """
     layers = profile.layers
     seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
     saved = _sums([layer.saved_bytes for layer in layers])
@@ -74,12 +83,17 @@ def chain_costs(profile: Profile, *, recompute: bool = False) -> ChainCosts:
     recomputed = np.zeros_like(saved)
     if recompute:
         saved, recomputed = np.broadcast_to(crossing[:, None], saved.shape), saved
+    if buffers:
+        # Nothing passes over the ends of the chain.
+        cuts = np.append(crossing[:-1], 0.0)
+        behind = np.maximum.accumulate(np.where(empty, 0.0, cuts[None, :]), axis=1)
+        recomputed = recomputed + buffers * (cuts[:, None] + behind)
     return ChainCosts(
         np.where(empty, np.inf, seconds),
         _sums([layer.parameter_bytes for layer in layers]),
         saved,
         recomputed,
-        2 * crossing,
+        crossing if full_duplex else 2 * crossing,
     )
 
 

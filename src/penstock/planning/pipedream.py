@@ -79,7 +79,7 @@ def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
 
 def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
     """As `plan_pipedream`; None if nothing fits, at no cost for saying what would."""
-    costs = chain_costs(profile, recompute=request.recompute)
+    costs = chain_costs(profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers)
     alone = is_alone(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []

@@ -31,6 +31,10 @@ class Request:
     vertical_sync: bool = False
     recompute: bool = False
     optimizer_copies: float = OPTIMIZER_COPIES
+    full_duplex: bool = False
+    """Whether a link carries activations and gradients at the same time; SOSP'19 adds them up."""
+    buffers: int = 0
+    """Messages on either side of a stage that memory is set aside for; the papers leave them out."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

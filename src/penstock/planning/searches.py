@@ -11,6 +11,7 @@ Laws of this file:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from penstock.errors import PlanError, ScheduleError
@@ -39,6 +40,9 @@ _SHORTLIST = 12
 
 _PROPOSED = 3
 """Parallel pipelines that one trial proposes."""
+
+_BUFFERS = 2
+"""Messages on either side of a stage that memory is set aside for, where it is."""
 
 _EQUAL = 1e-3
 """Relative; predictions are not better than that."""
@@ -98,7 +102,7 @@ def _title(trial: Trial) -> str:
     return f"{trial.planner}, {trial.request.schedule}"
 
 
-_Memo = dict[tuple[str, int, bool, bool, int | None, int], Plan]
+_Memo = dict[tuple[int, Request], Plan]
 
 
 def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
@@ -106,11 +110,15 @@ def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
     profile, request = trial.profile, trial.request
     match trial.planner:
         case "pipedream":
-            yield _plan_pipedream(trial, cluster, memo)
+            # As the simulator has it: links carry both directions at once.
+            at_once = replace(request, full_duplex=True)
+            plans = list(_with_room(partial(_plan_once, profile, cluster, memo), profile, cluster, at_once))
+            yield from plans or [_demand(None)]
         case "2bw":
-            ranked = rank_pipelines(profile, cluster, request)
-            allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]
-            yield from (candidate.plan(cluster) for candidate in allowed[:_PROPOSED])
+            for buffers in (0,) if cluster.memory_bytes is None else (0, _BUFFERS):
+                ranked = rank_pipelines(profile, cluster, replace(request, buffers=buffers))
+                allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]
+                yield from (candidate.plan(cluster) for candidate in allowed[:_PROPOSED])
         case "spp":
             yield _demand(find_spp(profile, cluster, request, whole_samples=True))
         case "interleaved":
@@ -119,22 +127,33 @@ def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
             yield PLANNERS[name](profile, cluster, request)
 
 
-def _plan_pipedream(trial: Trial, cluster: Cluster, memo: _Memo) -> Plan:
-    """As the planner itself; but what fits without a limit in mind is planned once for all schedules."""
-    profile, request = trial.profile, trial.request
+def _with_room(
+    find: Callable[[Request], Plan | None], profile: Profile, cluster: Cluster, request: Request
+) -> Iterator[Plan]:
+    """What `find` finds; and if that may be too much in memory with messages, also what it finds with room for some."""
+    plan = find(request)
+    if plan is None:
+        return
+    yield plan
+    if cluster.memory_bytes is not None:
+        roomy = chain_costs(profile, recompute=plan.recompute, buffers=_BUFFERS)
+        if max(peak_bytes(plan, roomy, request.optimizer_copies)) > cluster.memory_bytes:
+            other = find(replace(request, buffers=_BUFFERS))
+            yield from () if other is None else (other,)
+
+
+def _plan_once(profile: Profile, cluster: Cluster, memo: _Memo, request: Request) -> Plan | None:
     if request.schedule == "interleaved":
-        return _demand(find_pipedream(profile, cluster, request))
-    key = ("", profile.microbatch_size, request.straight, request.recompute, request.stages, request.stages_per_rank)
+        return find_pipedream(profile, cluster, request)
+    free = replace(request, schedule="1f1b-flush", microbatches=1, vertical_sync=False, buffers=0)
+    key = profile.microbatch_size, free
     if key not in memo:
-        memo[key] = _demand(find_pipedream(profile, replace(cluster, memory_bytes=None), request))
-    free = memo[key]
-    costs = chain_costs(profile, recompute=request.recompute)
-    plan = request.arrange(free.stages, profile)
-    if (
-        cluster.memory_bytes is not None
-        and max(peak_bytes(plan, costs, request.optimizer_copies)) > cluster.memory_bytes
-    ):
-        return _demand(find_pipedream(profile, cluster, request))
+        memo[key] = _demand(find_pipedream(profile, replace(cluster, memory_bytes=None), free))
+    costs = chain_costs(profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers)
+    plan = request.arrange(memo[key].stages, profile)
+    limit = cluster.memory_bytes
+    if limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > limit:
+        return find_pipedream(profile, cluster, request)
     slowest = slowest_seconds(plan.stages, costs, cluster, request.allreduce)
     return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
 
@@ -153,8 +172,8 @@ def _parallel_interleaved(profile: Profile, cluster: Cluster, request: Request) 
         if cluster.devices % replicas or length < 2 or request.microbatches % cluster.devices or not enough:
             continue
         alone = replace(request, microbatches=request.microbatches // replicas, stages=length * request.stages_per_rank)
-        narrow = find_pipedream(profile, Cluster.uniform(length, cluster.slowest, cluster.memory_bytes), alone)
-        if narrow is not None:
+        one = Cluster.uniform(length, cluster.slowest, cluster.memory_bytes)
+        for narrow in _with_room(partial(find_pipedream, profile, one), profile, one, alone):
             yield widen(narrow, replicas, profile, cluster, request)
 
 

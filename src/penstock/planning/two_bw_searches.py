@@ -359,6 +359,7 @@ def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request)
                 recompute=recompute,
                 optimizer_copies=request.optimizer_copies,
                 memory_bytes=cluster.memory_bytes,
+                buffers=request.buffers,
             )
             for profile in sized.values()
         )
