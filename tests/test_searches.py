@@ -176,7 +176,7 @@ def test_messages_count_where_memory_is_tight() -> None:
 
 
 def test_links_carry_both_directions_at_once() -> None:
-    """One second each way per microbatch and 1.5 s of work on either side: the cut is free, though 2 s are exchanged."""
+    """One second each way per microbatch, 1.5 s of work on either side: the cut is free, though 2 s are exchanged."""
     layers = tuple(LayerProfile(str(index), 0.5, 1.0, 1e9, 0, 0) for index in range(2))
     made = plan(Profile(layers, 1), Cluster.uniform(2, 1e9), straight=True, schedule="2bw", microbatches=8)
 
