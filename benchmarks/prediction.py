@@ -1,15 +1,18 @@
-"""Sets predictions beside measurements: seconds per step and bytes at the peak, for every schedule, on 2 to 4 processes.
+"""Sets predictions beside measurements: seconds per step and bytes at the peak, every schedule, on 2 to 4 processes.
 
     python benchmarks/prediction.py
 
-Processes of one machine share its cores, so that a layer takes longer in company than alone. Every launch first
-measures how much longer, for one, two, ... busy processes; the simulator takes these factors (`slowdowns`), a profile
-that was taken while the others slept, the seconds of an update, and the probed links. Nothing is fitted to the steps.
+Processes of one machine share its cores, caches and memory, so that a layer takes longer in company than alone, and
+longer in a training loop, which streams through memory, than in the profiler, which measures it again and again. Every
+launch measures how much longer by a plain loop over the whole model, in one, two, ... processes at the same time. The
+simulator takes these factors (`slowdowns`), a profile that was taken while the others slept, the seconds of an update,
+and the probed links. Nothing is fitted to the steps of a pipeline.
 
 Seconds: the median over rounds, in which every schedule takes its turn; the pipe of an asynchronous schedule is full in
-the steps that count. Bytes: what the process has resident at most in a step, less what it had resident before it trained
-and plus the weights, which are there before; so what Python and PyTorch take for themselves does not count. Freed
-tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_), so that resident bytes are those of live tensors.
+the steps that count. Bytes: what the process has resident at most in a step, less what it had resident before it
+trained, plus the weights, which are there before; so what Python and PyTorch take for themselves does not count. That
+is measured in a launch of its own, with larger microbatches, in which freed tensors go back to the system at once
+(MALLOC_MMAP_THRESHOLD_): resident bytes are then those of live tensors, and steps take longer.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +42,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import BYTES, GPT, loss_fn
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw")
-MICROBATCH_SIZE = 4
+MICROBATCH_SIZE, LARGE_SIZE = 2, 8
 CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
 MICROBATCHES_PER_PROCESS = 4
 WARM_UP_STEPS = 2
@@ -66,7 +70,8 @@ class Row:
         return (
             f"{self.processes:>9}  {self.schedule:<12}{1e3 * self.predicted_seconds:>10.1f}"
             f"{1e3 * self.measured_seconds:>10.1f}  ({1e3 * self.least_seconds:.1f} to {1e3 * self.most_seconds:.1f})"
-            f"{seconds:>8.3f}{self.rank:>8}{self.predicted_bytes / 1e6:>11.1f}{self.measured_bytes / 1e6:>10.1f}{size:>8.3f}"
+            f"{seconds:>8.3f}{self.rank:>8}{self.predicted_bytes / 1e6:>11.1f}{self.measured_bytes / 1e6:>10.1f}"
+            f"{size:>8.3f}"
         )
 
 
@@ -85,17 +90,17 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+def batch(microbatches: int, size: int = MICROBATCH_SIZE) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(BYTES, (microbatches * MICROBATCH_SIZE, CONTEXT + 1), generator=generator)
+    windows = torch.randint(BYTES, (microbatches * size, CONTEXT + 1), generator=generator)
     return windows[:, :-1], windows[:, 1:]
 
 
-def pipeline(schedule: str, processes: int, microbatches: int) -> penstock.Pipeline:
+def pipeline(schedule: str, processes: int, microbatches: int, size: int = MICROBATCH_SIZE) -> penstock.Pipeline:
     per_rank = 2 if schedule == "interleaved" else 1
     return penstock.Pipeline(
         build(),
-        sample=(batch(1)[0],),
+        sample=(batch(1, size)[0],),
         loss_fn=loss_fn,
         optimizer=sgd,
         schedule=schedule,
@@ -120,22 +125,22 @@ def everywhere(mine: Found) -> list[Found]:
     return [one for one in found if one is not None]
 
 
-def measure_slowdowns() -> tuple[float, ...]:
-    """How many times longer a block's forward and backward take on each of k busy processes than on one alone."""
-    block = build().blocks[0]
-    values = torch.randn(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
-    seconds = []
+def measure_slowdowns(seconds: float) -> tuple[float, ...]:
+    """How many times `seconds`, the profile's, a microbatch takes in a plain loop in each of k busy processes."""
+    model = build()
+    tokens, target = batch(1)
+    factors = []
     for busy in range(1, dist.get_world_size() + 1):
         dist.barrier()
         mine = 0.0
         if dist.get_rank() < busy:
             start, count = time.perf_counter(), 0
             while time.perf_counter() < start + BUSY_SECONDS:
-                block(values).sum().backward()
+                loss_fn(model(tokens), target).backward()
                 count += 1
             mine = (time.perf_counter() - start) / count
-        seconds.append(statistics.mean(everywhere(mine)[:busy]))
-    return tuple(found / seconds[0] for found in seconds)
+        factors.append(statistics.mean(everywhere(mine)[:busy]) / seconds)
+    return tuple(factors)
 
 
 def measure_update() -> float:
@@ -165,7 +170,7 @@ def forget_peak() -> None:
 def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> float:
     """The most bytes of live tensors in a step, in this process; see the file's docstring."""
     # What is made once for all steps, such as the workspaces of kernels, is made by a microbatch before.
-    pipe.evaluate(tokens[:MICROBATCH_SIZE], target[:MICROBATCH_SIZE])
+    pipe.evaluate(tokens[:LARGE_SIZE], target[:LARGE_SIZE])
     gc.collect()
     before = resident_bytes("VmRSS")
     weights = sum(4 * parameter.numel() for parameter in pipe.parameters())
@@ -196,57 +201,70 @@ def measure_steps(
     return times
 
 
-def measure(rounds: int) -> list[Row]:
-    """The rows of this number of processes. Collective; the same on every rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure_peaks() -> dict[str, tuple[int, float, float]]:
+    """By schedule: the rank where the prediction is off the most, and its bytes, predicted and measured. Collective."""
     processes = dist.get_world_size()
     microbatches = MICROBATCHES_PER_PROCESS * processes
-    tokens, target = batch(microbatches)
-    slowdowns = everywhere(measure_slowdowns())[0]
+    tokens, target = batch(microbatches, LARGE_SIZE)
+    profile = alone(lambda: penstock.profile(build(), (tokens[:LARGE_SIZE],), iterations=1, warmup=1))
+    peaks = {}
+    for name in SCHEDULES:
+        with closing(pipeline(name, processes, microbatches, LARGE_SIZE)) as pipe:
+            measured = everywhere(measure_peak(pipe, tokens, target))
+            cluster = penstock.Cluster.uniform(processes, 1e10)
+            predicted = evaluate(pipe.plan, profile, cluster, optimizer_copies=0.0).peak_bytes
+        ratios = [abs(guess / truth - 1) for guess, truth in zip(predicted, measured, strict=True)]
+        rank = ratios.index(max(ratios))
+        peaks[name] = rank, predicted[rank], measured[rank]
+    return peaks
+
+
+def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> list[Row]:
+    """The rows of this number of processes. Collective; the same on every rank."""
+    processes = dist.get_world_size()
+    microbatches = MICROBATCHES_PER_PROCESS * processes
     profile = alone(lambda: penstock.profile(build(), (batch(1)[0],), iterations=20))
+    slowdowns = everywhere(measure_slowdowns(profile.seconds))[0]
     update = alone(measure_update)
     cluster = penstock.probe()
-    pipes, peaks = {}, {}
-    for name in SCHEDULES:
-        pipes[name] = pipeline(name, processes, microbatches)
-        peaks[name] = everywhere(measure_peak(pipes[name], tokens, target))
-    times = {name: everywhere(found)[0] for name, found in measure_steps(pipes, rounds, tokens, target).items()}
-    rows = []
-    for name, pipe in pipes.items():
-        outcome = evaluate(
-            pipe.plan, profile, cluster, slowdowns=slowdowns, update_seconds_per_byte=update, optimizer_copies=0.0
-        )
-        ratios = [guess / truth for guess, truth in zip(outcome.peak_bytes, peaks[name], strict=True)]
-        rank = max(range(processes), key=lambda rank: abs(ratios[rank] - 1))
-        middle, least, most = statistics.median(times[name]), min(times[name]), max(times[name])
-        bytes_of_rank = outcome.peak_bytes[rank], peaks[name][rank]
-        rows.append(Row(processes, name, outcome.minibatch_seconds, middle, least, most, rank, *bytes_of_rank))
-        pipe.close()
     if dist.get_rank() == 0:
         told = ", ".join(f"{factor:.2f}" for factor in slowdowns)
-        print(
-            f"{processes} processes: {told} times as long with 1, 2, ... busy; update {update * 1e9:.2f} s/GB",
-            flush=True,
-        )
-    dist.destroy_process_group()
+        print(f"{processes} processes: {told} times the profile's seconds with 1, 2, ... busy", flush=True)
+    pipes = {name: pipeline(name, processes, microbatches) for name in SCHEDULES}
+    times = everywhere(measure_steps(pipes, rounds, *batch(microbatches)))[0]
+    rows = []
+    for name, pipe in pipes.items():
+        outcome = evaluate(pipe.plan, profile, cluster, slowdowns=slowdowns, update_seconds_per_byte=update)
+        middle, least, most = statistics.median(times[name]), min(times[name]), max(times[name])
+        rows.append(Row(processes, name, outcome.minibatch_seconds, middle, least, most, *peaks[name]))
     return rows
 
 
+def work(rounds: int, folder: Path) -> None:
+    """One process of a launch: finds the peaks, or if they are there already the times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    peaks, rows = folder / "peaks.json", folder / "rows.json"
+    if not peaks.exists():
+        found: object = measure_peaks()
+        path = peaks
+    else:
+        found, path = [asdict(row) for row in measure_times(rounds, json.loads(peaks.read_text()))], rows
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def launch(processes: int, rounds: int) -> list[Row]:
-    """The rows that a world of so many processes measures."""
+    """The rows that worlds of so many processes measure."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.json"
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "65536",
-        }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command += [__file__, "--worker", str(rows), "--rounds", str(rounds)]
-        subprocess.run(command, check=True, env=environment)
-        return [Row(**row) for row in json.loads(rows.read_text())]
+        command += [__file__, "--worker", folder, "--rounds", str(rounds)]
+        once = {"OMP_NUM_THREADS": "1"}
+        for more in ({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}, {}):
+            subprocess.run(command, check=True, env={**os.environ, **once, **more})
+        return [Row(**row) for row in json.loads((Path(folder) / "rows.json").read_text())]
 
 
 def main() -> None:
@@ -256,9 +274,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        rows = measure(arguments.rounds)
-        if int(os.environ["RANK"]) == 0:
-            arguments.worker.write_text(json.dumps([asdict(row) for row in rows]))
+        work(arguments.rounds, arguments.worker)
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
     rows = [row for processes in arguments.processes for row in launch(processes, arguments.rounds)]

@@ -1,7 +1,7 @@
 """Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -27,23 +27,29 @@ class Case:
     stages_per_rank: int = 1
     drain_after: tuple[int, ...] = ()
     device: str = "cpu"
+    turned: bool = False
+    """Whether the first stage is on the last rank, and so on."""
 
     @property
     def options(self) -> dict[str, object]:
         """The arguments that the pipeline and the oracle share."""
         subject = models.SUBJECTS[self.subject]
+        plan = penstock.Plan.uniform(
+            LAYERS,
+            self.ranks * self.stages_per_rank,
+            schedule="1f1b" if self.schedule == "vertical" else self.schedule,
+            microbatches=self.microbatches,
+            stages_per_rank=self.stages_per_rank,
+            vertical_sync=self.schedule == "vertical",
+        )
+        if self.turned:
+            stages = (penstock.Stage(s.start, s.stop, (self.ranks - 1 - s.ranks[0],)) for s in plan.stages)
+            plan = replace(plan, stages=tuple(stages))
         return {
             "sample": tuple(tensor.to(self.device) for tensor in subject.sample),
             "loss_fn": subject.loss_fn,
             "optimizer": getattr(models, self.optimizer),
-            "plan": penstock.Plan.uniform(
-                LAYERS,
-                self.ranks * self.stages_per_rank,
-                schedule="1f1b" if self.schedule == "vertical" else self.schedule,
-                microbatches=self.microbatches,
-                stages_per_rank=self.stages_per_rank,
-                vertical_sync=self.schedule == "vertical",
-            ),
+            "plan": plan,
             "seed": 3,
         }
 
@@ -63,6 +69,8 @@ class Outcome:
 
     losses: tuple[float, ...]
     state: dict[str, Tensor]
+    evaluated: float | None = None
+    """The loss of the first batch after the training, where ranks are `turned`."""
 
 
 def run_pipeline(case: Case) -> Outcome:
@@ -74,9 +82,10 @@ def run_pipeline(case: Case) -> Outcome:
         if number in case.drain_after:
             pipe.drain()
     state = pipe.state_dict()["model"]
-    outcome = Outcome(tuple(float(loss) for loss in losses), {name: tensor.clone() for name, tensor in state.items()})
+    trained = {name: tensor.clone() for name, tensor in state.items()}
+    evaluated = float(pipe.evaluate(*case.batches[0]).loss) if case.turned else None
     pipe.close()
-    return outcome
+    return Outcome(tuple(float(loss) for loss in losses), trained, evaluated)
 
 
 def count_tensors(case: Case, steps: int) -> list[int]:

@@ -25,11 +25,11 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["AutoPlan", "Wishes", "fastest_plan", "plan_automatically"]
+__all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Choices:
     """What the user has fixed; None leaves it to the planner."""
 
     schedule: str | None = None
@@ -53,11 +53,11 @@ def plan_automatically(
     sample: tuple[Any, ...] | dict[str, Any],
     device: torch.device,
     plan: str,
-    wishes: Wishes,
+    choices: Choices,
 ) -> AutoPlan:
     """The fastest plan for the processes of `world`, the same on all. Collective.
 
-    A single process has as many ranks as `wishes` gives it stages (half as many with `interleaved`), and instant links
+    A single process has as many ranks as `choices` gives it stages (half as many with `interleaved`), and instant links
     between them. An error on one rank is raised on all.
     """
     if plan != "auto":
@@ -67,47 +67,47 @@ def plan_automatically(
     if world.processes > 1:
         cluster = measure_links(world, device)
     else:
-        per_rank = stages_per_rank(wishes.schedule, wishes.stages, 1)
-        cluster = Cluster.uniform(max(1, (wishes.stages or 1) // per_rank), math.inf)
+        per_rank = stages_per_rank(choices.schedule, choices.stages, 1)
+        cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
     def work() -> AutoPlan | None:
         if world.rank != 0:
             return None
         profile = measure(chain, sample)
-        return AutoPlan(fastest_plan(profile, cluster, chain, wishes), profile, cluster)
+        return AutoPlan(fastest_plan(profile, cluster, chain, choices), profile, cluster)
 
     made = gather_results(world, "while it measured the model and planned", work)[0]
     assert made is not None
     return made
 
 
-def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, wishes: Wishes) -> Plan:
+def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:
     """The fastest plan by `penstock.plan` that runs on all devices of `cluster`, one rank per stage.
 
     Raises what is wrong with the simplest plan if there is none.
     """
-    flushes = wishes.schedule is None and not wishes.vertical_sync
+    flushes = choices.schedule is None and not choices.vertical_sync
     search = partial(
         plan_on,
         profile,
         cluster,
-        microbatches=wishes.microbatches,
+        microbatches=choices.microbatches,
         straight=True,
         synchronous=flushes,
-        vertical_sync=wishes.vertical_sync,
+        vertical_sync=choices.vertical_sync,
         recompute=False,
     )
-    per_rank = stages_per_rank(wishes.schedule, wishes.stages, cluster.devices)
-    if wishes.stages is None:
+    per_rank = stages_per_rank(choices.schedule, choices.stages, cluster.devices)
+    if choices.stages is None:
         with suppress(PlanError, ScheduleError):
-            made = search(schedule=wishes.schedule)
+            made = search(schedule=choices.schedule)
             make_schedule(made, chain)
             # The search may leave devices idle, and under `torchrun` every process is a rank.
             if made.ranks == cluster.devices:
                 return made
     made = search(
-        schedule="1f1b-flush" if flushes else wishes.schedule,
-        stages=wishes.stages or cluster.devices * per_rank,
+        schedule="1f1b-flush" if flushes else choices.schedule,
+        stages=choices.stages or cluster.devices * per_rank,
         stages_per_rank=per_rank,
     )
     make_schedule(made, chain)

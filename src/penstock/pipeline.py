@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.autoplans import Wishes, plan_automatically
+from penstock.autoplans import Choices, plan_automatically
 from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
@@ -105,8 +105,8 @@ class Pipeline:
                 self._chain = capture(model, sample)
             self._device = _device(self._chain.parameters)
             if isinstance(plan, str):
-                wishes = Wishes(schedule, microbatches, stages, vertical_sync)
-                made = plan_automatically(self._world, self._chain, sample, self._device, plan, wishes)
+                choices = Choices(schedule, microbatches, stages, vertical_sync)
+                made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
                 plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
             with agreed(self._world, "while it read its plan"):
                 self.plan = choose_plan(
@@ -307,7 +307,8 @@ class Pipeline:
             microbatches = split(self._chain.inputs, inputs, target, chunks(self._chain.inputs, inputs))
         with self._guarded("in an evaluation"):
             current = Pass(training=False, keeps_outputs=keeps_outputs)
-            forwards = inference(self.schedule.ranks, self.schedule.stages_per_rank, len(microbatches))
+            made = self.schedule
+            forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), made.placement)
             self._run(current, microbatches, 0, forwards, Step(0))
             return current, microbatches
 

@@ -14,7 +14,7 @@ from auto_jobs import (
     listening,
     run_automatically,
 )
-from penstock.autoplans import Wishes, fastest_plan
+from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.worlds import SingleProcess
@@ -118,14 +118,14 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     chain = capture(subject.build(), subject.sample)
     even, links = profile(*[1.0] * 8), Cluster.uniform(2, math.inf)
 
-    assert fastest_plan(even, links, chain, Wishes(microbatches=2)).schedule == "interleaved"
+    assert fastest_plan(even, links, chain, Choices(microbatches=2)).schedule == "interleaved"
     # One stage more on a rank is of no use where a single layer is the bottleneck, and 3 microbatches do not deal out.
-    assert fastest_plan(even, links, chain, Wishes(microbatches=3)).schedule == "1f1b-flush"
-    assert fastest_plan(even, links, chain, Wishes(microbatches=2, stages=2)).schedule == "1f1b-flush"
-    assert fastest_plan(even, links, chain, Wishes(schedule="2bw", microbatches=2)).schedule == "2bw"
-    assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), links, chain, Wishes("gpipe")).stages[0].stop == 4
+    assert fastest_plan(even, links, chain, Choices(microbatches=3)).schedule == "1f1b-flush"
+    assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
+    assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
+    assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), links, chain, Choices("gpipe")).stages[0].stop == 4
     with pytest.raises(penstock.PlanError):
-        fastest_plan(even, Cluster.uniform(9, math.inf), chain, Wishes())
+        fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices())
 
 
 def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> Plan:

@@ -1,5 +1,6 @@
 """The runtime equals the oracle bit for bit: every schedule, in one process and in several."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -52,6 +53,17 @@ def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
             assert_equal(reference(tried), part)
 
         assert set(reference(tried).state) == {name for part in parts for name in part.state}
+
+
+def test_stages_may_be_on_any_rank(pool: Pool) -> None:
+    """The first stage on the last rank, and so on: a planner that orders devices puts stages where links are fast."""
+    cases = [replace(case("normalized", schedule, 3, "momentum"), turned=True) for schedule in SCHEDULES]
+    outcomes = pool.run(3, run_cases, cases)
+    for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
+        alone = run_pipeline(tried)
+        for part in (*parts, alone):
+            assert_equal(reference(replace(tried, turned=False)), part)
+            assert part.evaluated == alone.evaluated is not None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

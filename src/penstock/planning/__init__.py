@@ -2,8 +2,8 @@
 
 from penstock.planning.pipedream import noam, partition
 from penstock.planning.planners import plan
-from penstock.planning.searches import PLANNERS, search
+from penstock.planning.searches import search
 from penstock.planning.three_d import plan_three_d
 from penstock.planning.wishes import Wishes
 
-__all__ = ["PLANNERS", "Wishes", "noam", "partition", "plan", "plan_three_d", "search"]
+__all__ = ["Wishes", "noam", "partition", "plan", "plan_three_d", "search"]

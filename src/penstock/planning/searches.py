@@ -9,21 +9,11 @@ Laws of this file:
      trains as one device does, one that needs the least memory, one with the fewest stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import MappingProxyType
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import chain_costs
-from penstock.planning.memory import peak_bytes
-from penstock.planning.pipedream import find_pipedream, plan_pipedream
-from penstock.planning.predictions import predict, slowest_seconds
-from penstock.planning.requests import Request
-from penstock.planning.spp import find_spp
-from penstock.planning.two_bw_searches import rank_pipelines
-from penstock.planning.uniform import plan_uniform
-from penstock.planning.widening import widen
+from penstock.planning.proposals import Proposer
 from penstock.planning.wishes import SYNCHRONOUS, Trial, Wishes
 from penstock.progress import progress_line
 from penstock.simulating.assumptions import Options
@@ -33,21 +23,13 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["PLANNERS", "Planner", "Refusal", "Search", "search"]
+__all__ = ["Refusal", "Search", "search"]
 
 _SHORTLIST = 12
 """So many plans are simulated, the fastest by closed form, and the fastest of each planner for each schedule."""
 
-_PROPOSED = 3
-"""Parallel pipelines that one trial proposes."""
-
-_BUFFERS = 2
-"""Messages on either side of a stage that memory is set aside for, where it is."""
-
 _EQUAL = 1e-3
 """Relative; predictions are not better than that."""
-
-Planner = Callable[[Profile, Cluster, Request], Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +59,10 @@ def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, pro
     """
     refusals: list[Refusal] = []
     proposals: dict[Plan, Plan] = {}
-    memo: _Memo = {}
+    proposer = Proposer(cluster)
     for trial in progress_line(wishes.trials(profiles, cluster), _title, "planning", progress):
         try:
-            for proposed in _propose(trial, cluster, memo):
+            for proposed in proposer.propose(trial):
                 if _is_pointless(proposed) and "1f1b-flush" in wishes.schedules:
                     continue
                 bare = replace(proposed, predicted=None)
@@ -100,81 +82,6 @@ def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, pro
 
 def _title(trial: Trial) -> str:
     return f"{trial.planner}, {trial.request.schedule}"
-
-
-_Memo = dict[tuple[int, Request], Plan]
-
-
-def _propose(trial: Trial, cluster: Cluster, memo: _Memo) -> Iterator[Plan]:
-    """The plans of one trial, as their planner predicts them."""
-    profile, request = trial.profile, trial.request
-    match trial.planner:
-        case "pipedream":
-            # As the simulator has it: links carry both directions at once.
-            at_once = replace(request, full_duplex=True)
-            plans = list(_with_room(partial(_plan_once, profile, cluster, memo), profile, cluster, at_once))
-            yield from plans or [_demand(None)]
-        case "2bw":
-            for buffers in (0,) if cluster.memory_bytes is None else (0, _BUFFERS):
-                ranked = rank_pipelines(profile, cluster, replace(request, buffers=buffers))
-                allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]
-                yield from (candidate.plan(cluster) for candidate in allowed[:_PROPOSED])
-        case "spp":
-            yield _demand(find_spp(profile, cluster, request, whole_samples=True))
-        case "interleaved":
-            yield from _parallel_interleaved(profile, cluster, request)
-        case name:
-            yield PLANNERS[name](profile, cluster, request)
-
-
-def _with_room(
-    find: Callable[[Request], Plan | None], profile: Profile, cluster: Cluster, request: Request
-) -> Iterator[Plan]:
-    """What `find` finds; and if that may be too much in memory with messages, also what it finds with room for some."""
-    plan = find(request)
-    if plan is None:
-        return
-    yield plan
-    if cluster.memory_bytes is not None:
-        roomy = chain_costs(profile, recompute=plan.recompute, buffers=_BUFFERS)
-        if max(peak_bytes(plan, roomy, request.optimizer_copies)) > cluster.memory_bytes:
-            other = find(replace(request, buffers=_BUFFERS))
-            yield from () if other is None else (other,)
-
-
-def _plan_once(profile: Profile, cluster: Cluster, memo: _Memo, request: Request) -> Plan | None:
-    if request.schedule == "interleaved":
-        return find_pipedream(profile, cluster, request)
-    free = replace(request, schedule="1f1b-flush", microbatches=1, vertical_sync=False, buffers=0)
-    key = profile.microbatch_size, free
-    if key not in memo:
-        memo[key] = _demand(find_pipedream(profile, replace(cluster, memory_bytes=None), free))
-    costs = chain_costs(profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers)
-    plan = request.arrange(memo[key].stages, profile)
-    limit = cluster.memory_bytes
-    if limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > limit:
-        return find_pipedream(profile, cluster, request)
-    slowest = slowest_seconds(plan.stages, costs, cluster, request.allreduce)
-    return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
-
-
-def _demand(found: Plan | None) -> Plan:
-    if found is None:
-        raise PlanError("no plan of this kind fits in memory")
-    return found
-
-
-def _parallel_interleaved(profile: Profile, cluster: Cluster, request: Request) -> Iterator[Plan]:
-    """d equal interleaved pipelines on all devices, for every d of 2 or more that they and the microbatches allow."""
-    for replicas in range(2, cluster.devices + 1):
-        length = cluster.devices // replicas
-        enough = length * request.stages_per_rank <= len(profile)
-        if cluster.devices % replicas or length < 2 or request.microbatches % cluster.devices or not enough:
-            continue
-        alone = replace(request, microbatches=request.microbatches // replicas, stages=length * request.stages_per_rank)
-        one = Cluster.uniform(length, cluster.slowest, cluster.memory_bytes)
-        for narrow in _with_room(partial(find_pipedream, profile, one), profile, one, alone):
-            yield widen(narrow, replicas, profile, cluster, request)
 
 
 def _is_pointless(plan: Plan) -> bool:
@@ -228,7 +135,3 @@ def _speed(plan: Plan) -> float:
 def _modesty(plan: Plan) -> tuple[bool, float, int]:
     assert plan.predicted is not None
     return plan.schedule not in SYNCHRONOUS, max(plan.predicted.peak_bytes), len(plan.stages)
-
-
-PLANNERS: Mapping[str, Planner] = MappingProxyType({"pipedream": plan_pipedream, "uniform": plan_uniform})
-"""The planners that answer one question with one plan, by name; a new one is its own file and one line here."""
