@@ -27,13 +27,13 @@ from planning_profiles import join, load_profiles
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.planning.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from penstock.planning.costs import chain_costs
-from penstock.planning.pipedream import partition, plan_pipedream
+from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp import plan_spp
-from penstock.planning.two_bw_searches import plan_two_bw
+from penstock.planning.spp.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
+from penstock.planning.spp.stage_numbers import plan_spp
+from penstock.planning.two_bw.pipeline_searches import plan_two_bw
 from penstock.planning.uniform import plan_uniform
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import PlanError
-from penstock.planning.device_orders import device_groups, device_order, link_latencies, link_speeds, minimum_cut
+from penstock.planning.spp.device_orders import device_groups, device_order, link_latencies, link_speeds, minimum_cut
 from penstock.values import Cluster
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.advice import least_rank_bytes
-from penstock.planning.pipedream import plan_pipedream
+from penstock.planning.pipedream.advice import least_rank_bytes
+from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.quantities import bytes_text

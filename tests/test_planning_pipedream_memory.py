@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
-from penstock.planning.flat_machines import Level, fastest_flat, fits_flat, least_worst_bytes
-from penstock.planning.interleaving import deal_stages
 from penstock.planning.memory import Room, chunks_in_flight
-from penstock.planning.pipedream import plan_pipedream
-from penstock.planning.recurrence import Hierarchy
+from penstock.planning.pipedream.flat_machines import Level, fastest_flat, fits_flat, least_worst_bytes
+from penstock.planning.pipedream.interleaving import deal_stages
+from penstock.planning.pipedream.partitions import plan_pipedream
+from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.requests import Request
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.quantities import bytes_text
@@ -265,7 +265,7 @@ def test_interleaved_plans_balance_ranks_and_are_the_best_of_all(data, shape, gr
 
 @pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (2, 2), (2, 3), (3, 2), (4, 2)])
 def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_rank):
-    """60 random chains each: within the factor 1.25 that `penstock.planning.interleaving` states, and mostly 1."""
+    """60 random chains each: within the factor 1.25 that `pipedream.interleaving` states, and mostly 1."""
     generator = random.Random(ranks + per_rank)
     exact = 0
     for _ in range(60):

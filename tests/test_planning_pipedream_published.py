@@ -11,9 +11,9 @@ import pytest
 
 from penstock.planning import partition
 from penstock.planning.costs import chain_costs
-from penstock.planning.flat_machines import Level
+from penstock.planning.pipedream.flat_machines import Level
+from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.predictions import slowest_seconds
-from penstock.planning.recurrence import Hierarchy
 from penstock.values import Cluster, LayerProfile, Profile, Stage
 
 FILES = Path(__file__).parent / "data" / "pipedream"

@@ -12,10 +12,10 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
-from penstock.planning.device_orders import device_order, link_speeds
-from penstock.planning.mappings import Machine, cheapest_mappings
 from penstock.planning.requests import Request
-from penstock.planning.spp import evaluate_for, plan_spp, spp_candidates
+from penstock.planning.spp.device_orders import device_order, link_speeds
+from penstock.planning.spp.mappings import Machine, cheapest_mappings
+from penstock.planning.spp.stage_numbers import evaluate_for, plan_spp, spp_candidates
 from penstock.scheduling import Backward, Forward, schedule
 from penstock.scheduling.methods import Step
 from penstock.simulating.outcomes import evaluate

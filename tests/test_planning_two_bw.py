@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.block_chains import stage_counts
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import interval_bytes, peak_bytes
-from penstock.planning.parallel_pipelines import filling
-from penstock.planning.repeated_blocks import find_blocks
 from penstock.planning.requests import Request
-from penstock.planning.two_bw_searches import plan_two_bw, rank_pipelines, simulated_cost
+from penstock.planning.two_bw.block_chains import stage_counts
+from penstock.planning.two_bw.parallel_pipelines import filling
+from penstock.planning.two_bw.pipeline_searches import plan_two_bw, rank_pipelines, simulated_cost
+from penstock.planning.two_bw.repeated_blocks import find_blocks
 from penstock.values import Cluster, LayerProfile, Profile
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, find_blocks, places_to_cut
+from penstock.planning.two_bw.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, find_blocks, places_to_cut
 from penstock.values import LayerProfile, Profile
 
 FILES = Path(__file__).parent / "data" / "pipedream"

@@ -1,9 +1,12 @@
-"""Planners: from a profile and a cluster to a plan."""
+"""Planners: from a profile and a cluster to a plan.
 
-from penstock.planning.pipedream import noam, partition
+A planner has a room of its own; here is what they share, and the search that asks all of them.
+"""
+
+from penstock.planning.pipedream.partitions import noam, partition
 from penstock.planning.planners import plan
+from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.searches import search
-from penstock.planning.three_d import plan_three_d
 from penstock.planning.wishes import Wishes
 
 __all__ = ["Wishes", "noam", "partition", "plan", "plan_three_d", "search"]

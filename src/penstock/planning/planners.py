@@ -7,8 +7,8 @@ from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.needs import describe_needs
+from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.searches import search
-from penstock.planning.three_d import plan_three_d
 from penstock.planning.verdicts import explain_search
 from penstock.planning.wishes import Wishes
 from penstock.values.clusters import Cluster

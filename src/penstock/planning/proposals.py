@@ -12,11 +12,11 @@ from functools import partial
 from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
-from penstock.planning.pipedream import find_pipedream
+from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import predict, slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp import find_spp
-from penstock.planning.two_bw_searches import rank_pipelines
+from penstock.planning.spp.stage_numbers import find_spp
+from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.planning.wishes import Trial

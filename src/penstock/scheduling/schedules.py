@@ -163,9 +163,7 @@ def schedule(plan: Plan) -> Schedule:
 
 def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Placement | None = None) -> Schedule:
     """The schedule of an evaluation: forwards only, all at version 0; `placement` as `Schedule.replicated`."""
-    return Schedule(
-        INFERENCE.name, ranks, microbatches, stages_per_rank, replicated=placement, methods=(INFERENCE,)
-    )
+    return Schedule(INFERENCE.name, ranks, microbatches, stages_per_rank, replicated=placement, methods=(INFERENCE,))
 
 
 def _find_method(name: str, methods: tuple[Method, ...]) -> Method:

@@ -22,11 +22,11 @@ from itertools import islice
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.planning.block_chains import BlockChain, Counts, stage_counts
-from penstock.planning.orientations import TOGETHER, LinkTable, Orientation
-from penstock.planning.parallel_pipelines import Candidate, filling, slowest_stage
-from penstock.planning.repeated_blocks import find_blocks, places_to_cut
 from penstock.planning.requests import Request
+from penstock.planning.two_bw.block_chains import BlockChain, Counts, stage_counts
+from penstock.planning.two_bw.orientations import TOGETHER, LinkTable, Orientation
+from penstock.planning.two_bw.parallel_pipelines import Candidate, filling, slowest_stage
+from penstock.planning.two_bw.repeated_blocks import find_blocks, places_to_cut
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of

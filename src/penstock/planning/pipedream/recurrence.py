@@ -25,8 +25,8 @@ from math import inf, prod
 import numpy as np
 
 from penstock.planning.costs import ChainCosts, Matrix, replicated_seconds
-from penstock.planning.flat_machines import Block, Level, Pipeline
 from penstock.planning.memory import Room
+from penstock.planning.pipedream.flat_machines import Block, Level, Pipeline
 
 __all__ = ["Hierarchy"]
 

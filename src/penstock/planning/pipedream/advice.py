@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
-from penstock.planning.flat_machines import fits_flat, least_worst_bytes
-from penstock.planning.interleaving import deal_stages
 from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
+from penstock.planning.pipedream.flat_machines import fits_flat, least_worst_bytes
+from penstock.planning.pipedream.interleaving import deal_stages
+from penstock.planning.pipedream.straight import StageSeconds, least_slowest
 from penstock.planning.requests import Request
-from penstock.planning.straight import StageSeconds, least_slowest
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
@@ -46,7 +46,7 @@ def room_of(request: Request, workers: int, size_bytes: float) -> Room:
 def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
     """The bytes of the rank that needs most, in the plan of `request` that needs least; infinite if there is no plan.
 
-    Exact, but for `interleaved` (`penstock.planning.interleaving`). Layers are those of `profile`, whole.
+    Exact, but for `interleaved` (`penstock.planning.pipedream.interleaving`). Layers are those of `profile`, whole.
     """
     costs = chain_costs(profile, recompute=request.recompute)
     if not is_alone(request):

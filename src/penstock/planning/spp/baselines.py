@@ -23,12 +23,12 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
-from penstock.planning.device_orders import device_groups, link_latencies, link_speeds
 from penstock.planning.memory import interval_bytes, require_fit
-from penstock.planning.pipedream import plan_pipedream
+from penstock.planning.pipedream.partitions import plan_pipedream
+from penstock.planning.pipedream.straight import cut_evenly, least_slowest
 from penstock.planning.requests import Request
-from penstock.planning.spp import evaluate_for
-from penstock.planning.straight import cut_evenly, least_slowest
+from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
+from penstock.planning.spp.stage_numbers import evaluate_for
 from penstock.values.clusters import Cluster, LinkLevels
 from penstock.values.documents import suggestion, text_of
 from penstock.values.plans import Plan, Stage

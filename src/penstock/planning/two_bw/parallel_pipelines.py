@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts
-from penstock.planning.orientations import LinkTable, Orientation, Together
+from penstock.planning.two_bw.orientations import LinkTable, Orientation, Together
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 

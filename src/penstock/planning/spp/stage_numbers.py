@@ -20,9 +20,9 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Flags, chain_costs
-from penstock.planning.device_orders import device_order, link_latencies, link_speeds
-from penstock.planning.mappings import Machine, Mapping, cheapest_mappings
 from penstock.planning.requests import Request
+from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
+from penstock.planning.spp.mappings import Machine, Mapping, cheapest_mappings
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan

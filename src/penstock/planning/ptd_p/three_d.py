@@ -4,7 +4,7 @@ The thesis gives heuristics (chapter 4, takeaways 1 to 3) and leaves the search 
 arrangement of n = p t d devices is tried by its closed form: t divides the heads, p v the layers, d the batch, b what
 is left of it, and interleaving has m mod p = 0. The best few are then played by the simulator.
 
-Ranks are laid out as in `penstock.planning.ring_links`: t innermost, then d, then p.
+Ranks are laid out as in `penstock.planning.ptd_p.ring_links`: t innermost, then d, then p.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 
 from penstock.errors import PlanError
-from penstock.planning.accelerators import A100, Accelerator, Precision
-from penstock.planning.arrangement_tables import ranking_text
-from penstock.planning.arrangements import (
+from penstock.planning.ptd_p.accelerators import A100, Accelerator, Precision
+from penstock.planning.ptd_p.arrangement_tables import ranking_text
+from penstock.planning.ptd_p.arrangements import (
     Arrangement,
     ArrangementLinks,
     Candidate,
@@ -23,9 +23,9 @@ from penstock.planning.arrangements import (
     position_bytes,
     stages_in_flight,
 )
-from penstock.planning.pipeline_trials import play
-from penstock.planning.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
-from penstock.planning.transformer_costs import part_costs
+from penstock.planning.ptd_p.pipeline_trials import play
+from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
+from penstock.planning.ptd_p.transformer_costs import part_costs
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
 from penstock.values.plans import Plan, Prediction, Stage

@@ -1,0 +1,1 @@
+"""PipeDream's planner: the fastest slowest stage, replicas in turn, memory inside the dynamic program."""

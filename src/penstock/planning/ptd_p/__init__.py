@@ -1,0 +1,1 @@
+"""PTD-P: pipeline, tensor and data parallelism for a transformer."""

@@ -1,0 +1,1 @@
+"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts; and its baselines."""

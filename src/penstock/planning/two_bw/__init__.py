@@ -1,0 +1,1 @@
+"""The planner of PipeDream-2BW: equal parallel pipelines of repeated blocks."""
