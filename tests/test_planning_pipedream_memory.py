@@ -165,7 +165,7 @@ def check(profile, cluster, request, plans):
     assert plan.ranks == cluster.devices
 
 
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(profiles(), requests, st.integers(1, 6), bandwidths, shares)
 def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, devices, bandwidth, share):
     plans = nested_plans(profile, ((devices, bandwidth),), request)
@@ -191,7 +191,7 @@ def test_just_too_little_memory_is_told_with_what_is_needed(profile, request, de
 small = st.sampled_from(((2, 2), (2, 3), (3, 2), (1, 3), (2, 1)))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(profiles(most=5), requests, small, bandwidths, bandwidths, shares)
 def test_plans_on_two_levels_within_a_memory_limit_are_the_best_of_all(profile, request, counts, fast, slow, share):
     levels = tuple(zip(counts, (fast, slow), strict=True))

@@ -90,4 +90,4 @@ def test_what_limits_a_plan_is_named():
     assert slowest_part(dealt, heavy, cluster, "ring") == (20.0, "link before stages 1 and 3")
     reduced = slowest_part([Stage(0, 4, (0, 1))], costs, Cluster.uniform(2, 0.5), "ring")
     assert reduced == (32.0, "all-reduce of stage 0")
-    assert slowest_part([Stage(0, 4, (0, 1))], costs, cluster, "ring", 2) == (6.0, "stage 0")
+    assert slowest_part([Stage(0, 4, (0, 1))], costs, cluster, "ring") == (6.0, "stage 0")

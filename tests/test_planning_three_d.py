@@ -444,7 +444,7 @@ def one_by_one(
     return seconds, max(peaks)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 4, 6]), st.integers(2, 16)),
     st.lists(st.tuples(st.integers(1, 3), st.floats(1e6, 1e10)), min_size=1, max_size=3),

