@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PlanError
+from penstock.simulating.assumptions import Options
 from penstock.values.documents import suggestion, text_of
 from penstock.values.profiles import Profile
 
@@ -24,6 +25,7 @@ __all__ = [
     "chain_costs",
     "replicated_seconds",
     "require_allreduce",
+    "simulator_options",
 ]
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -115,6 +117,12 @@ def replicated_seconds(
             assert_never(allreduce)
     seconds: Matrix = times / replicas
     return seconds
+
+
+def simulator_options(allreduce: AllReduce, optimizer_copies: float) -> Options:
+    """What planners assume, as the simulator's keywords; it does not know `released`, and takes a ring then."""
+    known: Literal["ring", "shared"] = "shared" if allreduce == "shared" else "ring"
+    return {"allreduce": known, "optimizer_copies": optimizer_copies}
 
 
 def require_allreduce(name: str) -> AllReduce:

@@ -15,15 +15,17 @@ first microbatch waits for; `penstock.simulate` looks closer.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, inf
 
 from penstock.planning.costs import AllReduce, ChainCosts, replicated_seconds
 from penstock.planning.memory import OPTIMIZER_COPIES, peak_bytes
+from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["predict", "slowest_part", "slowest_seconds"]
+__all__ = ["foresee", "predict", "slowest_part", "slowest_seconds"]
 
 
 def predict(
@@ -50,6 +52,13 @@ def predict(
         bubble=max(0.0, 1 - work / (plan.ranks * seconds)) if seconds else 0.0,
         limit=limit,
     )
+
+
+def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, cluster: Cluster, request: Request) -> Plan:
+    """The plan of `request` with these stages, and its prediction."""
+    plan = request.arrange(stages, profile)
+    slowest = slowest_seconds(stages, costs, cluster, request.allreduce)
+    return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
 
 
 def _rounds(plan: Plan) -> float:

@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
-from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.spp.stage_numbers import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
@@ -95,11 +95,10 @@ class Proposer:
         costs = chain_costs(
             profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
         )
-        plan = request.arrange(found.stages, profile)
+        plan = foresee(found.stages, profile, costs, self._cluster, request)
         if self._limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > self._limit:
             return find_pipedream(profile, self._cluster, request)
-        slowest = slowest_seconds(plan.stages, costs, self._cluster, request.allreduce)
-        return replace(plan, predicted=predict(plan, profile, costs, slowest, request.optimizer_copies))
+        return plan
 
     def _with_room(self, find: Callable[[Request], Plan | None], profile: Profile, request: Request) -> Iterator[Plan]:
         """What `find` finds; and if that may be too much in memory with messages, what it finds with room for some."""

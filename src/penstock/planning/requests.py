@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.values.documents import suggestion, text_of
+from penstock.values.documents import is_count, suggestion, text_of
 from penstock.values.plans import SCHEDULES, Plan, Stage
 from penstock.values.profiles import Profile
 
@@ -45,7 +45,7 @@ class Request:
         counts = [("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank)]
         counts += [("stages", self.stages)] if self.stages is not None else []
         for name, value in counts:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
         if self.stages_per_rank > 1 and self.schedule != "interleaved":
             raise PlanError(

@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
+from penstock.planning.costs import simulator_options
 from penstock.planning.proposals import Proposer
 from penstock.planning.wishes import SYNCHRONOUS, Trial, Wishes
 from penstock.progress import progress_line
-from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Refusal", "Search", "search"]
+__all__ = ["EQUAL", "Refusal", "Search", "search"]
 
 _SHORTLIST = 12
 """So many plans are simulated, the fastest by closed form, and the fastest of each planner for each schedule."""
 
-_EQUAL = 1e-3
+EQUAL = 1e-3
 """Relative; predictions are not better than that."""
 
 
@@ -104,9 +104,8 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
 
 def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) -> Plan:
     """`plan` as the simulator predicts it; `PlanError` if it does not fit after all."""
-    options: Options = {"optimizer_copies": wishes.optimizer_copies, "shared_nic": wishes.shared_nic}
-    if wishes.allreduce != "released":
-        options["allreduce"] = wishes.allreduce
+    options = simulator_options(wishes.allreduce, wishes.optimizer_copies)
+    options["shared_nic"] = wishes.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)
     if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
         worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
@@ -122,7 +121,7 @@ def _rank(judged: list[Plan]) -> tuple[Plan, ...]:
     judged.sort(key=_speed, reverse=True)
     if not judged:
         return ()
-    equal = [plan for plan in judged if _speed(plan) >= (1 - _EQUAL) * _speed(judged[0])]
+    equal = [plan for plan in judged if _speed(plan) >= (1 - EQUAL) * _speed(judged[0])]
     best = min(equal, key=_modesty)
     return (best, *(plan for plan in judged if plan is not best))
 

@@ -1,10 +1,8 @@
 """The uniform planner: as many layers in every stage, as far as it goes; what people do without a profile."""
 
-from dataclasses import replace
-
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes, require_fit
-from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -23,7 +21,6 @@ def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
         request.stages_per_rank,
     )
     costs = chain_costs(profile, recompute=request.recompute)
-    uniform = request.arrange(cut.stages, profile)
+    uniform = foresee(cut.stages, profile, costs, cluster, request)
     require_fit(uniform, peak_bytes(uniform, costs, request.optimizer_copies), cluster)
-    slowest = slowest_seconds(uniform.stages, costs, cluster, request.allreduce)
-    return replace(uniform, predicted=predict(uniform, profile, costs, slowest, request.optimizer_copies))
+    return uniform

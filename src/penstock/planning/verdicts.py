@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from penstock.planning.searches import Refusal, Search
+from penstock.planning.searches import EQUAL, Refusal, Search
 from penstock.planning.wishes import SYNCHRONOUS
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
@@ -77,7 +77,7 @@ def _compare(best: Plan, other: Plan) -> str:
     """Why `other` lost."""
     rate, lost = _predicted(best).samples_per_second, _predicted(other).samples_per_second
     name = f"The runner-up ({_name(other)})"
-    if lost >= rate * (1 - 1e-3):
+    if lost >= rate * (1 - EQUAL):
         peaks = [max(_predicted(plan).peak_bytes) for plan in (best, other)]
         if best.schedule in SYNCHRONOUS and other.schedule not in SYNCHRONOUS:
             return f"{name} is as fast, but its weights are stale."

@@ -4,10 +4,8 @@ Neighbour ranks hold replicas of one stage, so that an all-reduce stays inside a
 3.3); the stages of a pipeline are d ranks apart.
 """
 
-from dataclasses import replace
-
 from penstock.planning.costs import chain_costs
-from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
@@ -23,7 +21,5 @@ def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, reque
         for stage in narrow.stages
         for (first,) in [stage.ranks]
     )
-    wide = request.arrange(stages, profile)
     costs = chain_costs(profile, recompute=request.recompute)
-    slowest = slowest_seconds(stages, costs, cluster, request.allreduce)
-    return replace(wide, predicted=predict(wide, profile, costs, slowest, request.optimizer_copies))
+    return foresee(stages, profile, costs, cluster, request)

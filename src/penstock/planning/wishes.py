@@ -12,10 +12,9 @@ from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster
-from penstock.values.documents import suggestion, text_of
+from penstock.values.documents import is_count, suggestion, text_of
 from penstock.values.plans import SCHEDULES
 from penstock.values.profiles import Profile
-from penstock.values.stages import is_count
 
 __all__ = ["SYNCHRONOUS", "Trial", "Wishes"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from penstock.errors import PlanError
-from penstock.values.documents import Place, number_text, read_yaml, text_of, write_text
+from penstock.values.documents import Place, is_count, number_text, read_yaml, text_of, write_text
 
 __all__ = ["Cluster", "LinkLevels", "LinkMatrix", "Links"]
 
@@ -32,7 +32,7 @@ class LinkLevels:
         if not self.levels:
             raise PlanError("levels: expected one level or more, found none: give (count, bytes per second) per level")
         for index, (count, bandwidth) in enumerate(self.levels):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not is_count(count, least=1):
                 raise PlanError(
                     f"levels[{index}].count: expected a whole number, 1 or more, found {text_of(count)}: "
                     "give the number of components that this level joins"

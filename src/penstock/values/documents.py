@@ -23,6 +23,7 @@ from penstock.errors import PenstockError
 
 __all__ = [
     "Place",
+    "is_count",
     "number_text",
     "quoted_text",
     "read_json",
@@ -199,6 +200,11 @@ def text_of(value: object) -> str:
         return "nothing"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether `value` is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def read_text(path: str | Path, error: type[PenstockError]) -> str:

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
 from penstock.errors import PlanError
-from penstock.values.documents import Place, number_text, quoted_text, read_yaml, suggestion, text_of, write_text
+from penstock.values.documents import (
+    Place,
+    is_count,
+    number_text,
+    quoted_text,
+    read_yaml,
+    suggestion,
+    text_of,
+    write_text,
+)
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import Stage, check_stages, is_count, ranks_text
+from penstock.values.stages import Stage, check_stages, ranks_text
 
 __all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage"]
 

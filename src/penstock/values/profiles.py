@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from penstock.errors import ProfileError
-from penstock.values.documents import Place, read_json, text_of, write_text
+from penstock.values.documents import Place, is_count, read_json, text_of, write_text
 from penstock.values.graph_files import read_graph
 from penstock.values.graphs import linearise
 
@@ -70,7 +70,7 @@ class Profile:
             if not isinstance(layer, LayerProfile):
                 raise ProfileError(f"layers[{index}]: expected a LayerProfile, found {text_of(layer)}: build one")
         size = self.microbatch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_count(size, least=1):
             raise ProfileError(
                 f"microbatch_size: expected a whole number of samples, 1 or more, found {text_of(size)}: "
                 "give the number of samples that the times were measured with"

@@ -7,14 +7,13 @@ Laws of this file:
   3. The ranks of a tensor-parallel group are numbered together.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
-from penstock.values.documents import text_of
+from penstock.values.documents import is_count, text_of
 
-__all__ = ["Stage", "check_stages", "is_count", "ranks_text"]
+__all__ = ["Stage", "check_stages", "ranks_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
-
-
-def is_count(value: object, least: int) -> bool:
-    """Whether `value` is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least and value < math.inf

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 
 from penstock.errors import PlanError
-from penstock.values.documents import text_of
+from penstock.values.documents import is_count, text_of
 
 __all__ = ["Transformer"]
 
@@ -30,7 +30,7 @@ class Transformer:
     def __post_init__(self) -> None:
         for field in fields(self)[:-1]:
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value, least=1):
                 raise PlanError(
                     f"{field.name}: expected a whole number, 1 or more, found {text_of(value)}: "
                     "give the shape of the model"

@@ -27,7 +27,7 @@ from penstock.planning.ptd_p.pipeline_trials import play
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
 from penstock.planning.ptd_p.transformer_costs import part_costs
 from penstock.values.clusters import Cluster
-from penstock.values.documents import text_of
+from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.quantities import bytes_text
 from penstock.values.transformers import Transformer
@@ -72,7 +72,7 @@ class ThreeDRequest:
             value = getattr(self, name)
             if value is None and name != "batch_size":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
         if self.batch_size > _LARGEST_BATCH:
             raise PlanError(
@@ -96,7 +96,7 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[Candidate,
 
     `PlanError` if there is no arrangement of so many devices, or if none fits; it says what would be needed.
     """
-    if isinstance(simulated, bool) or not isinstance(simulated, int) or simulated < 0:
+    if not is_count(simulated, least=0):
         raise PlanError(f"simulated: expected a whole number, 0 or more, found {text_of(simulated)}: give one")
     limit = request.cluster.memory_bytes
     found = [_candidate(request, arrangement) for arrangement in _fitting(request, inf if limit is None else limit)]

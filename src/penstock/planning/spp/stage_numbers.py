@@ -14,12 +14,11 @@ the least busy stage: deep pipelines are better balanced and take longer to fill
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, sqrt
-from typing import Literal
 
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.planning.costs import ChainCosts, Flags, chain_costs
+from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.spp.mappings import Machine, Mapping, cheapest_mappings
@@ -71,8 +70,8 @@ def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
 
 def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:
     """The outcome of `plan` by the simulator, with what `request` says of the all-reduce and of the optimizer."""
-    allreduce: Literal["ring", "shared"] = "shared" if request.allreduce == "shared" else "ring"
-    return evaluate(plan, profile, cluster, allreduce=allreduce, optimizer_copies=request.optimizer_copies)
+    options = simulator_options(request.allreduce, request.optimizer_copies)
+    return evaluate(plan, profile, cluster, **options)
 
 
 def spp_candidates(

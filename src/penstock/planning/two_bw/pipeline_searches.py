@@ -29,7 +29,7 @@ from penstock.planning.two_bw.parallel_pipelines import Candidate, filling, slow
 from penstock.planning.two_bw.repeated_blocks import find_blocks, places_to_cut
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
-from penstock.values.documents import text_of
+from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
@@ -103,7 +103,7 @@ def rank_pipelines(
         *(("microbatch_sizes", size) for size in microbatch_sizes),
     ]
     for name, count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_count(count, least=1):
             raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
     sized = _profiles_by_size(measured, microbatch_sizes)
     search = _Search(cluster, request, batch, _block_chains(sized, cluster, request))
