@@ -125,24 +125,10 @@ def everywhere(mine: Found) -> list[Found]:
     return [one for one in found if one is not None]
 
 
-class HeadAndLoss(nn.Module):
-    """The last layer as the last stage runs it: a profile of the bare model knows nothing of the loss."""
-
-    def __init__(self, head: nn.Module, target: Tensor) -> None:
-        super().__init__()
-        self.head = head
-        self.register_buffer("target", target)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return loss_fn(self.head(x), self.target)
-
-
 def measure_profile(size: int, iterations: int, warmup: int) -> penstock.Profile:
     """Of the model with its loss, for microbatches of `size` samples."""
-    model = build()
     tokens, target = batch(1, size)
-    layers = [model.embedding, *model.blocks, HeadAndLoss(model.head, target)]
-    return penstock.profile(layers, (tokens,), iterations=iterations, warmup=warmup)
+    return penstock.profile(build(), (tokens,), loss_fn=loss_fn, target=target, iterations=iterations, warmup=warmup)
 
 
 def measure_slowdowns(seconds: float) -> tuple[float, ...]:

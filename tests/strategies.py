@@ -11,7 +11,7 @@ names = st.text(max_size=12)
 
 @st.composite
 def layer_profiles(draw):
-    return LayerProfile(draw(names), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes))
+    return LayerProfile(draw(names), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes), draw(sizes))
 
 
 @st.composite

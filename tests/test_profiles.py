@@ -10,7 +10,7 @@ from penstock.errors import ProfileError
 from penstock.values import LayerProfile, Profile
 from strategies import profiles
 
-LAYER = LayerProfile("h.0", 0.25, 0.5, 10, 20, 30)
+LAYER = LayerProfile("h.0", 0.25, 0.5, 10, 20, 30, 40)
 
 
 @given(profiles())
@@ -33,12 +33,19 @@ def test_a_file_has_a_line_per_layer(tmp_path):
         '  "microbatch_size": 8,\n'
         '  "layers": [\n'
         '    {"name": "h.0", "forward_seconds": 0.25, "backward_seconds": 0.5, "cut_bytes": 10, "saved_bytes": 20, '
-        '"parameter_bytes": 30},\n'
+        '"parameter_bytes": 30, "workspace_bytes": 40},\n'
         '    {"name": "h.0", "forward_seconds": 0.25, "backward_seconds": 0.5, "cut_bytes": 10, "saved_bytes": 20, '
-        '"parameter_bytes": 30}\n'
+        '"parameter_bytes": 30, "workspace_bytes": 40}\n'
         "  ]\n"
         "}\n"
     )
+
+
+def test_a_file_without_workspaces_has_none(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(broken())
+
+    assert [layer.workspace_bytes for layer in Profile.load(path).layers] == [0, 0]
 
 
 def test_totals_are_sums_over_the_layers():

@@ -92,9 +92,12 @@ def test_a_linear_chain_has_the_bytes_that_one_counts_by_hand():
 
     assert found == Profile(
         (
-            LayerProfile("a", 1.0, 1.0, 4 * 8 * FLOAT, 4 * 6 * FLOAT, (6 * 8 + 8) * FLOAT),
-            LayerProfile("b", 1.0, 1.0, 4 * 10 * FLOAT, 4 * 8 * FLOAT, 8 * 10 * FLOAT),
-            LayerProfile("c", 1.0, 1.0, 4 * 2 * FLOAT, 4 * 10 * FLOAT, (10 * 2 + 2) * FLOAT),
+            # The workspace: the gradients of parameters before they are added to the sum, and that of the input.
+            LayerProfile("a", 1.0, 1.0, 4 * 8 * FLOAT, 4 * 6 * FLOAT, (6 * 8 + 8) * FLOAT, (6 * 8 + 8) * FLOAT),
+            LayerProfile("b", 1.0, 1.0, 4 * 10 * FLOAT, 4 * 8 * FLOAT, 8 * 10 * FLOAT, (8 * 10 + 4 * 8) * FLOAT),
+            LayerProfile(
+                "c", 1.0, 1.0, 4 * 2 * FLOAT, 4 * 10 * FLOAT, (10 * 2 + 2) * FLOAT, (10 * 2 + 2 + 4 * 10) * FLOAT
+            ),
         ),
         microbatch_size=4,
         name="three",
@@ -183,7 +186,50 @@ def test_a_layer_of_frozen_parameters_keeps_nothing_and_has_no_backward():
 def test_integer_inputs_get_no_gradient_and_the_embedding_saves_them():
     found = one(nn.Embedding(10, 5), torch.randint(10, (4, 7)))
 
-    assert found == LayerProfile("only", 1.0, 1.0, 4 * 7 * 5 * FLOAT, 4 * 7 * LONG, 10 * 5 * FLOAT)
+    assert found == LayerProfile("only", 1.0, 1.0, 4 * 7 * 5 * FLOAT, 4 * 7 * LONG, 10 * 5 * FLOAT, 10 * 5 * FLOAT)
+
+
+def test_the_workspace_of_a_forward_is_what_it_drops_again() -> None:
+    class Detour(nn.Module):
+        """Three temporaries, of which two are alive at a time; the third becomes the output."""
+
+        def forward(self, h: Tensor) -> Tensor:
+            with torch.no_grad():
+                wide = torch.cat([h, h, h, h])
+                sums = wide.sum(0)
+                del wide
+            return h + sums
+
+    found = after_linear(Detour())
+
+    assert (found.saved_bytes, found.workspace_bytes) == (0, (4 * 4 * 8 + 8 - 4 * 8) * FLOAT)
+
+
+def test_a_backward_takes_the_gradients_of_two_values_at_a_time() -> None:
+    deep = nn.Sequential(*[nn.ReLU() for _ in range(5)])
+
+    assert after_linear(deep).workspace_bytes == 2 * 4 * 8 * FLOAT
+
+
+def test_the_loss_belongs_to_the_last_layer() -> None:
+    sample, target = torch.randn(64, 6), torch.randint(50, (64,))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 50))
+    bare = quick(model, sample)
+    found = quick(model, sample, loss_fn=nn.functional.cross_entropy, target=target)
+
+    assert found.layers[0] == bare.layers[0]
+    logits = 64 * 50 * FLOAT
+    # The log-probabilities and the sum of the classes' weights are saved.
+    assert found.layers[1].saved_bytes == bare.layers[1].saved_bytes + logits + FLOAT
+    # The gradients of log-probabilities and logits are made beside each other, while the loss itself is freed.
+    assert bare.layers[1].workspace_bytes < logits
+    assert found.layers[1].workspace_bytes == 2 * logits - FLOAT
+    assert found.layers[1].cut_bytes == bare.layers[1].cut_bytes == logits
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ProfileError, match="expected one number as a tensor"):
+        quick(nn.Linear(6, 3), torch.randn(4, 6), loss_fn=lambda output, target: output, target=None)
 
 
 def test_a_tied_parameter_is_charged_to_every_layer_that_holds_it_and_once_in_each():

@@ -1,5 +1,6 @@
 """The memory of a simulation: by hand, against the schedule's counts of what is in flight, and recounted slowly."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -118,13 +119,13 @@ def test_replicas_share_microbatches_whole_or_in_parts(replicas: int, split: boo
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(), st.lists(st.integers(0, 9).map(float), min_size=16, max_size=16))
-def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float]) -> None:
+@given(problems(), *[st.lists(st.integers(0, 9).map(float), min_size=16, max_size=16)] * 2)
+def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], extra: list[float]) -> None:
     """At the middle of every stretch between two moments, count from the spans what is held then."""
     _, plan, bare, cluster, minibatches = problem
     layers = tuple(
-        LayerProfile("", one.forward_seconds, one.backward_seconds, one.cut_bytes, size, one.parameter_bytes)
-        for one, size in zip(bare.layers, saved, strict=False)
+        replace(one, saved_bytes=size, workspace_bytes=workspace)
+        for one, size, workspace in zip(bare.layers, saved, extra, strict=False)
     )
     profile = Profile(layers, 1)
     timeline = simulate(plan, profile, cluster, minibatches)
@@ -132,6 +133,7 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float]) ->
     programs = played.program(minibatches)
     share = [len(stage.ranks) if plan.routing == "split" else 1 for stage in plan.stages]
     whole = [sum(layer.saved_bytes for layer in profile.layers[stage.start : stage.stop]) for stage in plan.stages]
+    most = [max(layer.workspace_bytes for layer in profile.layers[stage.start : stage.stop]) for stage in plan.stages]
     spans = iter(timeline.spans)
     for rank, row in enumerate(programs):
         own = [next(spans) for _ in row]
@@ -139,6 +141,8 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float]) ->
         forwards: dict[tuple[int, int], float] = {}
         before = None
         for action, span in zip(row, own, strict=True):
+            if isinstance(action, Forward | Backward):
+                stays.append((span.start_seconds, span.stop_seconds, most[action.stage] / share[action.stage]))
             if isinstance(action, Forward):
                 forwards[action.stage, action.microbatch] = span.start_seconds
             if isinstance(action, Backward):

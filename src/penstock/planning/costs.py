@@ -49,9 +49,9 @@ class ChainCosts:
     """(N+1, N+1)."""
     saved_bytes: Matrix
     """(N+1, N+1): what each microbatch in flight keeps until its backward."""
-    recomputed_bytes: Matrix
-    """(N+1, N+1): what the one microbatch that is recomputed keeps beside that, zero without recomputation; and what is
-    set aside for messages. It grows with the interval."""
+    working_bytes: Matrix
+    """(N+1, N+1): what the one microbatch at work takes beside that: the workspace of a layer, with recomputation all
+    that the stage saves, and what is set aside for messages. It grows with the interval."""
     exchanged_bytes: Matrix
     """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes; once, if both
     pass at the same time."""
@@ -82,19 +82,19 @@ def chain_costs(
     saved = _sums([layer.saved_bytes for layer in layers])
     crossing = np.array([0.0, *(layer.cut_bytes for layer in layers)])
     empty = np.tri(len(layers) + 1, dtype=bool)
-    recomputed = np.zeros_like(saved)
+    # Each layer at work takes its workspace and gives it back: a stage takes the largest.
+    working = _largest([0.0, *(layer.workspace_bytes for layer in layers)])
     if recompute:
-        saved, recomputed = np.broadcast_to(crossing[:, None], saved.shape), saved
+        saved, working = np.broadcast_to(crossing[:, None], saved.shape), saved + working
     if buffers:
         # Nothing passes over the ends of the chain.
         cuts = np.append(crossing[:-1], 0.0)
-        behind = np.maximum.accumulate(np.where(empty, 0.0, cuts[None, :]), axis=1)
-        recomputed = recomputed + buffers * (cuts[:, None] + behind)
+        working = working + buffers * (cuts[:, None] + _largest(cuts))
     return ChainCosts(
         np.where(empty, np.inf, seconds),
         _sums([layer.parameter_bytes for layer in layers]),
         saved,
-        recomputed,
+        working,
         crossing if full_duplex else 2 * crossing,
     )
 
@@ -143,3 +143,10 @@ def _sums(values: Sequence[float]) -> Matrix:
     prefix = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
     sums: Matrix = prefix[None, :] - prefix[:, None]
     return sums
+
+
+def _largest(values: Sequence[float] | Matrix) -> Matrix:
+    """``[i, j]``: the largest of values i + 1 to j; 0 where there is none."""
+    inside = ~np.tri(len(values), dtype=bool)
+    largest: Matrix = np.maximum.accumulate(np.where(inside, np.array(values)[None, :], 0.0), axis=1)
+    return largest

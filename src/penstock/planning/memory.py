@@ -3,9 +3,10 @@
 The papers say that memory is taken into account and leave the gradients and the optimizer out of their formulas
 (thesis, chapter 3); then "does it fit" is answered wrongly. Here they are terms of their own:
 
-    in flight x saved + recomputed + (weight versions + 1 gradient + optimizer copies) x parameters
+    in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x parameters
 
-With recomputation a microbatch in flight keeps only the stage's input, and one of them, recomputed, all that it saves.
+`working` is what the one microbatch takes that is computed on: the largest workspace of the stage's layers. With
+recomputation a microbatch in flight keeps only the stage's input, and the one at work all that the stage saves.
 For a stage of r replicas, with R workers in it and behind it, so that D = ceil(R / r) microbatches fill the pipe:
 
     schedule      in flight                       weight versions
@@ -83,14 +84,14 @@ def chunks_in_flight(ranks: int, stages_per_rank: int, microbatches: int) -> tup
 
 def held_bytes(
     saved: Matrix,
-    recomputed: Matrix,
+    working: Matrix,
     weights: Matrix,
     in_flight: float | Matrix,
     versions: float | Matrix,
     optimizer_copies: float,
 ) -> Matrix:
     """The formula of this file, element by element; all in bytes."""
-    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * weights
+    return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
 
 
 def interval_bytes(
@@ -102,8 +103,8 @@ def interval_bytes(
 ) -> Matrix:
     """(N+1, N+1): the bytes of a stage of layers i up to and without j; of `starts` alone, the rows of these i."""
     rows = slice(None) if starts is None else starts
-    saved, recomputed = costs.saved_bytes[rows], costs.recomputed_bytes[rows]
-    return held_bytes(saved, recomputed, costs.parameter_bytes[rows], in_flight, versions, optimizer_copies)
+    saved, working = costs.saved_bytes[rows], costs.working_bytes[rows]
+    return held_bytes(saved, working, costs.parameter_bytes[rows], in_flight, versions, optimizer_copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +172,10 @@ def _rank_bytes(
 ) -> float:
     """The bytes of a rank with these intervals of layers; `sharers` replicas split every microbatch."""
     saved = max(float(costs.saved_bytes[interval]) for interval in own) / sharers
-    recomputed = max(float(costs.recomputed_bytes[interval]) for interval in own) / sharers
+    working = max(float(costs.working_bytes[interval]) for interval in own) / sharers
     weights = sum(float(costs.parameter_bytes[interval]) for interval in own)
     in_flight, versions = counts
-    return in_flight * saved + recomputed + (versions + 1 + optimizer_copies) * weights
+    return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
 
 
 def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:

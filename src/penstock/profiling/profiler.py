@@ -8,11 +8,14 @@ apart, since schedules place them apart.
 
 What the numbers of a layer mean:
   forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
-      parameters; it is 0 where no output needs a gradient. The loss and the optimizer are no layers and not in it.
+      parameters; it is 0 where no output needs a gradient. The optimizer is not in it. The loss is in the numbers of
+      the last layer, as the last stage computes it, if it was given.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
   saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may part them: the
       sum over a stage's layers is never below what the stage keeps.
+  workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
+      gradients of the parameters and of the output, whichever is more.
   parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
       because each rank that holds one of the layers holds a copy.
 """
@@ -20,7 +23,9 @@ What the numbers of a layer mean:
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +37,19 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
-from penstock.profiling.clocks import Clock, WallClock, calls_per_sample, clock_of, median_seconds
+from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
 from penstock.profiling.saved_tensors import measure_saved_bytes
+from penstock.profiling.workspaces import WorkspaceMeter
 from penstock.progress import progress_line
+from penstock.values.documents import text_of
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
+Gauge: TypeAlias = Callable[[Callable[[], object]], float]
+"""Runs the work that it is given and measures it."""
+Found = TypeVar("Found")
 Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 
 
@@ -47,6 +57,8 @@ def profile(
     model: Model,
     sample: Sample,
     *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
     iterations: int = 10,
     warmup: int = 2,
     device: torch.device | str | None = None,
@@ -59,6 +71,9 @@ def profile(
     `model` is a module, a list of layers, or a chain that was captured already; `sample` its positional arguments (a
     tuple), its keyword arguments (a mapping), or its only argument (a tensor). The model is run in training
     mode and left as it was found: weights, buffers, gradients, training flags, and PyTorch's random generators.
+
+    With `loss_fn`, as in `Pipeline`, and the sample's `target`, the last layer is measured with
+    ``loss_fn(output, target)``; the loss of a language model, for one, takes more memory than any of its layers.
 
     The layers are run one after the other: once to count bytes, `warmup` times to warm up, `iterations` times for the
     medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: where the
@@ -77,13 +92,14 @@ def profile(
     if found is not None and place != found:
         model = _moved(model, found, place)
     clock = clock_of(place) if clock is None else clock
-    sample = _placed(sample, place)
+    sample, target = _placed(sample, place), _placed(target, place)
     modules = _modules_of(model)
     with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
-        bench = _Bench(chain, values, clock, warmup)
+        loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
+        bench = _Bench(chain, values, clock, warmup, loss)
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
@@ -99,16 +115,26 @@ class _Bench:
     of them: a plan needs their ratios above all. It also finds the caches as a stage of several layers does.
     """
 
-    def __init__(self, chain: LayerChain, inputs: Mapping[str, Tensor], clock: Clock, warmup: int) -> None:
+    def __init__(
+        self,
+        chain: LayerChain,
+        inputs: Mapping[str, Tensor],
+        clock: Clock,
+        warmup: int,
+        loss: Callable[[Mapping[str, Tensor]], Tensor] | None,
+    ) -> None:
         self.chain = chain
         self.inputs = inputs
         """The model's inputs, which every rank has."""
         self.clock = clock
         self.warmup = warmup
+        self.loss = loss
+        """Of the values that the chain's output is built from; belongs to the last layer."""
         self.values = dict(inputs)
         """What the next layers may read. A tensor that autograd flows through requires a gradient here."""
         self.saved_bytes: list[int] = []
         self.cut_bytes: list[int] = []
+        self.workspace_bytes: list[float] = []
         self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
 
@@ -119,10 +145,10 @@ class _Bench:
         if run == 0:
             self._survey(index)
         elif run <= self.warmup:
-            self.pilots[index].append(self._sample(index, 1, self.clock))
+            self.pilots[index].append(self._sample(index, 1, *[self.clock.seconds] * 2))
         else:
             calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
-            self.samples[index].append(self._sample(index, calls, self.clock))
+            self.samples[index].append(self._sample(index, calls, *[self.clock.seconds] * 2))
 
     def result(self, index: int) -> LayerProfile:
         """What all runs found of layer `index`."""
@@ -134,44 +160,45 @@ class _Bench:
             cut_bytes=self.cut_bytes[index],
             saved_bytes=self.saved_bytes[index],
             parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
+            workspace_bytes=self.workspace_bytes[index],
         )
 
     def _survey(self, index: int) -> None:
         layer = self.chain.layers[index]
         with _blaming(index, layer, "forward"):
             saved = measure_saved_bytes(
-                lambda: self._forward(index, self._arguments(index)),
-                lambda: self._forward(index, self._arguments(index, copied=True)),
+                lambda: self._call(index, self._arguments(index)),
+                lambda: self._call(index, self._arguments(index, copied=True)),
             )
         self.saved_bytes.append(saved)
-        self._sample(index, 1, WallClock())
+        meter = WorkspaceMeter()
+        self.workspace_bytes.append(max(self._sample(index, 1, meter.forward, meter.backward)))
         self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
 
-    def _sample(self, index: int, calls: int, clock: Clock) -> tuple[float, float]:
-        """Seconds of one forward and of one backward, each the mean over `calls` timed together; then moves on."""
+    def _sample(self, index: int, calls: int, forward_gauge: Gauge, backward_gauge: Gauge) -> tuple[float, float]:
+        """What the gauges find of one forward and of one backward, each the mean over `calls`; then moves on."""
         layer = self.chain.layers[index]
         prepared = [self._arguments(index) for _ in range(calls)]
-        results: list[tuple[Tensor, ...]] = []
+        results: list[_Result] = []
 
         def forwards() -> None:
             for arguments in prepared:
-                results.append(self._forward(index, arguments))
+                results.append(self._call(index, arguments))
 
         with _blaming(index, layer, "forward"):
-            forward_seconds = clock.seconds(forwards) / calls
-        roots = [[output for output in outputs if output.requires_grad] for outputs in results]
-        gradients = [torch.ones_like(root) for root in roots[0]]
+            forward = forward_gauge(forwards) / calls
+        gradients = [torch.ones_like(root) for root in results[0].roots]
 
         def backwards() -> None:
-            for root in roots:
-                torch.autograd.backward(root, gradients)
+            for result in results:
+                torch.autograd.backward(result.roots, gradients)
 
-        backward_seconds = 0.0
+        backward = 0.0
         if gradients:
             with _blaming(index, layer, "backward"), _accumulating(layer.module):
-                backward_seconds = clock.seconds(backwards) / calls
-        self._move(index, prepared[-1], results[-1])
-        return forward_seconds, backward_seconds
+                backward = backward_gauge(backwards) / calls
+        self._move(index, prepared[-1], results[-1].outputs)
+        return forward, backward
 
     def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
         """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""
@@ -186,12 +213,17 @@ class _Bench:
             leaves[name] = leaves[name].clone()
         return [leaves[name] for name in layer.inputs]
 
-    def _forward(self, index: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _call(self, index: int, arguments: Sequence[Tensor]) -> "_Result":
         layer = self.chain.layers[index]
-        if not layer.random:
-            return tuple(layer.module(*arguments))
-        with seeded(0, index, arguments):
-            return tuple(layer.module(*arguments))
+        if layer.random:
+            with seeded(0, index, arguments):
+                outputs = tuple(layer.module(*arguments))
+        else:
+            outputs = tuple(layer.module(*arguments))
+        results: Sequence[Tensor] = outputs
+        if self.loss is not None and index + 1 == len(self.chain.layers):
+            results = [self.loss({**self.values, **dict(zip(layer.outputs, outputs, strict=True))})]
+        return _Result(outputs, [result for result in results if result.requires_grad])
 
     def _move(self, index: int, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes the values past layer `index`, which was called once, and drops what no later layer needs."""
@@ -201,6 +233,25 @@ class _Bench:
         kept = {*self.inputs, *self.chain.cut(index + 1)}
         moved = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in written.items()}
         self.values = {name: value for name, value in {**self.values, **moved}.items() if name in kept}
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one forward made: the layer's outputs, and the tensors that its backward starts from."""
+
+    outputs: tuple[Tensor, ...]
+    roots: list[Tensor]
+
+
+def _loss(
+    chain: LayerChain, loss_fn: Callable[[Any, Any], Tensor], target: Any, values: Mapping[str, Tensor]
+) -> Tensor:
+    loss = loss_fn(chain.output.build(values), target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ProfileError(
+            f"loss_fn(output, target): expected one number as a tensor, found {text_of(loss)}: reduce it"
+        )
+    return loss
 
 
 @contextmanager
@@ -310,8 +361,8 @@ def _moved(model: Model, found: torch.device, target: torch.device) -> Model:
     return [part.to(target) if isinstance(part, nn.Module) else part for part in copy.deepcopy(list(model))]
 
 
-def _placed(sample: Sample, device: torch.device) -> Sample:
-    """The sample on `device`, each tensor in a storage of its own that is no larger than it."""
+def _placed(sample: Found, device: torch.device) -> Found:
+    """The sample, or target, on `device`, each tensor in a storage of its own that is no larger than it."""
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device).clone()

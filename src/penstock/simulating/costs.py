@@ -4,7 +4,7 @@ The simulator asks nothing else about a model or a machine, so a unit-time pictu
 are one computation with two sets of costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -25,10 +25,10 @@ _DEFAULT = Assumptions()
 class Costs:
     """Of every stage on one replica; microbatches that are split cost a replica its share of the seconds and bytes.
 
-    `forward_seconds`, `backward_seconds`, `saved_bytes`: of a microbatch. `update_seconds`, `reduce_seconds`: of one
-    update and of its all-reduce. `cut_bytes[s]`: of a whole microbatch, between stages s and s + 1, each way; cuts
-    within a rank are never asked for. With `recompute` a backward takes a forward more, unless it directly follows its
-    forward. Without a `cluster` the links are instant. What is left out is zero.
+    `forward_seconds`, `backward_seconds`, `saved_bytes`, `workspace_bytes`: of a microbatch. `update_seconds`,
+    `reduce_seconds`: of one update and of its all-reduce. `cut_bytes[s]`: of a whole microbatch, between stages s and
+    s + 1, each way; cuts within a rank are never asked for. With `recompute` a backward takes a forward more, unless it
+    directly follows its forward. Without a `cluster` the links are instant. What is left out is zero.
     """
 
     forward_seconds: tuple[float, ...]
@@ -37,6 +37,7 @@ class Costs:
     reduce_seconds: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     saved_bytes: tuple[float, ...] = ()
+    workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
     recompute: bool = False
     cluster: Cluster | None = None
@@ -50,6 +51,7 @@ class Costs:
             ("update_seconds", stages),
             ("reduce_seconds", stages),
             ("saved_bytes", stages),
+            ("workspace_bytes", stages),
             ("parameter_bytes", stages),
             ("cut_bytes", stages - 1),
         ):
@@ -80,9 +82,9 @@ def plan_costs(
     require_fit(plan, profile, cluster)
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
 
-    def shares(name: str) -> tuple[float, ...]:
+    def shares(name: str, total: Callable[[Sequence[LayerProfile], str], float] = _sum) -> tuple[float, ...]:
         replicas = plan.replicas if placement.split else (1,) * len(layers)
-        return tuple(_sum(own, name) / count for own, count in zip(layers, replicas, strict=True))
+        return tuple(total(own, name) / count for own, count in zip(layers, replicas, strict=True))
 
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
     groups = [stage.ranks for stage in plan.stages]
@@ -99,6 +101,7 @@ def plan_costs(
         ),
         cut_bytes=tuple(own[-1].cut_bytes for own in layers[:-1]),
         saved_bytes=shares("saved_bytes"),
+        workspace_bytes=shares("workspace_bytes", _largest),
         parameter_bytes=parameters,
         recompute=plan.recompute,
         cluster=cluster,
@@ -109,6 +112,10 @@ def plan_costs(
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:
     return float(sum(getattr(layer, name) for layer in layers))
+
+
+def _largest(layers: Sequence[LayerProfile], name: str) -> float:
+    return float(max(getattr(layer, name) for layer in layers))
 
 
 def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:

@@ -3,9 +3,10 @@
 It follows the runtime: parameters in as many slots as there are versions (an update copies one slot to another and
 needs nothing beside them); the optimizer's state; gradients from the end of the first backward that makes them (what
 that frees makes room for them) to the end of their update; of a microbatch in flight what autograd saves, from the
-start of its forward to the end of its backward; messages from their arrival until they are used up, that is to the
-start of the forward (from then on they belong to what is saved) or the end of the backward, and from when they are made
-until they have left. What the allocator and the device's runtime take on top is not in it.
+start of its forward to the end of its backward; the workspace of a forward or a backward while it runs, the largest of
+the stage's layers; messages from their arrival until they are used up, that is to the start of the forward (from then
+on they belong to what is saved) or the end of the backward, and from when they are made until they have left. What the
+allocator and the device's runtime take on top is not in it.
 
 With recomputation a microbatch keeps its stage's input, and all that the stage saves during its backward alone; a
 backward that directly follows its forward has nothing to recompute, and keeps everything in between. With tensor
@@ -37,11 +38,12 @@ _Changes: TypeAlias = tuple[_Numbers, _Numbers]
 class Sizes:
     """Bytes of a microbatch on one replica of every stage.
 
-    `saved`: what autograd saves. `input`, `output`: what crosses the cut before and behind the stage, each way.
-    `parameters`: of its weights, whatever the microbatch.
+    `saved`: what autograd saves. `workspace`: what a forward or a backward takes for a moment. `input`, `output`: what
+    crosses the cut before and behind the stage, each way. `parameters`: of its weights, whatever the microbatch.
     """
 
     saved: tuple[float, ...]
+    workspace: tuple[float, ...]
     input: tuple[float, ...]
     output: tuple[float, ...]
     parameters: tuple[float, ...]
@@ -53,7 +55,7 @@ class Sizes:
         shares = [placement.replicas(stage) if placement.split else 1 for stage in range(len(placement.stages))]
         before = tuple(size / share for size, share in zip((0.0, *costs.cut_bytes), shares, strict=True))
         behind = tuple(size / share for size, share in zip((*costs.cut_bytes, 0.0), shares, strict=True))
-        return cls(costs.saved_bytes, before, behind, costs.parameter_bytes, costs.recompute)
+        return cls(costs.saved_bytes, costs.workspace_bytes, before, behind, costs.parameter_bytes, costs.recompute)
 
     def carried(self) -> _Numbers:
         """By mark: what is sent, received or reduced."""
@@ -67,15 +69,36 @@ class Sizes:
 
     def kept_from_start(self) -> _Numbers:
         """By mark: bytes more from the start of an action on."""
-        if not self.recompute:
-            return self._table({Mark.FORWARD: self.saved, Mark.FORWARD_KEPT: self.saved})
-        whole = tuple(map(sum, zip(self.saved, self.input, strict=True)))
-        return self._table({Mark.FORWARD: self.input, Mark.FORWARD_KEPT: whole, Mark.BACKWARD: self.saved})
+        backward = self.saved if self.recompute else (0.0,) * len(self.saved)
+        return self._table(
+            {
+                Mark.FORWARD: _sums(self._kept(), self.workspace),
+                Mark.FORWARD_KEPT: _sums(self._whole(), self.workspace),
+                Mark.BACKWARD: _sums(backward, self.workspace),
+                Mark.BACKWARD_KEPT: self.workspace,
+            }
+        )
 
     def dropped_at_stop(self) -> _Numbers:
         """By mark: bytes fewer from the stop of an action on."""
-        dropped = tuple(map(sum, zip(self.saved, self.input, strict=True))) if self.recompute else self.saved
-        return self._table({Mark.BACKWARD: dropped, Mark.BACKWARD_KEPT: dropped})
+        backward = _sums(self._whole(), self.workspace)
+        forward = self.workspace
+        return self._table(
+            {
+                Mark.FORWARD: forward,
+                Mark.FORWARD_KEPT: forward,
+                Mark.BACKWARD: backward,
+                Mark.BACKWARD_KEPT: backward,
+            }
+        )
+
+    def _kept(self) -> tuple[float, ...]:
+        """Of a microbatch in flight."""
+        return self.input if self.recompute else self.saved
+
+    def _whole(self) -> tuple[float, ...]:
+        """Of a microbatch whose backward can begin."""
+        return _sums(self.saved, self.input) if self.recompute else self.saved
 
     def _table(self, entries: dict[Mark, tuple[float, ...]]) -> _Numbers:
         stages = len(self.saved)
@@ -123,7 +146,7 @@ def _changes(track: Track, sizes: Sizes, stages: Sequence[int]) -> tuple[_Change
 
     more, fewer = sizes.kept_from_start()[marks], sizes.dropped_at_stop()[marks]
     if not backward.any():  # an evaluation keeps nothing
-        more = np.zeros_like(more)
+        more = fewer = np.zeros_like(more)
     kept = _drop_nothing(np.stack([starts, ends], axis=1).ravel(), np.stack([more, -fewer], axis=1).ravel())
 
     kinds = np.array(track.instructions.kinds)
@@ -151,6 +174,10 @@ def _gradients(marks: npt.NDArray[np.int64], sizes: Sizes, stages: Sequence[int]
         found.append((places[makes & ~before], places[takes], places[takes - 1]))
     made, gone, sums = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return made, gone, sums
+
+
+def _sums(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(one, other, strict=True)))
 
 
 def _marks(track: Track) -> npt.NDArray[np.int64]:

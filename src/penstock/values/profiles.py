@@ -6,7 +6,6 @@ one device and one microbatch size. Times are seconds, sizes are bytes.
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,6 +31,9 @@ class LayerProfile:
     saved_bytes: float
     """What autograd keeps of one microbatch between this layer's forward and its backward."""
     parameter_bytes: float
+    workspace_bytes: float = 0.0
+    """The most that its forward or its backward holds for a moment beside all that: temporaries, and gradients on their
+    way. A file that does not tell it has none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -108,6 +110,7 @@ class Profile:
                 layer.cut_bytes * share,
                 layer.saved_bytes * share,
                 layer.parameter_bytes,
+                layer.workspace_bytes * share,
             )
             for layer in self.layers
         )
@@ -162,8 +165,8 @@ class Profile:
 
 
 def _read_layer(place: Place) -> LayerProfile:
-    numbers: Sequence[str] = [field.name for field in fields(LayerProfile)[1:]]
-    places = place.mapping(("name", *numbers))
-    name = places["name"].text()
-    values = [places[number].number() for number in numbers]
-    return place.build(lambda: LayerProfile(name, *values))
+    numbers = [field.name for field in fields(LayerProfile)[1:-1]]
+    places = place.mapping(("name", *numbers), ("workspace_bytes",))
+    name = places.pop("name").text()
+    values = {number: found.number() for number, found in places.items()}
+    return place.build(lambda: LayerProfile(name, **values))

@@ -258,7 +258,7 @@ def _memory_reach(
 
     def fits(stops: Counts) -> Flags:
         flat = stops + firsts
-        sizes = costs.saved_bytes.take(flat), costs.recomputed_bytes.take(flat), costs.parameter_bytes.take(flat)
+        sizes = costs.saved_bytes.take(flat), costs.working_bytes.take(flat), costs.parameter_bytes.take(flat)
         allowed: Flags = held_bytes(*sizes, in_flight[:, None], versions[:, None], room.optimizer_copies) <= least
         return allowed
 
@@ -291,7 +291,7 @@ def _largest(shape: tuple[int, int], allowed: Callable[[Counts], Flags]) -> Coun
 def _most_bytes(costs: ChainCosts, tables: tuple[Counts, Matrix, Matrix], room: Room) -> float:
     """More than any stage needs."""
     saved = costs.saved_bytes[:, -1].max(keepdims=True)
-    whole = costs.recomputed_bytes[:1, -1], costs.parameter_bytes[:1, -1]
+    whole = costs.working_bytes[:1, -1], costs.parameter_bytes[:1, -1]
     return float(held_bytes(saved, *whole, tables[1].max(), tables[2].max(), room.optimizer_copies)[0])
 
 

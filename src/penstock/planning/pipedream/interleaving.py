@@ -100,7 +100,7 @@ class _Game:
         sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
         links = sent.reshape(len(cuts), stages // ranks, ranks).sum(axis=1)
         held = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
-        held = held + by_rank(self.costs.recomputed_bytes).max(axis=1)
+        held = held + by_rank(self.costs.working_bytes).max(axis=1)
         held = held + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
         slowest = np.maximum(loads.max(axis=1), links.max(axis=1))
         return slowest, (loads**2).sum(axis=1), held.max(axis=1)

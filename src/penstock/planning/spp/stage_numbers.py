@@ -178,7 +178,7 @@ def _fitting(
     def fits(replicas: int, behind: int) -> Flags:
         in_flight = min(request.microbatches, 4 * behind + 1)
         own = costs if behind else last
-        kept = (in_flight * own.saved_bytes + own.recomputed_bytes + waiting) / replicas
+        kept = (in_flight * own.saved_bytes + own.working_bytes + waiting) / replicas
         fitting: Flags = kept + weights <= memory_bytes
         return fitting
 
