@@ -12,7 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four processes for all the tests that need real ones."""
-    processes = Pool(4)
+    """Five processes for all the tests that need real ones."""
+    processes = Pool(5)
     yield processes
     processes.close()

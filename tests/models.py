@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["SUBJECTS", "Subject", "adamw", "momentum", "plain"]
+__all__ = ["LAYERED", "SUBJECTS", "Subject", "adamw", "momentum", "plain"]
 
 
 class Perceptron(nn.Module):
@@ -74,6 +74,27 @@ class Skipping(nn.Module):
         return self.head(self.seventh(torch.cat([late, early], dim=-1)))
 
 
+class Centred(nn.Module):
+    """A block with dropout, and a running mean that decides what it computes in training: a buffer that matters."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.training:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        return x + self.dropout(y - self.mean)
+
+
+def layered() -> nn.Sequential:
+    """Layers in a row, which capture need not trace."""
+    return nn.Sequential(*(Centred() for _ in range(7)), nn.Linear(6, 3))
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model and what it takes to train it."""
@@ -101,6 +122,7 @@ def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int =
 
 
 SUBJECTS = {"perceptron": _subject(Perceptron), "normalized": _subject(Normalized), "skipping": _subject(Skipping)}
+LAYERED = _subject(layered)
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

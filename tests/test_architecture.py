@@ -175,7 +175,7 @@ def test_only_the_worker_sees_the_parts_of_the_runtime_together() -> None:
     assert set(together) <= {"penstock.runtime.worker"}
 
 
-def test_only_the_worker_reads_actions_in_the_torch_half() -> None:
+def test_only_the_worker_and_its_mailbox_read_actions_in_the_torch_half() -> None:
     readers = {
         module
         for module in MODULES
@@ -184,7 +184,7 @@ def test_only_the_worker_reads_actions_in_the_torch_half() -> None:
         if name in ACTIONS
     }
 
-    assert readers == {"penstock.runtime.worker"}
+    assert readers == {"penstock.runtime.mailboxes", "penstock.runtime.worker"}
 
 
 def test_only_lowering_makes_communication() -> None:

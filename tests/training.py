@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 
@@ -13,6 +14,11 @@ __all__ = ["Case", "Outcome", "count_tensors", "run_cases", "run_pipeline", "run
 
 LAYERS = 8
 """Of every subject."""
+
+
+def find_subject(name: str) -> models.Subject:
+    """One of the models, or the one that need not be traced."""
+    return models.LAYERED if name == "layered" else models.SUBJECTS[name]
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,23 @@ class Case:
     device: str = "cpu"
     turned: bool = False
     """Whether the first stage is on the last rank, and so on."""
+    replicas: tuple[int, ...] = ()
+    """Of each stage (of each position of a pipeline, under `interleaved`); () is one each."""
+    split: bool = False
+    scaled: bool = False
+    """Whether learning rates scale with the replicas."""
+    samples: tuple[int, ...] = ()
+    """Of each batch; () takes them whole."""
+
+    @property
+    def processes(self) -> int:
+        """How many ranks there are, replicas included."""
+        return sum(self.replicas) or self.ranks
 
     @property
     def options(self) -> dict[str, object]:
         """The arguments that the pipeline and the oracle share."""
-        subject = models.SUBJECTS[self.subject]
+        subject = find_subject(self.subject)
         plan = penstock.Plan.uniform(
             LAYERS,
             self.ranks * self.stages_per_rank,
@@ -45,22 +63,29 @@ class Case:
         if self.turned:
             stages = (penstock.Stage(s.start, s.stop, (self.ranks - 1 - s.ranks[0],)) for s in plan.stages)
             plan = replace(plan, stages=tuple(stages))
+        if self.replicas:
+            ends = list(accumulate(self.replicas, initial=0))
+            groups = [tuple(range(start, stop)) for start, stop in pairwise(ends)]
+            stages = (penstock.Stage(s.start, s.stop, groups[s.ranks[0]]) for s in plan.stages)
+            plan = replace(plan, stages=tuple(stages), routing="split" if self.split else "round-robin")
         return {
             "sample": tuple(tensor.to(self.device) for tensor in subject.sample),
             "loss_fn": subject.loss_fn,
             "optimizer": getattr(models, self.optimizer),
             "plan": plan,
             "seed": 3,
+            "scale_learning_rates": self.scaled,
         }
 
     def build(self) -> nn.Module:
         """The model."""
-        return models.SUBJECTS[self.subject].build().to(self.device)
+        return find_subject(self.subject).build().to(self.device)
 
     @property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Inputs and targets."""
-        return [(x.to(self.device), y.to(self.device)) for x, y in models.SUBJECTS[self.subject].batches]
+        batches = [(x.to(self.device), y.to(self.device)) for x, y in find_subject(self.subject).batches]
+        return [(x[:size], y[:size]) for (x, y), size in zip(batches, self.samples, strict=False)] or batches
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """``plan="auto"``: measure the model and the links, plan, and give every rank the same plan.
 
-Rank 0 measures the model and plans; two profiles never agree exactly, so that one plan is made and sent to all. Until
-the runtime does more, the plan has one rank per stage, all ranks, no recomputation. Where the schedule is not given it
-is one that flushes, since which gradients a step applies is not for a planner to change.
+Rank 0 measures the model and plans; two profiles never agree exactly, so that one plan is made and sent to all. The
+plan uses all ranks, with replicas of a stage where that is faster. Where the schedule is not given it is one that
+flushes, since which gradients a step applies is not for a planner to change.
 """
 
 import math
@@ -82,7 +82,7 @@ def plan_automatically(
 
 
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:
-    """The fastest plan by `penstock.plan` that runs on all devices of `cluster`, one rank per stage.
+    """The fastest plan by `penstock.plan` that runs on all devices of `cluster`.
 
     Raises what is wrong with the simplest plan if there is none.
     """
@@ -92,7 +92,6 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
         profile,
         cluster,
         microbatches=choices.microbatches,
-        straight=True,
         synchronous=flushes,
         vertical_sync=choices.vertical_sync,
         recompute=False,

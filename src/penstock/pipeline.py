@@ -19,23 +19,28 @@ from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
 from penstock.runtime.agreements import agreed
+from penstock.runtime.buffers import share_buffers
 from penstock.runtime.checkpoint import named_state, read, restore, write
 from penstock.runtime.forecasts import forecast_of, mark_now
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
-from penstock.runtime.results import Loss, StepResult
+from penstock.runtime.reports import Reports
+from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
     build_stages,
     check_agreement,
     check_plan,
     choose_plan,
     edges_of,
+    groups_of,
+    learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.transport import Edge, Transport
+from penstock.runtime.transport import Transport
+from penstock.runtime.turns import run_programs
 from penstock.runtime.worker import Pass, Record, Worker
 from penstock.runtime.worlds import World, join_world
-from penstock.scheduling.actions import Action
 from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verifier import verify
 from penstock.values.clusters import Cluster
@@ -69,6 +74,9 @@ class Pipeline:
             kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
             `stages` says how many ranks to plan for, and links are instant.
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
+        scale_learning_rates: with ``1f1b``, multiplies the learning rates of a stage of r replicas with r / r0, where
+            r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The papers say
+            nothing of it; PipeDream's program does so. Off by default.
         seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
@@ -92,6 +100,7 @@ class Pipeline:
         stages: int | None = None,
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
+        scale_learning_rates: bool = False,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -121,13 +130,15 @@ class Pipeline:
             check_agreement(self._world, self.plan, self._chain)
             self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
             self._seed = seed
-            self._transport: Transport = self._world.connect(edges_of(self.schedule), self._device, timeout_seconds)
-            local = sorted(stage for rank in self._ranks for stage in self.schedule.stages_of(rank))
-            self._stages = build_stages(self.plan, self._chain, self.schedule, local)
+            self._transport: Transport = self._world.connect(
+                edges_of(self.schedule), self._device, timeout_seconds, groups_of(self.schedule)
+            )
+            self._stages = build_stages(self.plan, self._chain, self.schedule, self._ranks, self._transport)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
             """Over this process's parameters; None if it has none to train."""
-            self._workers = tuple(self._worker(rank, loss_fn) for rank in self._ranks)
+            self._reports = Reports(self._transport, self._ranks, self._world.rank)
+            self._workers = tuple(self._worker(rank, loss_fn, scale_learning_rates) for rank in self._ranks)
         self._minibatch = 0
         """Minibatches stepped since the last drain: the present run of the schedule."""
         self._microbatches_before = 0
@@ -154,10 +165,12 @@ class Pipeline:
         backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
-            microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches)
+            placement = self.schedule.placement
+            parts = max(map(len, placement.stages)) if placement.split else 1
+            microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts)
         with self._guarded("in a step"):
             first = self._minibatch * self.schedule.microbatches
-            current = self._training_pass()
+            current = self._training_pass(first + self.schedule.microbatches)
             measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
             start = mark_now(self._device) if measured else 0.0
             self._run(current, microbatches, first, self.schedule, Step(self._minibatch))
@@ -166,22 +179,22 @@ class Pipeline:
                 if measured:
                     self._forecast.add(start, mark_now(self._device), self._records[-1])
                 self._forecast.compare()
-            return StepResult(self._report_loss(current))
+            numbers = range(first, first + len(microbatches))
+            return StepResult(self._reports.loss(current, self.schedule.placement, numbers))
 
     def drain(self) -> None:
         """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
 
-        A schedule that flushes has nothing left to compute. Whatever the schedule, when this returns all that this rank
-        had to send has been sent, so that its process may leave the process group.
+        A schedule that flushes has nothing left to compute. Whatever the schedule, the replicas of a stage take over
+        the buffers of the first one (BatchNorm's statistics, of which each has seen its own microbatches), and when
+        this returns all that this rank had to send has been sent, so that its process may leave the process group.
         """
         with self._guarded("in a drain"):
             if not self.schedule.flushes and self._minibatch > 0:
-                self._run(self._training_pass(), (), 0, self.schedule, Drain(self._minibatch))
                 microbatches = self._minibatch * self.schedule.microbatches
-                for stage in self._stages.values():
-                    stage.weights.restart(newest=microbatches // self.schedule.microbatches_per_update)
-                self._microbatches_before += microbatches
-                self._minibatch = 0
+                self._run(self._training_pass(microbatches), (), 0, self.schedule, Drain(self._minibatch))
+                self._restart(self._microbatches_before + microbatches)
+            share_buffers(self._stages, self.schedule.placement, self._transport)
             self._transport.flush()
 
     def evaluate(self, inputs: Any, target: Any) -> StepResult:
@@ -190,7 +203,9 @@ class Pipeline:
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
-        return StepResult(self._report_loss(self._infer(inputs, target, keeps_outputs=False)[0]))
+        current, microbatches = self._infer(inputs, target, keeps_outputs=False)
+        with self._guarded("in an evaluation"):
+            return StepResult(self._reports.loss(current, self._in_turn, range(len(microbatches))))
 
     def predict(self, inputs: Any) -> Any:
         """What the model returns in evaluation mode with the newest weights, on every rank, for a batch of any size.
@@ -202,7 +217,7 @@ class Pipeline:
         current, microbatches = self._infer(inputs, None, keeps_outputs=True)
         with self._guarded("in a prediction"):
             form = self._chain.evaluation().output
-            values = self._report_outputs(current, microbatches)
+            values = self._reports.outputs(current, self._in_turn, microbatches)
             outputs = [form.build(dict(zip(form.values, value, strict=True))) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
@@ -212,7 +227,8 @@ class Pipeline:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this process's stages, by the names that they have in the model."""
-        return {name: p for stage in self._stages.values() for name, p in stage.weights.parameters.items()}
+        stages = {index: stage for held in self._stages.values() for index, stage in held.items()}
+        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
 
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
@@ -254,7 +270,8 @@ class Pipeline:
         """
         self.drain()
         progress = restore(state, self._held(), self.optimizer, self.named_parameters())
-        self._microbatches_before, self._minibatch, self._seed = progress["microbatches"], 0, progress["seed"]
+        self._seed = progress["seed"]
+        self._restart(progress["microbatches"])
 
     def save(self, directory: str | Path) -> None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
@@ -281,19 +298,35 @@ class Pipeline:
         self._transport.close()
         self._world.leave()
 
-    def _training_pass(self) -> Pass:
-        return Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before)
+    def _training_pass(self, admitted: int) -> Pass:
+        return Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before, admitted=admitted)
 
-    def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor]) -> Worker:
-        stages = {stage: self._stages[stage] for stage in self.schedule.stages_of(rank)}
-        return Worker(rank, self.schedule, stages, self._chain, loss_fn, self.optimizer, self._transport)
+    def _restart(self, microbatches: int) -> None:
+        """Begins a new run of the schedule after so many `microbatches` of training, from the newest weights."""
+        for stages in self._stages.values():
+            for stage in stages.values():
+                stage.weights.restart()
+        self._microbatches_before, self._minibatch = microbatches, 0
+
+    def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor], scale_learning_rates: bool) -> Worker:
+        return Worker(
+            rank,
+            self.schedule,
+            self._stages[rank],
+            self._chain,
+            loss_fn,
+            self.optimizer,
+            self._transport,
+            learning_rate_factors(self.schedule, scale_learning_rates),
+        )
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages.
 
         What no layer uses belongs to the first stage.
         """
-        layers = [range(self.plan.stages[stage].start, self.plan.stages[stage].stop) for stage in self._stages]
+        held = {stage for stages in self._stages.values() for stage in stages}
+        layers = [range(self.plan.stages[stage].start, self.plan.stages[stage].stop) for stage in held]
         tensors: dict[str, Tensor] = {**self._chain.parameters, **self._chain.buffers}
         return {
             name: tensor
@@ -308,9 +341,14 @@ class Pipeline:
         with self._guarded("in an evaluation"):
             current = Pass(training=False, keeps_outputs=keeps_outputs)
             made = self.schedule
-            forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), made.placement)
+            forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._in_turn)
             self._run(current, microbatches, 0, forwards, Step(0))
             return current, microbatches
+
+    @property
+    def _in_turn(self) -> Placement:
+        """The stages with replicas that take microbatches in turn, as in evaluations of any batch size."""
+        return Placement(self.schedule.placement.stages)
 
     def _run(
         self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
@@ -319,41 +357,11 @@ class Pipeline:
         programs = {rank: schedule.row(rank, part) for rank in self._ranks}
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
-            worker.begin(current, numbered, programs[worker.rank])
-        if len(self._workers) == 1:
-            (worker,) = self._workers
-            for action in programs[worker.rank]:
-                worker.execute(action)
-        else:
-            _take_turns(self._workers, programs)
+            worker.begin(current, schedule, numbered, programs[worker.rank])
+        run_programs(self._workers, programs)
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self._records.append(records)
-
-    def _report_loss(self, current: Pass) -> Loss:
-        """The loss of a pass, sent from the last stage to every process, or on its way from there."""
-        last = self.schedule.rank_of(self.schedule.stages - 1)
-        if last not in self._ranks:
-            return Loss(self._transport.post(Edge(last, self.rank, "reports"), "loss"))
-        assert current.loss is not None
-        for edge in self._reports(last):
-            self._transport.send(edge, "loss", (current.loss,))
-        return Loss(current.loss)
-
-    def _report_outputs(self, current: Pass, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
-        """The values of the model's output for each microbatch, on every process."""
-        last = self.schedule.rank_of(self.schedule.stages - 1)
-        forms = [("output", microbatch.signature) for microbatch in microbatches]
-        if last not in self._ranks:
-            tickets = [self._transport.post(Edge(last, self.rank, "reports"), form) for form in forms]
-            return [[tensor for tensor in ticket.wait() if tensor is not None] for ticket in tickets]
-        for form, output in zip(forms, current.outputs, strict=True):
-            for edge in self._reports(last):
-                self._transport.send(edge, form, output)
-        return [list(output) for output in current.outputs]
-
-    def _reports(self, last: int) -> list[Edge]:
-        return [Edge(last, rank, "reports") for rank in range(self.schedule.ranks) if rank not in self._ranks]
 
     @contextmanager
     def _guarded(self, place: str, harmless: bool = False) -> Iterator[None]:
@@ -373,19 +381,6 @@ class Pipeline:
                 self._failed = f"{type(error).__name__} {place}"
             self._world.report(place, error)
             raise
-
-
-def _take_turns(workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]]) -> None:
-    """Runs the programs of several ranks in one process: in turn, one action each, whoever need not wait."""
-    queues = [(worker, deque(programs[worker.rank])) for worker in workers]
-    while any(queue for _, queue in queues):
-        progress = False
-        for worker, queue in queues:
-            if queue and worker.ready(queue[0]):
-                worker.execute(queue.popleft())
-                progress = True
-        # The verifier has proved that some rank can always go on.
-        assert progress, "deadlock in a verified schedule"
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:

@@ -173,11 +173,6 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         ({"plan": penstock.Plan.uniform(7, 2), "stages": None}, penstock.PlanError, "the plan is for 7 layers and"),
         ({"plan": penstock.Plan.uniform(8, 3)}, penstock.PlanError, "stages=2 contradicts the plan"),
         (
-            {"plan": penstock.Plan((penstock.Stage(0, 8, (0, 1)),)), "stages": None},
-            penstock.PlanError,
-            "this version runs one rank per stage",
-        ),
-        (
             {"plan": penstock.Plan.uniform(8, 2, recompute=True), "stages": None},
             penstock.PlanError,
             "the plan recomputes activations",

@@ -93,7 +93,7 @@ def test_a_new_run_starts_from_the_newest_version() -> None:
     for version in (1, 2):
         run(weights, version - 1, 1.0).backward()
         update(weights, version, version - 1, step=0.25)
-    weights.restart(2)
+    weights.restart()
 
     assert run(weights, 0, 1.0).item() == 0.5 == module.weight.item()
 
@@ -105,3 +105,25 @@ def test_gradients_of_microbatches_add_up() -> None:
 
     assert weights.gradients(0)["weight"].item() == 7.0
     assert weights.gradients(1) == {}
+
+
+def test_replicas_share_the_weights_and_have_gradients_and_buffers_of_their_own() -> None:
+    module, first = make(2)
+    second = first.replica()
+    run(first, 0, 3.0).backward()
+    run(second, 0, 5.0).backward()
+
+    assert (first.gradients(0)["weight"].item(), second.gradients(0)["weight"].item()) == (3.0, 5.0)
+    assert (module.calls.item(), second.buffers[0].item()) == (1, 1)
+    total = {"weight": first.gradients(0)["weight"] + second.gradients(0)["weight"]}
+    assert second.begin_update(1, total)
+    with torch.no_grad():
+        module.weight -= 0.125 * module.weight.grad
+    second.end_update(0)
+    # The first replica finds the update made, and only forgets what it has given.
+    assert not first.begin_update(1, total)
+    first.forget_gradients(0)
+
+    assert module.weight.item() == 0.0 == run(first, 1, 1.0).item() == run(second, 1, 1.0).item()
+    assert run(first, 0, 1.0).item() == run(second, 0, 1.0).item() == 1.0
+    assert first.gradients(0) == second.gradients(0) == {}

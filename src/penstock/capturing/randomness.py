@@ -12,12 +12,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["microbatch_seed", "seeded"]
+__all__ = ["microbatch_seed", "part_seed", "seeded"]
 
 
 def microbatch_seed(seed: int, microbatch: int) -> int:
     """A seed for one microbatch, counted from the start of the training."""
     return _mix(seed, microbatch)
+
+
+def part_seed(seed: int, part: int) -> int:
+    """The seed of one part of the microbatch of `seed`, where replicas split microbatches."""
+    return _mix(seed, -part) if part else seed
 
 
 @contextmanager

@@ -102,10 +102,10 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
                 "synchronous=True (--synchronous) plans only such"
             )
         lines.append(f"{best.schedule} never flushes: {told}.")
-    if best.ranks > len({stage.ranks for stage in best.stages}):
+    if best.schedule == "1f1b" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
         lines.append(
-            "The pipeline runs one rank per stage today: straight=True (--straight) plans without replicas; a plan "
-            "with them can be verified, simulated and drawn."
+            "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
+            "Pipeline(scale_learning_rates=True), or plan for another schedule."
         )
     return lines
 

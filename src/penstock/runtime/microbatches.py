@@ -6,7 +6,7 @@ microbatch weighs as many samples as it has, so that the loss and its gradient s
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.chain import ModelInputs
 from penstock.errors import PenstockError
 
-__all__ = ["Microbatch", "arguments", "chunks", "join", "split"]
+__all__ = ["Microbatch", "arguments", "chunks", "join", "share_sizes", "split", "take_part"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,10 +27,20 @@ class Microbatch:
     """The model's input tensors by value name."""
     target: Any
     samples: int
-    weight: float
-    """Its share of the minibatch's samples."""
+    total: int
+    """The samples of the minibatch."""
     signature: Hashable
-    """The shapes and types of its inputs: what decides the shapes of everything that the stages exchange."""
+    """The shapes and types of the inputs of the whole microbatch: what decides the shapes of everything that the stages
+    exchange.
+    """
+    whole: int
+    """The samples of the whole microbatch, of which this is a part where replicas split it."""
+    part: int = 0
+
+    @property
+    def weight(self) -> float:
+        """Its share of the minibatch's samples."""
+        return self.samples / self.total
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -42,11 +52,11 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def split(form: ModelInputs, inputs: Any, target: Any, count: int) -> tuple[Microbatch, ...]:
-    """`inputs` and `target` as `count` microbatches.
+def split(form: ModelInputs, inputs: Any, target: Any, count: int, parts: int = 1) -> tuple[Microbatch, ...]:
+    """`inputs` and `target` as `count` microbatches, which replicas will cut into at most `parts` parts each.
 
     Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
-    every microbatch. Raises `PenstockError` if the sizes disagree or there are fewer samples than microbatches.
+    every microbatch. `PenstockError` if the sizes disagree or there are fewer samples than microbatches or parts.
     """
     tensors = form.bind(*arguments(inputs))
     samples = _samples(form, tensors)
@@ -55,22 +65,49 @@ def split(form: ModelInputs, inputs: Any, target: Any, count: int) -> tuple[Micr
             f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} "
             f"samples, or build the Pipeline with microbatches={max(samples, 1)} or fewer"
         )
+    if samples // count < parts:
+        raise PenstockError(
+            f"a minibatch of {samples} sample(s) makes microbatches of {samples // count}, which {parts} replicas of a "
+            f"stage cannot split: pass at least {count * parts} samples, or plan with fewer microbatches or replicas"
+        )
     _check_target(target, samples)
-    sizes = [samples // count + (index < samples % count) for index in range(count)]
-    parts, start = [], 0
-    for size in sizes:
+    made, start = [], 0
+    for size in share_sizes(samples, count):
         cut = {name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()}
-        parts.append(
+        made.append(
             Microbatch(
                 inputs=cut,
                 target=_narrow(target, samples, start, size),
                 samples=size,
-                weight=size / samples,
+                total=samples,
                 signature=tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items()),
+                whole=size,
             )
         )
         start += size
-    return tuple(parts)
+    return tuple(made)
+
+
+def take_part(form: ModelInputs, microbatch: Microbatch, part: int, parts: int) -> Microbatch:
+    """Part `part` of the `parts` that the replicas of a stage make of `microbatch`."""
+    if parts == 1:
+        return microbatch
+    samples = microbatch.samples
+    sizes = share_sizes(samples, parts)
+    start, size = sum(sizes[:part]), sizes[part]
+    tensors = microbatch.inputs
+    return replace(
+        microbatch,
+        inputs={name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()},
+        target=_narrow(microbatch.target, samples, start, size),
+        samples=size,
+        part=part,
+    )
+
+
+def share_sizes(samples: int, parts: int) -> list[int]:
+    """How many of `samples` each of `parts` gets; the first ones take the remainder."""
+    return [samples // parts + (index < samples % parts) for index in range(parts)]
 
 
 def chunks(form: ModelInputs, inputs: Any) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.failures import FailureBoard
+from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.transport import Edge, Message, Ticket
 
 __all__ = ["ProcessGroup"]
@@ -50,10 +51,12 @@ _Specs = tuple[_Spec | None, ...]
 class _Receipt:
     """A receive on its way. Filled by the edge's thread."""
 
-    edge: Edge
-    form: Hashable
+    place: str
+    peers: Sequence[int]
+    """Whom it comes from."""
     board: FailureBoard
     timeout_seconds: float
+    form: Hashable = None
     done: threading.Event = field(default_factory=threading.Event)
     message: Message = ()
     error: Exception | None = None
@@ -68,19 +71,19 @@ class _Receipt:
             if time.monotonic() > deadline:
                 self.board.failed = True
                 raise TransportError(
-                    f"nothing came from rank {self.edge.source} for {self.timeout_seconds:g} s ({self.edge}). It "
+                    f"nothing came from {_named(self.peers)} for {self.timeout_seconds:g} s ({self.place}). It "
                     "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
                     "pass a larger timeout_seconds= if its work may take that long"
                 )
         if self.error is not None:
-            raise _broken(self.board, self.edge, self.edge.source, self.error)
+            raise _broken(self.board, self.place, self.peers, self.error)
         return self.message
 
 
 class ProcessGroup:
-    """Messages between the ranks of the default process group, along `edges`.
+    """Messages between the ranks of the default process group, along `edges`, and sums over `groups` of them.
 
-    Collective: every rank of the group must build it with the same edges in the same order.
+    Collective: every rank of the group must build it with the same edges and groups in the same order.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class ProcessGroup:
         device: torch.device,
         board: FailureBoard,
         timeout_seconds: float,
+        groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._board = board
         self._timeout_seconds = timeout_seconds
@@ -103,17 +107,28 @@ class ProcessGroup:
                 self._outboxes[edge] = _Outbox(edge, group)
             elif edge.target == rank:
                 self._inboxes[edge] = _Inbox(edge, group, device)
+        self._sums: dict[tuple[int, ...], GroupSum] = {}
+        for ranks in groups:
+            group = dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=timeout_seconds + 60))
+            if rank in ranks:
+                self._sums[ranks] = GroupSum(ranks, group, device)
         atexit.register(self._leave)
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         outbox = self._outboxes[edge]
         if outbox.error is not None:
-            raise _broken(self._board, edge, edge.target, outbox.error)
+            raise _broken(self._board, str(edge), (edge.target,), outbox.error)
         outbox.put(form, message)
 
     def post(self, edge: Edge, form: Hashable) -> Ticket:
-        receipt = _Receipt(edge, form, self._board, self._timeout_seconds)
+        receipt = _Receipt(str(edge), (edge.source,), self._board, self._timeout_seconds, form)
         self._inboxes[edge].receipts.put(receipt)
+        return receipt
+
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        others = [other for other in group if other != rank]
+        receipt = _Receipt(f"the sum over ranks {list(group)}", others, self._board, self._timeout_seconds)
+        self._sums[group].put(form, tensor, receipt)
         return receipt
 
     def flush(self) -> None:
@@ -122,7 +137,7 @@ class ProcessGroup:
             while not sent.wait(_POLL_SECONDS):
                 self._board.check()
                 if outbox.error is not None:
-                    raise _broken(self._board, edge, edge.target, outbox.error)
+                    raise _broken(self._board, str(edge), (edge.target,), outbox.error)
 
     def close(self) -> None:
         atexit.unregister(self._leave)
@@ -142,7 +157,8 @@ class ProcessGroup:
     def _end(self) -> bool:
         """Ends the threads; False if some still wait for a peer."""
         seconds = 0.5 if self._board.failed else 60.0
-        ends: list[_Outbox | _Inbox] = [*self._outboxes.values(), *self._inboxes.values()]
+        ends: list[_Outbox | _Inbox | GroupSum]
+        ends = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
         for end in ends:
             end.close()
         deadline = time.monotonic() + seconds
@@ -151,8 +167,14 @@ class ProcessGroup:
         return not any(end.thread.is_alive() for end in ends)
 
 
-def _broken(board: FailureBoard, edge: Edge, peer: int, error: Exception) -> TransportError:
-    """The error for a connection that `peer` has broken; raises the cause instead if a rank tells it."""
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "one of the ranks " + ", ".join(map(str, ranks))
+
+
+def _broken(board: FailureBoard, place: str, peers: Sequence[int], error: Exception) -> Exception:
+    """The error for a connection that one of `peers` has broken; raises the cause instead if a rank tells it."""
+    if isinstance(error, TransportError):
+        return error
     # A broken connection is often noticed before its cause has been written down.
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
@@ -160,8 +182,8 @@ def _broken(board: FailureBoard, edge: Edge, peer: int, error: Exception) -> Tra
         time.sleep(0.05)
     board.failed = True
     result = TransportError(
-        f"rank {peer} closed its connection to this rank ({edge}). It was probably killed (out of memory?) or left the "
-        f"training loop earlier: look at its log. Gloo says: {error}"
+        f"{_named(peers)} closed its connection to this rank ({place}). It was probably killed (out of memory?) or "
+        f"left the training loop earlier: look at its log. Gloo says: {error}"
     )
     result.__cause__ = error
     return result

@@ -5,16 +5,19 @@ supported ends with its reason instead of a hang.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
-from penstock.runtime.transport import Edge
+from penstock.runtime.reductions import Reducer
+from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.weights import VersionedWeights
 from penstock.runtime.worker import LocalStage
 from penstock.runtime.worlds import World
@@ -29,6 +32,8 @@ __all__ = [
     "check_plan",
     "choose_plan",
     "edges_of",
+    "groups_of",
+    "learning_rate_factors",
     "make_schedule",
     "stages_per_rank",
 ]
@@ -97,12 +102,6 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
             "of this model"
         )
-    for index, stage in enumerate(plan.stages):
-        if len(stage.ranks) > 1:
-            raise PlanError(
-                f"stage {index} of the plan is replicated on ranks {list(stage.ranks)}: this version runs one rank per "
-                "stage. Plan with straight=True"
-            )
     if plan.recompute:
         raise PlanError("the plan recomputes activations: this version does not. Set recompute: false in the plan")
 
@@ -110,15 +109,14 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
 def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     """The schedule of `plan`, which knows the stages of this model that share weights.
 
-    `PlanError` if they do and the schedule does not flush, or a stage has replicas; `ScheduleError` if the plan's
-    numbers do not fit it.
+    `PlanError` if they do and the schedule does not flush, or the stages that share have different numbers of replicas;
+    `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
-    if plan.ranks > schedule.placement.length:
+    if plan.tensor_parallel > 1:
         raise PlanError(
-            f"the plan has {schedule.placement.text()} replicas of its stages (tensor_parallel "
-            f"{plan.tensor_parallel}): expected one rank per stage. Such a plan can be verified, simulated and drawn; "
-            "replicas run in a later version. Plan with straight=True to run now"
+            f"the plan has tensor_parallel {plan.tensor_parallel}: expected 1. Such a plan can be verified, simulated "
+            "and drawn; it runs in a later version"
         )
     shared = _tied(plan, chain)
     if shared and not schedule.flushes:
@@ -128,6 +126,14 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
             "so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp), untie the "
             "weights, or plan the layers that share them into one stage"
         )
+    for name, stages in shared.items():
+        if not schedule.placement.equal(stages):
+            counts = ", ".join(f"stage {stage}: {schedule.placement.replicas(stage)}" for stage in stages)
+            raise PlanError(
+                f"{name} is shared by stages with different numbers of replicas ({counts}): expected equal numbers, "
+                "since replica q of one exchanges its gradients with replica q of the other. Give them equally many "
+                "ranks, or plan the layers that share the weight into one stage"
+            )
     return replace(schedule, ties=tuple(sorted(set(shared.values()))))
 
 
@@ -150,12 +156,17 @@ def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Pa
     return {name: p for name, p in _distinct(chain.parameters).items() if id(p) in used}
 
 
-def build_stages(plan: Plan, chain: LayerChain, schedule: Schedule, local: Sequence[int]) -> dict[int, LocalStage]:
-    """What this process holds: its stages `local`, ascending."""
+def build_stages(
+    plan: Plan, chain: LayerChain, schedule: Schedule, local: Sequence[int], transport: Transport
+) -> dict[int, dict[int, LocalStage]]:
+    """What this process holds: for its ranks `local` their stages, both ascending.
+
+    The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
+    """
     shared = _tied(plan, chain)
-    stages: dict[int, LocalStage] = {}
+    firsts: dict[int, LocalStage] = {}
     lent: set[str] = set()
-    for index in local:
+    for index in sorted({stage for rank in local for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = chain.stage(start, stop)
         parameters = _stage_parameters(chain, module)
@@ -164,7 +175,7 @@ def build_stages(plan: Plan, chain: LayerChain, schedule: Schedule, local: Seque
         )
         # Of the stages of one process that share a weight, the first one updates it.
         lent.update(name for name in parameters if name in shared)
-        stages[index] = LocalStage(
+        firsts[index] = LocalStage(
             weights,
             evaluation=cache(partial(_evaluation, chain, start, stop)),
             ties={
@@ -172,6 +183,17 @@ def build_stages(plan: Plan, chain: LayerChain, schedule: Schedule, local: Seque
                 for partner in partners(index, schedule.ties)
             },
         )
+    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in local}
+    seen: set[int] = set()
+    for rank, held in stages.items():
+        for index in schedule.stages_of(rank):
+            first, group = firsts[index], schedule.placement.stages[index]
+            weights = first.weights.replica() if index in seen else first.weights
+            seen.add(index)
+            trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
+            late = {name for names in first.ties.values() for name in names}
+            reducer = Reducer(transport, group, rank, index, trained, late) if len(group) > 1 else None
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer)
     return stages
 
 
@@ -182,18 +204,39 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
     """The edges that messages travel on.
 
-    Both ways between neighbour stages and between stages that share weights, and from the last stage to every rank.
+    Both ways between neighbour stages and between stages that share weights, as far as a microbatch or a gradient goes
+    that way; from the last stage to every rank; and from the first replica of a stage to the others.
     """
-    last = schedule.rank_of(schedule.stages - 1)
+    stages = schedule.placement.stages
     edges: dict[Edge, None] = {}
-    for stage in range(schedule.stages - 1):
-        here, there = schedule.rank_of(stage), schedule.rank_of(stage + 1)
-        edges.update({Edge(here, there): None, Edge(there, here): None})
+    for here, there in pairwise(stages):
+        for one, other in _met(here, there, schedule.placement.split):
+            edges.update({Edge(one, other): None, Edge(other, one): None})
     for group in schedule.ties:
-        ranks = [schedule.rank_of(stage) for stage in group]
-        edges.update({Edge(here, there): None for here in ranks for there in ranks})
-    edges.update({Edge(last, rank, "reports"): None for rank in range(schedule.ranks)})
+        for ranks in zip(*(stages[stage] for stage in group), strict=True):
+            edges.update({Edge(here, there): None for here in ranks for there in ranks})
+    edges.update({Edge(last, rank, "reports"): None for last in stages[-1] for rank in range(schedule.ranks)})
+    edges.update({Edge(ranks[0], rank, "buffers"): None for ranks in stages for rank in ranks})
     return tuple(edge for edge in edges if edge.source != edge.target)
+
+
+def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
+    """The pairs of replicas of neighbour stages that some microbatch passes."""
+    if split:
+        return [(one, other) for one in here for other in there]
+    rounds = math.lcm(len(here), len(there))
+    return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
+
+
+def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage that has replicas, in replica order: those that sum gradients. Each group once."""
+    return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
+
+
+def learning_rate_factors(schedule: Schedule, scaled: bool) -> dict[int, float]:
+    """By stage: r / r0 if rates are to be `scaled` by how many microbatches an update sums up, else 1."""
+    sizes = schedule.promise.microbatches_per_update
+    return {stage: size / sizes[0] if scaled else 1.0 for stage, size in enumerate(sizes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ and waited for when it is; a send returns at once.
 `Loopback` is the transport of one process: all ranks live in it, a message is a Python reference.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 __all__ = ["Edge", "Loopback", "Message", "Ticket", "Transport"]
@@ -56,6 +58,13 @@ class Transport(Protocol):
     def post(self, edge: Edge, form: Hashable) -> Ticket:
         """Posts the receive of the next message on `edge`, which is of `form`."""
 
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        """Gives the part of `rank` to a sum over the ranks `group`; the ticket's message is the sum.
+
+        Parts are added in the order of `group`. The n-th call of one rank belongs to the n-th call of every other one;
+        the tensor must not be changed afterwards.
+        """
+
     def flush(self) -> None:
         """Waits until every message has been handed to the network."""
 
@@ -79,6 +88,23 @@ class _LoopbackTicket:
 
 
 @dataclass(slots=True)
+class _Sum:
+    """A sum over `group`, and the parts that are there."""
+
+    group: tuple[int, ...]
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    total: Tensor | None = None
+
+    def ready(self) -> bool:
+        return len(self.parts) == len(self.group)
+
+    def wait(self) -> Message:
+        if self.total is None:
+            self.total = reduce(torch.add, [self.parts[rank] for rank in self.group])
+        return (self.total,)
+
+
+@dataclass(slots=True)
 class _Queue:
     arrived: dict[int, Message] = field(default_factory=dict)
     sent: int = 0
@@ -90,6 +116,8 @@ class Loopback:
 
     def __init__(self) -> None:
         self._queues: defaultdict[Edge, _Queue] = defaultdict(_Queue)
+        self._sums: defaultdict[tuple[int, ...], deque[_Sum]] = defaultdict(deque)
+        """By group: the sums that some rank has given no part to yet."""
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         queue = self._queues[edge]
@@ -103,8 +131,20 @@ class Loopback:
         queue.posted += 1
         return _LoopbackTicket(edge, queue.arrived, queue.posted - 1)
 
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        sums = self._sums[group]
+        current = next((entry for entry in sums if rank not in entry.parts), None)
+        if current is None:
+            current = _Sum(group)
+            sums.append(current)
+        current.parts[rank] = tensor.detach()
+        while sums and sums[0].ready():
+            sums.popleft()
+        return current
+
     def flush(self) -> None:
         """A message has arrived when it is sent."""
 
     def close(self) -> None:
         self._queues.clear()
+        self._sums.clear()

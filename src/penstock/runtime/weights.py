@@ -1,20 +1,24 @@
 """The live versions of one stage's weights.
 
-A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a replica
+A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a copy
 of the stage's module whose parameters are leaves of autograd over that slot; buffers are shared by all. A forward runs
-the replica of its version, so what autograd saves for the backward are exactly those tensors: stashing needs no copying
+the copy of its version, so what autograd saves for the backward are exactly those tensors: stashing needs no copying
 and no swapping. The optimizer holds the model's own parameters, and their data is always the newest slot.
+
+Replicas of a stage that live in one process share its slots, since their weights are the same, and each has leaves and
+buffers of its own. The first of them to come to an update makes it; the others find it made.
 
 Laws of this file:
   1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved
-  by
-     the verifier; nothing is checked again here.
+     by the verifier; nothing is checked again here. Replicas keep to it together: all of them have given their
+     gradients before one of them updates.
   2. An update copies the newest slot to the next one and steps in place: one copy of the weights, none where n is 1.
   3. It knows no microbatch, no peer and no optimizer.
 """
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +27,21 @@ from torch import Tensor, nn
 from penstock.capturing.chain import StageModule
 
 __all__ = ["VersionedWeights"]
+
+
+@dataclass(slots=True, eq=False)
+class _Slots:
+    """The tensors of all versions, and which version is the newest."""
+
+    parameters: dict[str, nn.Parameter]
+    stepped: dict[str, nn.Parameter]
+    tensors: list[dict[str, Tensor]]
+    first: int = 0
+    """The slot of version 0 of the present run of the schedule."""
+    newest: int = 0
+
+    def place(self, version: int) -> int:
+        return (self.first + version) % len(self.tensors)
 
 
 class VersionedWeights:
@@ -39,60 +58,97 @@ class VersionedWeights:
         lent: frozenset[str] = frozenset(),
     ) -> None:
         assert not lent or versions == 1, "stages that share weights flush"
-        self.parameters = dict(parameters)
-        """The optimizer's view: the model's own parameters, always the newest version."""
-        self._stepped = {name: p for name, p in parameters.items() if name not in lent}
-        slots = [{name: parameter.data for name, parameter in self.parameters.items()}]
+        slots = [{name: parameter.data for name, parameter in parameters.items()}]
         for _ in range(1, versions):
             slots.append({name: torch.empty_like(tensor) for name, tensor in slots[0].items()})
+        stepped = {name: p for name, p in parameters.items() if name not in lent}
+        self._make(
+            _Slots(dict(parameters), stepped, slots), module, {id(buffer): buffer for buffer in module.buffers()}
+        )
+
+    def replica(self) -> "VersionedWeights":
+        """Another replica of the stage in this process: the same weights, gradients and buffers of its own."""
+        other = VersionedWeights.__new__(VersionedWeights)
+        other._make(self._slots, self._module, {})
+        return other
+
+    def _make(self, slots: _Slots, module: StageModule, buffers: Mapping[int, Tensor]) -> None:
+        self._slots = slots
         self._leaves = [
-            {name: nn.Parameter(slot[name], requires_grad=p.requires_grad) for name, p in self.parameters.items()}
-            for slot in slots
+            {name: nn.Parameter(slot[name], requires_grad=p.requires_grad) for name, p in slots.parameters.items()}
+            for slot in slots.tensors
         ]
-        self._replicas = [_replicate(module, self.parameters, leaves) for leaves in self._leaves]
-        self._first = 0
-        """The slot of version 0 of the present run of the schedule."""
+        first = _copy(module, slots.parameters, self._leaves[0], buffers)
+        own = {id(buffer): buffer for buffer in first.buffers()}
+        self._modules = [first, *(_copy(first, self._leaves[0], leaves, own) for leaves in self._leaves[1:])]
+        self._module = module
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The optimizer's view: the model's own parameters, always the newest version."""
+        return self._slots.parameters
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The module's buffers, of which there is one version only."""
+        return tuple(self._modules[0].buffers())
 
     def module(self, version: int) -> StageModule:
         """The stage's module over the weights of `version`."""
-        return self._replicas[self._slot(version)]
+        return self._modules[self._slots.place(version)]
+
+    def leaves(self, version: int) -> Mapping[str, nn.Parameter]:
+        """The leaves of autograd that gradients taken at `version` are added to, by parameter name."""
+        return self._leaves[self._slots.place(version)]
 
     def gradients(self, version: int) -> dict[str, Tensor]:
         """The gradients accumulated at `version`, by parameter name; a parameter that had none is left out."""
-        leaves = self._leaves[self._slot(version)]
-        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        return {name: leaf.grad for name, leaf in self.leaves(version).items() if leaf.grad is not None}
 
-    def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with
-        `gradients`.
+    def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> bool:
+        """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with `gradients`.
+
+        False if another replica has made this version already.
         """
-        current, following = self._slot(version - 1), self._slot(version)
-        for name, parameter in self._stepped.items():
+        slots = self._slots
+        if slots.newest >= version:
+            return False
+        slots.newest = version
+        current, following = slots.place(version - 1), slots.place(version)
+        for name, parameter in slots.stepped.items():
             if following != current:
-                target = self._leaves[following][name].data
+                target = slots.tensors[following][name]
                 target.copy_(parameter.data)
                 parameter.data = target
             parameter.grad = gradients.get(name)
+        return True
 
     def end_update(self, gradient_version: int) -> None:
         """Forgets the gradients: those of the optimizer's parameters and those accumulated at `gradient_version`."""
-        for parameter in self._stepped.values():
+        for parameter in self._slots.stepped.values():
             parameter.grad = None
-        for leaf in self._leaves[self._slot(gradient_version)].values():
+        self.forget_gradients(gradient_version)
+
+    def forget_gradients(self, version: int) -> None:
+        """Forgets the gradients accumulated at `version`."""
+        for leaf in self.leaves(version).values():
             leaf.grad = None
 
-    def restart(self, newest: int) -> None:
-        """Makes version `newest` the version 0 of a new run of the schedule."""
-        self._first = self._slot(newest)
-
-    def _slot(self, version: int) -> int:
-        return (self._first + version) % len(self._leaves)
+    def restart(self) -> None:
+        """Makes the newest version the version 0 of a new run of the schedule."""
+        self._slots.first = self._slots.place(self._slots.newest)
+        self._slots.newest = 0
 
 
-def _replicate(
-    module: StageModule, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, nn.Parameter]
+def _copy(
+    module: StageModule,
+    parameters: Mapping[str, nn.Parameter],
+    leaves: Mapping[str, nn.Parameter],
+    buffers: Mapping[int, Tensor],
 ) -> StageModule:
-    """A copy of `module` with `leaves` for its parameters and the very same buffers."""
+    """A copy of `module` with `leaves` for its parameters; those of its buffers that are in `buffers`, by id, are kept
+    and not copied.
+    """
     memo: dict[int, Any] = {id(parameter): leaves[name] for name, parameter in parameters.items()}
-    memo.update({id(buffer): buffer for buffer in module.buffers()})
+    memo.update(buffers)
     return copy.deepcopy(module, memo)

@@ -5,12 +5,12 @@ action comes next, with which version of the weights, is all in the program.
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It waits in `Receive` and `ReceiveTied` and nowhere else.
+  2. It waits in `Receive`, `ReceiveTied` and `Reduce` and nowhere else.
 """
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeAlias, assert_never
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, ModelOutput, StageModule
-from penstock.capturing.randomness import microbatch_seed
-from penstock.errors import PenstockError, ScheduleError
+from penstock.capturing.randomness import microbatch_seed, part_seed
+from penstock.errors import PenstockError
 from penstock.runtime.executor import StageExecutor
-from penstock.runtime.microbatches import Microbatch
-from penstock.runtime.transport import Edge, Message, Ticket, Transport
+from penstock.runtime.mailboxes import Mailbox
+from penstock.runtime.microbatches import Microbatch, take_part
+from penstock.runtime.reductions import Reducer
+from penstock.runtime.transport import Message, Transport
 from penstock.runtime.weights import VersionedWeights
 from penstock.scheduling.actions import (
     Action,
@@ -36,13 +38,10 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
+from penstock.scheduling.methods import VersionRule
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["LocalStage", "Pass", "Record", "Worker"]
-
-POSTED_AHEAD = 2
-"""Receives that are posted on an edge before they are needed: one in use and one on its way."""
-
 
 Record: TypeAlias = tuple[int, Action, float, float]
 """The rank, what it did, and from when to when, in seconds of ``time.perf_counter``."""
@@ -57,6 +56,8 @@ class LocalStage:
     """The stage in evaluation mode over the newest weights. Captured on the first call."""
     ties: Mapping[int, tuple[str, ...]]
     """For every stage that shares weights with this one, the names of these weights."""
+    reducer: Reducer | None = None
+    """Sums gradients over the replicas of the stage; None if there is one only."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
 
@@ -71,10 +72,14 @@ class Pass:
     """Microbatches trained before the present run of the schedule."""
     keeps_outputs: bool = False
     """In evaluation: whether the model's output is wanted, and not its loss."""
-    loss: Tensor | None = None
-    """Mean over the samples seen so far, times their share of the minibatch; float64, dimension 0."""
-    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """In evaluation: the values of the model's output, microbatch by microbatch."""
+    admitted: int = 0
+    """Microbatches admitted in the present run of the schedule, those of this pass included."""
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By rank and microbatch: the mean over the rank's samples of it, times their share of the minibatch's samples;
+    float64, dimension 0.
+    """
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """In evaluation, by microbatch: the values of the model's output."""
 
 
 class Worker:
@@ -89,35 +94,42 @@ class Worker:
         loss_fn: Callable[[Any, Any], Tensor],
         optimizer: torch.optim.Optimizer | None,
         transport: Transport,
+        learning_rates: Mapping[int, float],
     ) -> None:
+        """`learning_rates`: by stage, what the optimizer's learning rates are multiplied with."""
         self.rank = rank
         self.stages = stages
         self._schedule = schedule
         self._chain = chain
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._transport = transport
+        self._learning_rates = learning_rates
+        self._mailbox = Mailbox(rank, schedule, transport)
+        self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
+        """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
         self._pass = Pass(training=True)
         self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
-        self._due: defaultdict[Edge, deque[Receive | ReceiveTied]] = defaultdict(deque)
-        self._tickets: dict[Action, Ticket] = {}
-        self._arrived: dict[tuple[int, int, int], Message] = {}
-        self._leaving: dict[tuple[int, int, int], tuple[Hashable, Message]] = {}
         self._loss_gradients: dict[int, Tensor] = {}
         self._tied: dict[tuple[int, int], Mapping[str, Tensor | None]] = {}
         """What a stage (first) has got from another one (second): gradients of the weights that they share."""
+        self._taken_at: dict[tuple[int, int], int] = {}
+        """The version of a stage (first) at which the gradients of its update to a version (second) were taken."""
+        self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
+        """The gradients for an update of a stage (first) to a version (second), summed over its replicas."""
 
-    def begin(self, current: Pass, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
-        """Prepares for `program`, which forwards `microbatches`, and posts its first receives."""
+    def begin(
+        self, current: Pass, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Sequence[Action]
+    ) -> None:
+        """Prepares for `program`, a part of `schedule` that forwards `microbatches`, and posts its first receives."""
         self._pass = current
-        self._microbatches.update(microbatches)
-        for action in program:
-            if isinstance(action, Receive | ReceiveTied):
-                self._due[self._edge_to(action)].append(action)
-        for edge in self._due:
-            for _ in range(POSTED_AHEAD):
-                self._post(edge)
+        placement, stage = schedule.placement, min(self.stages)
+        for k, microbatch in microbatches.items():
+            ranks = placement.ranks_for(stage, k)
+            if self.rank in ranks:
+                part = ranks.index(self.rank)
+                self._microbatches[k] = take_part(self._chain.inputs, microbatch, part, len(ranks))
+        self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[Record]:
         """What was done since `begin`."""
@@ -128,7 +140,13 @@ class Worker:
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
-        return not isinstance(action, Receive | ReceiveTied) or self._tickets[action].ready()
+        match action:
+            case Receive() | ReceiveTied():
+                return self._mailbox.ready(action)
+            case Reduce():
+                return self._start_reduce(action).ready(action.version)
+            case _:
+                return True
 
     def execute(self, action: Action) -> None:
         """Carries out one action."""
@@ -142,15 +160,18 @@ class Worker:
                 case Update():
                     self._update(action)
                 case Send():
-                    self._send(action)
+                    self._mailbox.send(action)
                 case Receive():
-                    self._receive(action)
+                    self._mailbox.receive(action)
                 case SendTied():
                     self._send_tied(action)
                 case ReceiveTied():
-                    self._receive_tied(action)
+                    names = self.stages[action.stage].ties[action.source]
+                    message = self._mailbox.receive_tied(action)
+                    self._tied[action.stage, action.source] = dict(zip(names, message, strict=True))
                 case Reduce():
-                    raise ScheduleError(f"{action}: replicas of a stage do not run yet; give each stage one rank")
+                    # The sum goes on beside the backward that makes the gradients: it began with the first bucket.
+                    start = min(start, self._reduce(action))
                 case _:
                     assert_never(action)
         except BaseException as error:
@@ -166,17 +187,19 @@ class Worker:
         stage, k = self.stages[action.stage], action.microbatch
         microbatch = self._microbatches[k]
         # Activations are never None; only gradients can be.
-        received = [tensor for tensor in self._take(action.stage, k, action.stage - 1) if tensor is not None]
+        found = self._mailbox.take(action.stage, k, action.stage - 1)
+        received = [tensor for tensor in found if tensor is not None]
         if not self._pass.training:
             with torch.no_grad():
                 outputs = stage.evaluation()(received, microbatch.inputs)
                 if self._is_last(action.stage):
-                    self._finish(microbatch, outputs)
+                    self._finish(k, microbatch, outputs)
                 else:
-                    self._put(action.stage, k, 1, outputs)
+                    self._mailbox.put(action.stage, k, action.stage + 1, outputs)
             return
         module = stage.weights.module(action.version)
         seed = microbatch_seed(self._pass.seed, self._pass.microbatches_before + k)
+        seed = part_seed(seed, microbatch.part)
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
             outputs = module(received, microbatch.inputs, seed)
@@ -184,99 +207,100 @@ class Worker:
 
         outputs = stage.executor.forward(k, received, compute)
         if self._is_last(action.stage):
-            self._add_loss(outputs[0], microbatch)
-            # d(loss of the update) / d(loss of the microbatch): its share of the samples that the update is taken over.
-            alone = self._schedule.microbatches_per_update == 1
-            self._loss_gradients[k] = torch.full_like(outputs[0], 1.0 if alone else microbatch.weight)
+            self._note_loss(k, outputs[0], microbatch)
+            # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
+            # update divides by the microbatches that it is taken over, which are not the same number for all stages.
+            alone = microbatch.samples / microbatch.whole
+            self._loss_gradients[k] = torch.full_like(outputs[0], alone if self._averages else microbatch.weight)
         else:
-            self._put(action.stage, k, 1, outputs)
+            self._mailbox.put(action.stage, k, action.stage + 1, outputs)
 
     def _backward(self, action: Backward) -> None:
-        k = action.microbatch
+        k, stage = action.microbatch, self.stages[action.stage]
         if self._is_last(action.stage):
             gradients: Message = (self._loss_gradients.pop(k),)
         else:
-            gradients = self._take(action.stage, k, action.stage + 1)
-        result = self.stages[action.stage].executor.backward(k, gradients)
+            gradients = self._mailbox.take(action.stage, k, action.stage + 1)
+        update = k // self._schedule.promise.microbatches_per_update[action.stage] + 1
+        self._taken_at[action.stage, update] = action.version
+        if stage.reducer is not None and k == self._schedule.last_taken(self.rank, action.stage, update):
+            stage.reducer.arm(update, stage.weights.leaves(action.version))
+        result = stage.executor.backward(k, gradients)
         if action.stage > 0:
-            self._put(action.stage, k, -1, result)
+            self._mailbox.put(action.stage, k, action.stage - 1, result)
         if action.stage == min(self.stages):
             del self._microbatches[k]
 
-    def _update(self, action: Update) -> None:
-        weights = self.stages[action.stage].weights
-        weights.begin_update(action.version, self._add_tied(action, weights.gradients(action.gradient_version)))
-        if self._optimizer is not None:
-            self._optimizer.step()
-        weights.end_update(action.gradient_version)
+    def _start_reduce(self, action: Reduce) -> Reducer:
+        """Gives away this rank's gradients for the update to ``action.version``."""
+        key, stage = (action.stage, action.version), self.stages[action.stage]
+        assert stage.reducer is not None
+        if key not in self._sums:
+            self._sums[key] = self._own_gradients(*key)
+            stage.reducer.start(action.version, self._sums[key])
+        return stage.reducer
 
-    def _add_tied(self, action: Update, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _reduce(self, action: Reduce) -> float:
+        """Waits for the sums; returns when the first gradients left."""
+        reducer = self._start_reduce(action)
+        began = reducer.began(action.version)
+        self._sums[action.stage, action.version] = reducer.finish(action.version)
+        return began
+
+    def _update(self, action: Update) -> None:
+        key, weights = (action.stage, action.version), self.stages[action.stage].weights
+        gradients = self._sums.pop(key) if key in self._sums else self._own_gradients(*key)
+        taken_at = self._taken_at.pop(key, None)
+        if weights.begin_update(action.version, gradients):
+            if (count := self._averaged_over(*key)) > 1:
+                for gradient in gradients.values():
+                    gradient.div_(count)
+            if self._optimizer is not None:
+                with _scaled(self._optimizer, self._learning_rates[action.stage]):
+                    self._optimizer.step()
+            weights.end_update(action.gradient_version)
+        elif taken_at is not None:
+            weights.forget_gradients(taken_at)
+
+    def _averaged_over(self, stage: int, version: int) -> int:
+        """How many microbatches' gradients, each of weight one, an update divides by; 1 where weights are shares."""
+        if not self._averages:
+            return 1
+        size = self._schedule.promise.microbatches_per_update[stage]
+        return min(version * size, self._pass.admitted) - (version - 1) * size
+
+    def _own_gradients(self, stage: int, version: int) -> dict[str, Tensor]:
+        """This rank's gradients for the update of `stage` to `version`, with those of tied weights; {} if it has none,
+        which is when it had no microbatch of those.
+        """
+        taken_at = self._taken_at.get((stage, version))
+        own = {} if taken_at is None else self.stages[stage].weights.gradients(taken_at)
+        return self._add_tied(stage, version, own)
+
+    def _add_tied(self, stage: int, version: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """`own` gradients with those of tied weights summed over the stages that share them, in the stages' order."""
-        ties = self.stages[action.stage].ties
-        parts: dict[int, Mapping[str, Tensor | None]] = {action.stage: own}
+        ties = self.stages[stage].ties
+        parts: dict[int, Mapping[str, Tensor | None]] = {stage: own}
         for partner, names in ties.items():
             neighbour = self.stages.get(partner)
-            if neighbour is not None and (action.stage, partner) not in self._tied:
+            if neighbour is not None and (stage, partner) not in self._tied:
                 # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
-                self._tied[partner, action.stage] = {name: own.get(name) for name in names}
-                self._tied[action.stage, partner] = neighbour.weights.gradients(action.gradient_version)
-            parts[partner] = self._tied.pop((action.stage, partner))
+                self._tied[partner, stage] = {name: own.get(name) for name in names}
+                taken_at = self._taken_at.get((partner, version))
+                self._tied[stage, partner] = {} if taken_at is None else neighbour.weights.gradients(taken_at)
+            parts[partner] = self._tied.pop((stage, partner))
         sums = dict(own)
         for name in {name for names in ties.values() for name in names}:
-            sharing = sorted(s for s in parts if s == action.stage or name in ties[s])
+            sharing = sorted(s for s in parts if s == stage or name in ties[s])
             gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
             if gradients:
                 sums[name] = reduce(torch.add, gradients)
         return sums
 
     def _send_tied(self, action: SendTied) -> None:
-        stage = self.stages[action.stage]
-        gradients = stage.weights.gradients(action.version - 1)
-        message = tuple(gradients.get(name) for name in stage.ties[action.target])
-        edge = Edge(self.rank, self._schedule.rank_of(action.target))
-        self._transport.send(edge, ("tied", action.stage, action.target), message)
-
-    def _receive_tied(self, action: ReceiveTied) -> None:
-        message = self._tickets.pop(action).wait()
-        names = self.stages[action.stage].ties[action.source]
-        self._tied[action.stage, action.source] = dict(zip(names, message, strict=True))
-        self._post(self._edge_to(action))
-
-    def _send(self, action: Send) -> None:
-        form, message = self._leaving.pop((action.stage, action.microbatch, action.target))
-        self._transport.send(Edge(self.rank, self._schedule.rank_of(action.target)), form, message)
-
-    def _receive(self, action: Receive) -> None:
-        message = self._tickets.pop(action).wait()
-        self._arrived[action.stage, action.microbatch, action.source] = message
-        self._post(self._edge_to(action))
-
-    def _post(self, edge: Edge) -> None:
-        """Posts the next receive that is due on `edge`, if there is one."""
-        if due := self._due[edge]:
-            action = due.popleft()
-            form: Hashable = ("tied", action.source, action.stage)
-            if isinstance(action, Receive):
-                form = self._form(action.source, action.stage, action.microbatch)
-            self._tickets[action] = self._transport.post(edge, form)
-
-    def _edge_to(self, action: Receive | ReceiveTied) -> Edge:
-        return Edge(self._schedule.rank_of(action.source), self.rank)
-
-    def _form(self, source: int, target: int, microbatch: int) -> Hashable:
-        return (source, target, self._pass.training, self._microbatches[microbatch].signature)
-
-    def _take(self, stage: int, microbatch: int, source: int) -> Message:
-        """What stage `source` made of `microbatch` for `stage`; nothing comes from before the first stage."""
-        return self._arrived.pop((stage, microbatch, source)) if source >= 0 else ()
-
-    def _put(self, stage: int, microbatch: int, direction: int, message: Message) -> None:
-        """Leaves `message` for the next stage in `direction`: at hand if it is on this rank, else for a Send."""
-        target = stage + direction
-        if self._schedule.rank_of(target) == self.rank:
-            self._arrived[target, microbatch, stage] = message
-        else:
-            self._leaving[stage, microbatch, target] = (self._form(stage, target, microbatch), message)
+        stage, taken_at = self.stages[action.stage], self._taken_at.get((action.stage, action.version))
+        gradients = {} if taken_at is None else stage.weights.gradients(taken_at)
+        self._mailbox.send_tied(action, tuple(gradients.get(name) for name in stage.ties[action.target]))
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1
@@ -291,13 +315,28 @@ class Worker:
             )
         return loss
 
-    def _add_loss(self, loss: Tensor, microbatch: Microbatch) -> None:
-        share = loss.detach().double().reshape(()) * microbatch.weight
-        self._pass.loss = share if self._pass.loss is None else self._pass.loss + share
+    def _note_loss(self, k: int, loss: Tensor, microbatch: Microbatch) -> None:
+        self._pass.losses[self.rank, k] = loss.detach().double().reshape(()) * microbatch.weight
 
-    def _finish(self, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
+    def _finish(self, k: int, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
         """The end of an evaluation forward."""
         if self._pass.keeps_outputs:
-            self._pass.outputs.append(outputs)
+            self._pass.outputs[k] = outputs
         else:
-            self._add_loss(self._loss(self._chain.evaluation().output, microbatch, outputs), microbatch)
+            self._note_loss(k, self._loss(self._chain.evaluation().output, microbatch, outputs), microbatch)
+
+
+@contextmanager
+def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Multiplies the learning rates of `optimizer` in its body."""
+    if factor == 1:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from penstock.runtime.transport import Edge, Loopback, Transport
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
 T = TypeVar("T")
+Groups: TypeAlias = Iterable[tuple[int, ...]]
 
 
 class World(Protocol):
@@ -40,8 +41,10 @@ class World(Protocol):
     def local(self, ranks: int) -> tuple[int, ...]:
         """Which of a pipeline's `ranks` live in this process. `PlanError` if they do not fit."""
 
-    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
-        """A transport along `edges`. Collective."""
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
+        """A transport along `edges`, which sums over `groups` of ranks. Collective."""
 
     def gather(self, value: T) -> Sequence[T]:
         """Every process's `value`, by rank of the process. Collective."""
@@ -71,7 +74,9 @@ class SingleProcess:
     def local(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
 
-    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
         return Loopback()
 
     def gather(self, value: T) -> Sequence[T]:
@@ -115,9 +120,11 @@ class Processes:
             )
         return (self.rank,)
 
-    def connect(self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float) -> Transport:
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
         with _explained():
-            return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds)
+            return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds, groups)
 
     def gather(self, value: T) -> Sequence[T]:
         values: list[T | None] = [None] * self.processes

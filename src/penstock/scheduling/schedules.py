@@ -110,6 +110,12 @@ class Schedule:
         """How many microbatches of `stage` wait for their backward at once, at most."""
         return self.promise.in_flight[stage]
 
+    def last_taken(self, rank: int, stage: int, version: int) -> int | None:
+        """The last of the microbatches that `rank` takes of those that the update of `stage` to `version` sums up."""
+        size = self.promise.microbatches_per_update[stage]
+        taken = self.placement.taken_by(rank, range((version - 1) * size, version * size))
+        return taken[-1] if taken else None
+
     def step(self, minibatch: int) -> Programs:
         """Each rank's actions for `minibatch` (from 0): its forwards, and the backwards and updates due by then."""
         _check_count("minibatch", minibatch)

@@ -1,0 +1,189 @@
+"""What the stages of one rank send and receive: which tensors, to and from which ranks, and when receives are posted.
+
+Where replicas take microbatches in turn, a message goes from one rank to one rank. Where they split every microbatch,
+each holds some of its rows (samples), and a message goes to all replicas of the neighbour stage that hold some of the
+same rows, in pieces: scattered where the neighbour has more replicas, gathered where it has fewer.
+
+Laws of this file:
+  1. What is at hand on this rank is never sent.
+  2. Receives of an edge are posted in the order of the program, a few ahead of their use.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.runtime.microbatches import Microbatch, share_sizes
+from penstock.runtime.transport import Edge, Message, Ticket, Transport
+from penstock.scheduling.actions import Action, Receive, ReceiveTied, Send, SendTied
+from penstock.scheduling.lowering import peer
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["Mailbox"]
+
+POSTED_AHEAD = 2
+"""Receives that are posted on an edge before they are needed: one in use and one on its way."""
+
+Rows: TypeAlias = tuple[int, int]
+"""First row, and number of rows."""
+
+
+class Mailbox:
+    """The messages of `rank` while it runs `schedule`, or an evaluation."""
+
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+        self.rank = rank
+        self._schedule = schedule
+        self._transport = transport
+        self._microbatches: Mapping[int, Microbatch] = {}
+        self._due: defaultdict[Edge, deque[Receive | ReceiveTied]] = defaultdict(deque)
+        self._tickets: defaultdict[Action, dict[Edge, Ticket]] = defaultdict(dict)
+        self._arrived: dict[tuple[int, int, int], Message] = {}
+        self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
+
+    def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
+        """Prepares for `program`, a part of `schedule`, and posts its first receives. `microbatches`: this rank's."""
+        self._schedule = schedule
+        self._microbatches = microbatches
+        for action in program:
+            if isinstance(action, Receive | ReceiveTied):
+                for edge in self._edges_to(action):
+                    self._due[edge].append(action)
+        for edge in self._due:
+            for _ in range(POSTED_AHEAD):
+                self._post(edge)
+
+    def take(self, stage: int, microbatch: int, source: int) -> Message:
+        """What stage `source` made of `microbatch` for `stage`; nothing comes from before the first stage."""
+        return self._arrived.pop((stage, microbatch, source)) if source >= 0 else ()
+
+    def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
+        """Leaves `message` for `target`, a neighbour of `stage`: at hand if it is on this rank, else for a `Send`."""
+        if self.rank in self._placement.stages[target]:
+            self._arrived[target, microbatch, stage] = message
+            return
+        # Now, since a backward of the rank's first stage is the last that is known of a microbatch.
+        form = self._form(stage, target, microbatch)
+        if self._placement.split:
+            parts = self._scatter(stage, microbatch, target, message)
+        else:
+            parts = {self._placement.rank_of(target, microbatch): message}
+        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), form, part) for rank, part in parts.items()]
+
+    def send(self, action: Send) -> None:
+        """Sends what was left for it."""
+        for edge, form, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
+            self._transport.send(edge, form, message)
+
+    def receive(self, action: Receive) -> None:
+        """Waits for a message, which `take` then gives."""
+        tickets, edges = self._tickets.pop(action), self._edges_to(action)
+        # In the order of the rows; the receives were posted in any order.
+        message = _gather([tickets[edge].wait() for edge in edges])
+        self._arrived[action.stage, action.microbatch, action.source] = message
+        for edge in edges:
+            self._post(edge)
+
+    def send_tied(self, action: SendTied, message: Message) -> None:
+        """Sends the gradients of weights that two stages share."""
+        edge = Edge(self.rank, peer(action, self.rank, self._placement))
+        self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
+
+    def receive_tied(self, action: ReceiveTied) -> Message:
+        """Waits for such gradients."""
+        ((edge, ticket),) = self._tickets.pop(action).items()
+        message = ticket.wait()
+        self._post(edge)
+        return message
+
+    def ready(self, action: Receive | ReceiveTied) -> bool:
+        """Whether the message has come."""
+        return all(ticket.ready() for ticket in self._tickets[action].values())
+
+    def _post(self, edge: Edge) -> None:
+        """Posts the next receive that is due on `edge`, if there is one."""
+        if due := self._due[edge]:
+            action = due.popleft()
+            match action:
+                case Receive(stage, microbatch, source):
+                    form = self._form(source, stage, microbatch)
+                case ReceiveTied(stage, _, source):
+                    form = self._tied_form(source, stage, action.version)
+            self._tickets[action][edge] = self._transport.post(edge, form)
+
+    def _edges_to(self, action: Receive | ReceiveTied) -> list[Edge]:
+        if isinstance(action, Receive) and self._placement.split:
+            sources = self._rows(action.stage, action.source, action.microbatch)
+            return [Edge(source, self.rank) for source in sources]
+        return [Edge(peer(action, self.rank, self._placement), self.rank)]
+
+    def _form(self, source: int, target: int, microbatch: int) -> Hashable:
+        return (source, target, self._schedule.promise.trains, self._microbatches[microbatch].signature)
+
+    def _tied_form(self, source: int, target: int, version: int) -> Hashable:
+        # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.
+        own = source if self.rank in self._placement.stages[source] else target
+        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+
+    @property
+    def _placement(self) -> Placement:
+        return self._schedule.placement
+
+    def _scatter(self, stage: int, microbatch: int, target: int, message: Message) -> dict[int, Message]:
+        """`message` in pieces, by the rank that it goes to."""
+        samples = self._microbatches[microbatch].samples
+        for tensor in message:
+            if tensor is not None and (tensor.ndim == 0 or tensor.shape[0] != samples):
+                raise PenstockError(
+                    f"stage {stage} makes a tensor of shape {tuple(tensor.shape)} for stage {target} out of {samples} "
+                    "sample(s): expected the samples as its dimension 0, since the replicas of the stages split them. "
+                    "Plan with routing 'round-robin', or cut the model elsewhere"
+                )
+        return {
+            rank: tuple(_narrow(tensor, start, size) for tensor in message)
+            for rank, (start, size) in self._rows(stage, target, microbatch).items()
+        }
+
+    def _rows(self, stage: int, other: int, microbatch: int) -> dict[int, Rows]:
+        """The ranks of `other` that hold rows of this rank's part of `microbatch`, and which rows of the part."""
+        here, there = self._placement.stages[stage], self._placement.stages[other]
+        whole = self._microbatches[microbatch].whole
+        (own,) = [span for rank, span in zip(here, _spans(whole, len(here)), strict=True) if rank == self.rank]
+        return {
+            rank: (max(own.start, span.start) - own.start, size)
+            for rank, span in zip(there, _spans(whole, len(there)), strict=True)
+            if (size := min(own.stop, span.stop) - max(own.start, span.start)) > 0
+        }
+
+
+def _spans(samples: int, parts: int) -> list[range]:
+    start, spans = 0, []
+    for size in share_sizes(samples, parts):
+        spans.append(range(start, start + size))
+        start += size
+    return spans
+
+
+def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.detach().narrow(0, start, size).requires_grad_(tensor.requires_grad)
+
+
+def _gather(messages: Sequence[Message]) -> Message:
+    """One message out of the pieces of it that came from several ranks."""
+    if len(messages) == 1:
+        return messages[0]
+    columns = zip(*messages, strict=True)
+    return tuple(None if column[0] is None else _join(column) for column in columns)
+
+
+def _join(pieces: Sequence[Tensor | None]) -> Tensor:
+    tensors = [piece for piece in pieces if piece is not None]
+    whole = torch.cat([tensor.detach() for tensor in tensors])
+    return whole.requires_grad_(tensors[0].requires_grad)

@@ -1,0 +1,180 @@
+"""Sums the gradients of a stage's replicas, bucket by bucket, while the backward that makes them still runs.
+
+The bits of the sum are those of adding the replicas' gradients in replica order, on every replica: that is what makes a
+replicated run repeatable, and equal to the oracle.
+
+Laws of this file:
+  1. Buckets leave in one order on all replicas, whatever order autograd makes their gradients in.
+  2. A gradient that no replica has stays absent, since an optimizer with momentum or weight decay would step a zero.
+     Which ones are there rides along: one number for each parameter, the sum of which counts the replicas that have it.
+  3. A gradient that has been given away is forgotten; what comes back takes its place.
+"""
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from penstock.runtime.transport import Ticket, Transport
+
+__all__ = ["Reducer"]
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that it leaves early."""
+BUCKET_BYTES = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Parameters whose gradients travel together: of one type, on one device."""
+
+    names: tuple[str, ...]
+    like: tuple[nn.Parameter, ...]
+
+    def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """All gradients in a row, with zeros for those that are absent, and then which are there."""
+        pieces = [
+            gradients[name].reshape(-1) if name in gradients else parameter.new_zeros(parameter.numel())
+            for name, parameter in zip(self.names, self.like, strict=True)
+        ]
+        there = [float(name in gradients) for name in self.names]
+        return torch.cat([*(piece.detach() for piece in pieces), self.like[0].new_tensor(there)])
+
+    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        """The gradients that are there, as views of `flat`."""
+        sizes = [parameter.numel() for parameter in self.like]
+        *pieces, there = torch.split(flat, [*sizes, len(sizes)])
+        return {
+            name: piece.view(parameter.shape)
+            for name, parameter, piece, count in zip(self.names, self.like, pieces, there.tolist(), strict=True)
+            if count
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """One update's gradients on their way."""
+
+    made: dict[str, nn.Parameter] = field(default_factory=dict)
+    """The leaves whose gradient is final and has not left yet."""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    """One for each bucket that has left."""
+    began: float = math.inf
+    """When the first bucket left, in seconds of ``time.perf_counter``."""
+
+
+class Reducer:
+    """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`.
+
+    `late`: parameters whose gradients are not final after the backward.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: tuple[int, ...],
+        rank: int,
+        stage: int,
+        parameters: Mapping[str, nn.Parameter],
+        late: Collection[str] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._rank = rank
+        self._stage = stage
+        # The backward makes the gradients of the last layers first.
+        early = [name for name in reversed(list(parameters)) if name not in late]
+        ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
+        self._buckets = _pack(ordered, frozenset(late), bucket_bytes)
+        self._late = frozenset(late)
+        self._rounds: dict[int, _Round] = {}
+
+    def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
+        """From now on each bucket of the gradients of `leaves` leaves when the coming backward has made the last of it.
+
+        It is the last backward before the update to `version`.
+        """
+        current = self._rounds.setdefault(version, _Round())
+        for name, leaf in leaves.items():
+            if leaf.requires_grad and name not in self._late:
+                note = partial(self._note, version, current, name)
+                hook = leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                current.hooks.append(hook)
+
+    def start(self, version: int, gradients: Mapping[str, Tensor]) -> None:
+        """Sends what has not left yet, out of `gradients`; parameters that are not in it have none."""
+        current = self._rounds.setdefault(version, _Round())
+        for hook in current.hooks:
+            hook.remove()
+        current.hooks.clear()
+        current.made.clear()
+        for bucket in self._buckets[len(current.tickets) :]:
+            self._send(version, current, bucket.pack(gradients))
+
+    def ready(self, version: int) -> bool:
+        """Whether `finish` would return at once."""
+        return all(ticket.ready() for ticket in self._rounds[version].tickets)
+
+    def began(self, version: int) -> float:
+        """When the first bucket left, in seconds of ``time.perf_counter``."""
+        return self._rounds[version].began
+
+    def finish(self, version: int) -> dict[str, Tensor]:
+        """Waits for the sums, by name; a parameter that has no gradient on any replica is left out."""
+        sums: dict[str, Tensor] = {}
+        for bucket, ticket in zip(self._buckets, self._rounds.pop(version).tickets, strict=True):
+            (flat,) = ticket.wait()
+            assert flat is not None
+            sums.update(bucket.unpack(flat))
+        return sums
+
+    def _note(self, version: int, current: _Round, name: str, leaf: Tensor) -> None:
+        """The gradient of `leaf` is final: sends the next buckets that are complete."""
+        assert isinstance(leaf, nn.Parameter)
+        current.made[name] = leaf
+        while len(current.tickets) < len(self._buckets):
+            bucket = self._buckets[len(current.tickets)]
+            if not current.made.keys() >= set(bucket.names):
+                return
+            leaves = {name: current.made.pop(name) for name in bucket.names}
+            gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            flat = bucket.pack(gradients)
+            for leaf in leaves.values():
+                leaf.grad = None
+            self._send(version, current, flat)
+
+    def _send(self, version: int, current: _Round, flat: Tensor) -> None:
+        current.began = min(current.began, time.perf_counter())
+        form = ("gradients", self._stage, len(current.tickets))
+        current.tickets.append(self._transport.reduce(self._group, self._rank, form, flat))
+
+
+def _pack(parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int) -> tuple[_Bucket, ...]:
+    """Consecutive `parameters` in buckets of at most so many bytes (or one parameter); the first one is smaller."""
+    buckets: list[_Bucket] = []
+    kinds = groupby(parameters.items(), key=lambda item: (item[1].dtype, item[1].device, item[0] in late))
+    for _, members in kinds:
+        names: list[str] = []
+        size = 0
+        for name, parameter in members:
+            most = min(FIRST_BUCKET_BYTES, bucket_bytes) if not buckets else bucket_bytes
+            more = parameter.numel() * parameter.element_size()
+            if names and size + more > most:
+                buckets.append(_bucket(names, parameters))
+                names, size = [], 0
+            names.append(name)
+            size += more
+        buckets.append(_bucket(names, parameters))
+    return tuple(buckets)
+
+
+def _bucket(names: list[str], parameters: Mapping[str, nn.Parameter]) -> _Bucket:
+    return _Bucket(tuple(names), tuple(parameters[name] for name in names))

@@ -1,0 +1,27 @@
+"""Runs the programs of the ranks that live in this process: one after the other, or several in turn."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime.worker import Worker
+from penstock.scheduling.actions import Action
+
+__all__ = ["run_programs"]
+
+
+def run_programs(workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]]) -> None:
+    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait."""
+    if len(workers) == 1:
+        (worker,) = workers
+        for action in programs[worker.rank]:
+            worker.execute(action)
+        return
+    queues = [(worker, deque(programs[worker.rank])) for worker in workers]
+    while any(queue for _, queue in queues):
+        progress = False
+        for worker, queue in queues:
+            if queue and worker.ready(queue[0]):
+                worker.execute(queue.popleft())
+                progress = True
+        # The verifier has proved that some rank can always go on.
+        assert progress, "deadlock in a verified schedule"
