@@ -11,7 +11,7 @@ Laws of this file:
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import torch
 from torch import Tensor
@@ -112,8 +112,10 @@ class Mailbox:
             match action:
                 case Receive(stage, microbatch, source):
                     form = self._form(source, stage, microbatch)
-                case ReceiveTied(stage, _, source):
-                    form = self._tied_form(source, stage, action.version)
+                case ReceiveTied(stage, version, source):
+                    form = self._tied_form(source, stage, version)
+                case _:
+                    assert_never(action)
             self._tickets[action][edge] = self._transport.post(edge, form)
 
     def _edges_to(self, action: Receive | ReceiveTied) -> list[Edge]:

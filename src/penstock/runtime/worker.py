@@ -140,13 +140,9 @@ class Worker:
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
-        match action:
-            case Receive() | ReceiveTied():
-                return self._mailbox.ready(action)
-            case Reduce():
-                return self._start_reduce(action).ready(action.version)
-            case _:
-                return True
+        if isinstance(action, Receive | ReceiveTied):
+            return self._mailbox.ready(action)
+        return not isinstance(action, Reduce) or self._start_reduce(action).ready(action.version)
 
     def execute(self, action: Action) -> None:
         """Carries out one action."""
