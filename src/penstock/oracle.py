@@ -101,16 +101,11 @@ def reference_train(
         samples = sum(part.size for part in parts)
         for k, part in enumerate(parts, minibatch * microbatches):
             versions = _versions(plan, schedule, vertical_sync, k, minibatch)
-            pieces = training.forward(part.values, part.size, versions, k, microbatch_seed(seed, before + k))
-            targets = _pieces(part.target, part.size, len(pieces))
-            sizes = _sizes(part.size, len(pieces))
-            results = [loss_fn(output, piece) for output, piece in zip(pieces, targets, strict=True)]
-            alone = part.size if schedule == "1f1b" else samples
-            torch.autograd.backward(
-                results, [torch.full_like(loss, size / alone) for loss, size in zip(results, sizes, strict=True)]
-            )
-            for loss, size in zip(results, sizes, strict=True):
-                total += float(loss.detach().double()) * (size / samples)
+            outputs = training.forward(part.values, part.size, versions, k, microbatch_seed(seed, before + k))
+            # A microbatch weighs as much as it has samples; under 1f1b, where an update takes one of a replica, one.
+            weighs = part.size if schedule == "1f1b" else samples
+            for loss, size in _backward(outputs, part, loss_fn, weighs):
+                total += loss * (size / samples)
             if schedule == "1f1b":
                 training.update_rounds(versions, k + 1)
         if schedule != "1f1b":
@@ -124,6 +119,20 @@ def reference_train(
                 before, minibatch = seen, 0
     drain()
     return Reference(tuple(losses), training.state())
+
+
+def _backward(
+    outputs: Sequence[Any], part: "_Microbatch", loss_fn: Callable[[Any, Any], Tensor], samples: int
+) -> list[tuple[float, int]]:
+    """Goes backward from the losses of the parts of a microbatch; each weighs its share of `samples`.
+
+    Returns each part's loss and its number of samples.
+    """
+    targets, sizes = _pieces(part.target, part.size, len(outputs)), _sizes(part.size, len(outputs))
+    losses = [loss_fn(output, target) for output, target in zip(outputs, targets, strict=True)]
+    weights = [torch.full_like(loss, size / samples) for loss, size in zip(losses, sizes, strict=True)]
+    torch.autograd.backward(losses, weights)
+    return [(float(loss.detach().double()), size) for loss, size in zip(losses, sizes, strict=True)]
 
 
 def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, minibatch: int) -> list[int]:

@@ -65,6 +65,10 @@ def search(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, pro
             for proposed in proposer.propose(trial):
                 if _is_pointless(proposed) and "1f1b-flush" in wishes.schedules:
                     continue
+                if wishes.microbatches not in (None, proposed.microbatches):
+                    reason = f"it takes {proposed.microbatches} microbatches, and {wishes.microbatches} are asked for"
+                    refusals.append(Refusal(trial.planner, trial.request.schedule, reason))
+                    continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=trial.planner))
         except (PlanError, ScheduleError) as error:
