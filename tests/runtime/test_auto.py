@@ -126,8 +126,10 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
     assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
     assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), slow, chain, Choices("gpipe")).stages[0].stop == 4
+    # More devices than layers: some have replicas.
+    assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices()).ranks == 9
     with pytest.raises(penstock.PlanError):
-        fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices())
+        fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, Choices())
 
 
 def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> Plan:
