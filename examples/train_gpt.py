@@ -148,9 +148,11 @@ def continue_text(pipe: penstock.Pipeline, prompt: Tensor, count: int, generator
     return bytes(drawn)
 
 
-def make_model() -> tuple[GPT, tuple[Tensor]]:
-    """The model and the inputs of a microbatch as configs/gpt.yaml has them, for ``penstock profile``."""
-    return GPT(context=128, width=128, heads=4, blocks=4), (torch.randint(BYTES, (4, 128)),)
+def make_model() -> penstock.Subject:
+    """The model, a microbatch as configs/gpt.yaml has them, and the loss, for ``penstock profile``."""
+    windows = torch.randint(BYTES, (4, 129))
+    model = GPT(context=128, width=128, heads=4, blocks=4)
+    return penstock.Subject(model, (windows[:, :-1],), loss_fn=loss_fn, target=windows[:, 1:])
 
 
 def train(

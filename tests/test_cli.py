@@ -390,11 +390,11 @@ def test_show_prints_the_picture_of_a_plan_with_replicas(here, capsys):
 def test_show_prints_a_profile(here, capsys):
     table = """\
 profile of four, cpu: 4 layers, microbatches of 8 samples
-   layer   forward  backward    cut   saved  parameters
-0  layer0     1 ms      2 ms  10 kB   30 kB        1 MB
-1  layer1     1 ms      2 ms  10 kB   30 kB        1 MB
-2  layer2     1 ms      2 ms  10 kB   30 kB        1 MB
-3  layer3     1 ms      2 ms  10 kB   30 kB        1 MB
+   layer   forward  backward    cut   saved  parameters  workspace
+0  layer0     1 ms      2 ms  10 kB   30 kB        1 MB          0
+1  layer1     1 ms      2 ms  10 kB   30 kB        1 MB          0
+2  layer2     1 ms      2 ms  10 kB   30 kB        1 MB          0
+3  layer3     1 ms      2 ms  10 kB   30 kB        1 MB          0
    sum        4 ms      8 ms         120 kB        4 MB
 """
 

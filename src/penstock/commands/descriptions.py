@@ -14,7 +14,7 @@ __all__ = ["describe_cluster", "describe_plan", "describe_profile"]
 
 def describe_profile(profile: "Profile") -> str:
     """One row per layer and the sums."""
-    head = ("", "layer", "forward", "backward", "cut", "saved", "parameters")
+    head = ("", "layer", "forward", "backward", "cut", "saved", "parameters", "workspace")
     rows = [
         (
             str(index),
@@ -24,6 +24,7 @@ def describe_profile(profile: "Profile") -> str:
             bytes_text(layer.cut_bytes),
             bytes_text(layer.saved_bytes),
             bytes_text(layer.parameter_bytes),
+            bytes_text(layer.workspace_bytes),
         )
         for index, layer in enumerate(profile.layers)
     ]
@@ -36,6 +37,7 @@ def describe_profile(profile: "Profile") -> str:
         "",
         bytes_text(sum(layer.saved_bytes for layer in layers)),
         bytes_text(sum(layer.parameter_bytes for layer in layers)),
+        "",
     )
     about = ", ".join(part for part in (profile.name, profile.device) if part)
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "

@@ -39,6 +39,8 @@ def _run(arguments: argparse.Namespace) -> None:
         subject.model,
         subject.sample,
         name=arguments.name or subject.name,
+        loss_fn=subject.loss_fn,
+        target=subject.target,
         **given(arguments, "iterations", "warmup", "device", "progress"),
     )
     deliver(measured, describe_profile(measured), arguments)

@@ -20,3 +20,6 @@ class Subject:
     """Example inputs of one microbatch: the positional arguments, the keyword arguments, or the only argument."""
     name: str = ""
     """Empty: the function's name in the file."""
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    """As in `Pipeline`; with it the last layer's numbers include the loss for `target`."""
+    target: Any = None
