@@ -14,16 +14,18 @@ __all__ = [
     "build_with_other_weights",
     "evaluate_and_predict",
     "load_checkpoint",
+    "load_replicated",
     "losses_everywhere",
     "save_checkpoint",
+    "train_replicated",
 ]
 
 SUBJECT = models.SUBJECTS["normalized"]
 
 
-def _make(**options: object) -> penstock.Pipeline:
-    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum}
-    return penstock.Pipeline(SUBJECT.build(), **{**arguments, **options})
+def _make(subject: models.Subject = SUBJECT, **options: object) -> penstock.Pipeline:
+    arguments = {"sample": subject.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum}
+    return penstock.Pipeline(subject.build(), **{**arguments, **options})
 
 
 def losses_everywhere(schedule: str) -> list[float]:
@@ -61,6 +63,28 @@ def load_checkpoint(directory: str) -> list[float]:
     pipe = _make(schedule="2bw", microbatches=4, optimizer=models.adamw, seed=5)
     pipe.load(directory)
     return _finish(pipe)
+
+
+REPLICATED = penstock.Plan((penstock.Stage(0, 5, (2, 0)), penstock.Stage(5, 8, (1,))), "2bw", 4)
+"""Two replicas of the first stage, the first of them on the last rank."""
+
+
+def train_replicated(directory: str) -> tuple[list[float], Tensor, float, list[float]]:
+    """The losses of two steps, a prediction and an evaluation, then a checkpoint and the losses after it."""
+    pipe = _make(models.LAYERED, plan=REPLICATED, optimizer=models.adamw)
+    losses = [pipe.step(x, y).loss for x, y in models.LAYERED.batches[:2]]
+    x, y = models.LAYERED.batches[0]
+    output, evaluated = pipe.predict(x[:7]), float(pipe.evaluate(x[:7], y[:7]).loss)
+    pipe.save(directory)
+    return [float(loss) for loss in losses], output, evaluated, _finish(pipe)
+
+
+def load_replicated(directory: str, plan: penstock.Plan = REPLICATED) -> tuple[float, list[float]]:
+    """An evaluation of the checkpoint, and the losses after it."""
+    pipe = _make(models.LAYERED, plan=plan, optimizer=models.adamw, seed=5)
+    pipe.load(directory)
+    x, y = models.LAYERED.batches[0]
+    return float(pipe.evaluate(x[:7], y[:7]).loss), _finish(pipe)
 
 
 def _finish(pipe: penstock.Pipeline) -> list[float]:

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
+import penstock
+from pipeline_jobs import load_replicated, train_replicated
 from processes import Pool
 from training import Case, Outcome, run_cases, run_pipeline, run_reference
 
@@ -101,3 +104,17 @@ def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> 
             assert_equal(reference(one), part)
 
         assert set(reference(one).state) == {name for part in parts for name in part.state}
+
+
+def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_path: Path) -> None:
+    """The buffers are the first replica's everywhere, whoever evaluates or writes."""
+    losses, output, evaluated, rest = train_replicated(str(tmp_path / "alone"))
+    for other in pool.run(3, train_replicated, str(tmp_path / "saved")):
+        assert (other[0], other[2], other[3]) == (losses, evaluated, rest)
+        assert torch.equal(other[1], output)
+    for directory in (tmp_path / "saved", tmp_path / "alone"):
+        assert load_replicated(str(directory)) == (evaluated, rest)
+        assert pool.run(3, load_replicated, str(directory)) == [(evaluated, rest)] * 3
+        # Without replicas it goes on with other numbers, since a stage's mean then sees all microbatches.
+        straight = penstock.Plan.uniform(8, 2, "2bw", 4)
+        assert pool.run(2, load_replicated, str(directory), straight)[0][0] == evaluated
