@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_files
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CheckpointError
+from penstock.runtime.shards import assign, distributed_like, whole
 from penstock.runtime.worlds import World
 
 __all__ = ["named_state", "read", "restore", "write"]
@@ -38,7 +39,7 @@ def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str
             name = names[id(parameter)]
             result["options"][name] = options
             if parameter in optimizer.state:
-                result["state"][name] = dict(optimizer.state[parameter])
+                result["state"][name] = {key: whole(value) for key, value in optimizer.state[parameter].items()}
     return result
 
 
@@ -60,7 +61,7 @@ def restore(
         optimizer.load_state_dict(_by_position(_part(state, "optimizer"), optimizer, parameters))
     with torch.no_grad():
         for name, tensor in held.items():
-            tensor.copy_(model[name])
+            assign(tensor, model[name])
     return progress
 
 
@@ -97,9 +98,16 @@ def _by_position(
             described.update(options[name])
             if name in states:
                 # A copy: the optimizer would go on in the caller's tensors.
-                current["state"][position] = pytree.tree_map_only(Tensor, torch.clone, dict(states[name]))
+                cloned = pytree.tree_map_only(Tensor, torch.clone, dict(states[name]))
+                current["state"][position] = {key: _laid_out(value, parameter) for key, value in cloned.items()}
             position += 1
     return current
+
+
+def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
+    """An entry of the optimizer's state as the parameter is; what is not element by element stays whole."""
+    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    return distributed_like(value, parameter) if alike else value
 
 
 def write(state: Mapping[str, Any], directory: str | Path, world: World) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.runtime.shards import of_part, part_of, settled
 from penstock.runtime.transport import Ticket, Transport
 
 __all__ = ["Reducer"]
@@ -32,29 +33,29 @@ BUCKET_BYTES = 2**23
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters whose gradients travel together: of one type, on one device."""
+    """Parameters whose gradients travel together: of one type, on one device. Of a `DTensor` this process's part."""
 
     names: tuple[str, ...]
-    like: tuple[nn.Parameter, ...]
+    parameters: tuple[nn.Parameter, ...]
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """All gradients in a row, with zeros for those that are absent, and then which are there."""
+        like = [part_of(parameter) for parameter in self.parameters]
         pieces = [
-            gradients[name].reshape(-1) if name in gradients else parameter.new_zeros(parameter.numel())
-            for name, parameter in zip(self.names, self.like, strict=True)
+            part_of(settled(gradients[name], parameter)).reshape(-1)
+            if name in gradients
+            else own.new_zeros(own.numel())
+            for name, parameter, own in zip(self.names, self.parameters, like, strict=True)
         ]
         there = [float(name in gradients) for name in self.names]
-        return torch.cat([*(piece.detach() for piece in pieces), self.like[0].new_tensor(there)])
+        return torch.cat([*pieces, like[0].new_tensor(there)])
 
     def unpack(self, flat: Tensor) -> dict[str, Tensor]:
         """The gradients that are there, as views of `flat`."""
-        sizes = [parameter.numel() for parameter in self.like]
-        *pieces, there = torch.split(flat, [*sizes, len(sizes)])
-        return {
-            name: piece.view(parameter.shape)
-            for name, parameter, piece, count in zip(self.names, self.like, pieces, there.tolist(), strict=True)
-            if count
-        }
+        shapes = [part_of(parameter).shape for parameter in self.parameters]
+        *pieces, there = torch.split(flat, [*(shape.numel() for shape in shapes), len(shapes)])
+        found = zip(self.names, self.parameters, pieces, shapes, there.tolist(), strict=True)
+        return {name: of_part(piece.view(shape), parameter) for name, parameter, piece, shape, count in found if count}
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +167,8 @@ def _pack(parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_
         size = 0
         for name, parameter in members:
             most = min(FIRST_BUCKET_BYTES, bucket_bytes) if not buckets else bucket_bytes
-            more = parameter.numel() * parameter.element_size()
+            part = part_of(parameter)
+            more = part.numel() * part.element_size()
             if names and size + more > most:
                 buckets.append(_bucket(names, parameters))
                 names, size = [], 0

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import StageModule
+from penstock.runtime.shards import of_part, part_of, point, settled
 
 __all__ = ["VersionedWeights"]
 
@@ -36,6 +37,7 @@ class _Slots:
     parameters: dict[str, nn.Parameter]
     stepped: dict[str, nn.Parameter]
     tensors: list[dict[str, Tensor]]
+    """By slot, this process's part of each."""
     first: int = 0
     """The slot of version 0 of the present run of the schedule."""
     newest: int = 0
@@ -48,6 +50,7 @@ class VersionedWeights:
     """`versions` slots for the parameters of `module`, which are named by `parameters`.
 
     `lent`: those that another stage of this process uses too and updates; there must be one version only.
+    `copied`: whether the modules are copies; one that cannot be copied runs itself, and has one version and no replica.
     """
 
     def __init__(
@@ -56,15 +59,19 @@ class VersionedWeights:
         parameters: Mapping[str, nn.Parameter],
         versions: int,
         lent: frozenset[str] = frozenset(),
+        copied: bool = True,
     ) -> None:
         assert not lent or versions == 1, "stages that share weights flush"
-        slots = [{name: parameter.data for name, parameter in parameters.items()}]
+        slots = [{name: part_of(parameter) for name, parameter in parameters.items()}]
         for _ in range(1, versions):
             slots.append({name: torch.empty_like(tensor) for name, tensor in slots[0].items()})
         stepped = {name: p for name, p in parameters.items() if name not in lent}
-        self._make(
-            _Slots(dict(parameters), stepped, slots), module, {id(buffer): buffer for buffer in module.buffers()}
-        )
+        self._slots, self._module = _Slots(dict(parameters), stepped, slots), module
+        if copied:
+            self._make(self._slots, module, {id(buffer): buffer for buffer in module.buffers()})
+            return
+        assert versions == 1, "a module that is not copied has one version"
+        self._leaves, self._modules = [dict(parameters)], [module]
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, gradients and buffers of its own."""
@@ -75,7 +82,10 @@ class VersionedWeights:
     def _make(self, slots: _Slots, module: StageModule, buffers: Mapping[int, Tensor]) -> None:
         self._slots = slots
         self._leaves = [
-            {name: nn.Parameter(slot[name], requires_grad=p.requires_grad) for name, p in slots.parameters.items()}
+            {
+                name: nn.Parameter(of_part(slot[name], p), requires_grad=p.requires_grad)
+                for name, p in slots.parameters.items()
+            }
             for slot in slots.tensors
         ]
         first = _copy(module, slots.parameters, self._leaves[0], buffers)
@@ -103,7 +113,8 @@ class VersionedWeights:
 
     def gradients(self, version: int) -> dict[str, Tensor]:
         """The gradients accumulated at `version`, by parameter name; a parameter that had none is left out."""
-        return {name: leaf.grad for name, leaf in self.leaves(version).items() if leaf.grad is not None}
+        leaves = self.leaves(version)
+        return {name: settled(leaf.grad, leaf) for name, leaf in leaves.items() if leaf.grad is not None}
 
     def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> bool:
         """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with `gradients`.
@@ -118,8 +129,8 @@ class VersionedWeights:
         for name, parameter in slots.stepped.items():
             if following != current:
                 target = slots.tensors[following][name]
-                target.copy_(parameter.data)
-                parameter.data = target
+                target.copy_(part_of(parameter))
+                point(parameter, target)
             parameter.grad = gradients.get(name)
         return True
 

@@ -38,8 +38,8 @@ class World(Protocol):
     group: dist.ProcessGroup | None
     """For collectives on CPU tensors and Python objects; None for a single process."""
 
-    def local(self, ranks: int) -> tuple[int, ...]:
-        """Which of a pipeline's `ranks` live in this process. `PlanError` if they do not fit."""
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        """Which of a pipeline's `ranks`, of `lanes` processes each, live here. `PlanError` if they do not fit."""
 
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
@@ -71,7 +71,12 @@ class SingleProcess:
         self.group: dist.ProcessGroup | None = None
         self._numbers: dict[str, Sequence[float]] = {}
 
-    def local(self, ranks: int) -> tuple[int, ...]:
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        if lanes > 1:
+            raise PlanError(
+                f"tensor_parallel is {lanes} and this is a single process: expected {ranks * lanes} processes, {lanes} "
+                f"for each rank. Start them with torchrun --nproc-per-node {ranks * lanes}, or set tensor_parallel to 1"
+            )
         return tuple(range(ranks))
 
     def connect(
@@ -96,7 +101,7 @@ class SingleProcess:
 
 
 class Processes:
-    """One rank in each process of ``torch.distributed``'s default group. Collective."""
+    """At most one rank in each process of ``torch.distributed``'s default group. Collective."""
 
     def __init__(self) -> None:
         self.processes = dist.get_world_size()
@@ -112,13 +117,15 @@ class Processes:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught
 
-    def local(self, ranks: int) -> tuple[int, ...]:
-        if ranks != self.processes:
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        needed = ranks * lanes
+        if needed != self.processes:
+            each = f" ({ranks} times tensor_parallel {lanes})" if lanes > 1 else ""
             raise PlanError(
-                f"the plan is for {ranks} rank(s) and {self.processes} process(es) were started: start as many "
-                f"processes as the plan has ranks (torchrun --nproc-per-node {ranks}), or plan for {self.processes}"
+                f"the plan is for {needed} rank(s){each} and {self.processes} process(es) were started: start as many "
+                f"processes as the plan has ranks (torchrun --nproc-per-node {needed}), or plan for {self.processes}"
             )
-        return (self.rank,)
+        return (self.rank // lanes,)
 
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
