@@ -12,9 +12,10 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -22,7 +23,12 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.randomness import seeded
 from penstock.errors import CaptureError
 
-__all__ = ["Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule", "check_constant"]
+__all__ = ["Around", "Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule", "check_constant"]
+
+Around: TypeAlias = Callable[
+    [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
+]
+"""Runs a layer: its module (None for the loss), what computes it, and the arguments of that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +137,7 @@ class StageModule(nn.Module):
         self.reads = tuple(layer.inputs for layer in layers)
         self.writes = tuple(layer.outputs for layer in layers)
         self.random = tuple(layer.random for layer in layers)
+        self.written = tuple(layer.mutates for layer in layers)
         written = {name for layer in layers for name in layer.outputs}
         self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
@@ -138,9 +145,16 @@ class StageModule(nn.Module):
         self.last_read = _last_reads(self.reads, keep=frozenset(sent))
 
     def forward(
-        self, received: Sequence[Tensor], inputs: Mapping[str, Tensor], seed: int | None = None
+        self,
+        received: Sequence[Tensor],
+        inputs: Mapping[str, Tensor],
+        seed: int | None = None,
+        around: Around | None = None,
     ) -> tuple[Tensor, ...]:
-        """One microbatch through the layers. `seed` (of the microbatch) makes the random layers repeatable."""
+        """One microbatch through the layers. `seed` (of the microbatch) makes the random layers repeatable.
+
+        `around` runs each layer in place of the plain call, so that it can run it again on the same arguments.
+        """
         values = dict(zip(self.received, received, strict=True))
         for name in self.model_inputs:
             values[name] = inputs[name]
@@ -149,15 +163,29 @@ class StageModule(nn.Module):
             values[name] = values[name].clone()
         for index, layer in enumerate(self.layers):
             arguments = [values[name] for name in self.reads[index]]
-            if self.random[index] and seed is not None:
-                with seeded(seed, self.first + index, arguments):
-                    results = layer(*arguments)
+            if around is None:
+                results = self._run(index, seed, *arguments)
             else:
-                results = layer(*arguments)
+                results = around(layer, partial(self._run_apart, index, seed), arguments)
+                values.update(zip(self.written[index], results[len(self.writes[index]) :], strict=True))
+                results = results[: len(self.writes[index])]
             for name in self.last_read[index]:
                 del values[name]
             values.update(zip(self.writes[index], results, strict=True))
         return tuple(values[name] if name in values else inputs[name] for name in self.sent)
+
+    def _run(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
+        layer = self.layers[index]
+        with seeded(seed, self.first + index, arguments) if self.random[index] and seed is not None else nullcontext():
+            results: tuple[Tensor, ...] = layer(*arguments)
+        return results
+
+    def _run_apart(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """What the layer writes in place it writes in copies, which are returned behind its results."""
+        own = dict(zip(self.reads[index], arguments, strict=True))
+        own.update({name: own[name].clone() for name in self.written[index]})
+        results = self._run(index, seed, *(own[name] for name in self.reads[index]))
+        return (*results, *(own[name] for name in self.written[index]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,6 +42,12 @@ class Microbatch:
         """Its share of the minibatch's samples."""
         return self.samples / self.total
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of the inputs and the target that is a tensor."""
+        leaves = [*self.inputs.values(), *pytree.tree_leaves(self.target)]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`inputs` as ``(args, kwargs)``: a tuple is positional arguments, a mapping is keywords, all else one argument."""
