@@ -23,6 +23,7 @@ from penstock.runtime.buffers import share_buffers
 from penstock.runtime.checkpoint import named_state, read, restore, write
 from penstock.runtime.forecasts import forecast_of, mark_now
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
+from penstock.runtime.recomputation import Recompute, choose_grains
 from penstock.runtime.reports import Reports
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
@@ -77,6 +78,9 @@ class Pipeline:
         scale_learning_rates: with ``1f1b``, multiplies the learning rates of a stage of r replicas with r / r0, where
             r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The papers say
             nothing of it; PipeDream's program does so. Off by default.
+        recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
+            backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
+            a whole. None (default) follows the plan.
         seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
@@ -101,6 +105,7 @@ class Pipeline:
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
         scale_learning_rates: bool = False,
+        recompute: Recompute = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -122,6 +127,7 @@ class Pipeline:
                     plan, len(self._chain.layers), self._world.processes, schedule, stages, microbatches, vertical_sync
                 )
                 """The plan that runs."""
+                self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain)
                 """The schedule that runs."""
@@ -133,7 +139,7 @@ class Pipeline:
             self._transport: Transport = self._world.connect(
                 edges_of(self.schedule), self._device, timeout_seconds, groups_of(self.schedule)
             )
-            self._stages = build_stages(self.plan, self._chain, self.schedule, self._ranks, self._transport)
+            self._stages = build_stages(self.plan, self._chain, self.schedule, self._ranks, self._transport, grains)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
             """Over this process's parameters; None if it has none to train."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
+from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.weights import VersionedWeights
@@ -102,8 +103,6 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: {names}. Plan with a profile "
             "of this model"
         )
-    if plan.recompute:
-        raise PlanError("the plan recomputes activations: this version does not. Set recompute: false in the plan")
 
 
 def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
@@ -157,9 +156,14 @@ def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Pa
 
 
 def build_stages(
-    plan: Plan, chain: LayerChain, schedule: Schedule, local: Sequence[int], transport: Transport
+    plan: Plan,
+    chain: LayerChain,
+    schedule: Schedule,
+    local: Sequence[int],
+    transport: Transport,
+    grains: Mapping[int, Grain],
 ) -> dict[int, dict[int, LocalStage]]:
-    """What this process holds: for its ranks `local` their stages, both ascending.
+    """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -193,7 +197,7 @@ def build_stages(
             trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
             late = {name for names in first.ties.values() for name in names}
             reducer = Reducer(transport, group, rank, index, trained, late) if len(group) > 1 else None
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer)
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index))
     return stages
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeAlias, assert_never
 
 import torch
@@ -24,6 +24,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.executor import StageExecutor
 from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
+from penstock.runtime.recomputation import Grain, Recomputation
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Message, Transport
 from penstock.runtime.weights import VersionedWeights
@@ -39,6 +40,7 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.methods import VersionRule
+from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["LocalStage", "Pass", "Record", "Worker"]
@@ -58,6 +60,8 @@ class LocalStage:
     """For every stage that shares weights with this one, the names of these weights."""
     reducer: Reducer | None = None
     """Sums gradients over the replicas of the stage; None if there is one only."""
+    recomputes: Grain | None = None
+    """Whether what a backward needs is computed again then, and for how many layers at a time."""
     executor: StageExecutor = field(default_factory=StageExecutor)
 
 
@@ -107,6 +111,13 @@ class Worker:
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
+        self._recomputations = {
+            index: Recomputation(stage.recomputes, loss_fn if self._is_last(index) else None)
+            for index, stage in stages.items()
+            if stage.recomputes is not None
+        }
+        self._direct: frozenset[tuple[int, int]] = frozenset()
+        """The stages and microbatches whose backward follows their forward at once."""
         self._pass = Pass(training=True)
         self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
@@ -129,6 +140,7 @@ class Worker:
             if self.rank in ranks:
                 part = ranks.index(self.rank)
                 self._microbatches[k] = take_part(self._chain.inputs, microbatch, part, len(ranks))
+        self._direct = find_direct(program) if self._recomputations else frozenset()
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[Record]:
@@ -196,12 +208,19 @@ class Worker:
         module = stage.weights.module(action.version)
         seed = microbatch_seed(self._pass.seed, self._pass.microbatches_before + k)
         seed = part_seed(seed, microbatch.part)
+        recomputation = None if (action.stage, k) in self._direct else self._recomputations.get(action.stage)
+        around = recomputation.around if recomputation else None
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs = module(received, microbatch.inputs, seed)
-            return (self._loss(self._chain.output, microbatch, outputs),) if self._is_last(action.stage) else outputs
+            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
+            if not self._is_last(action.stage):
+                return outputs
+            # The loss is one layer more.
+            loss = partial(self._loss, self._chain.output, microbatch)
+            return around(None, loss, outputs) if around else loss(*outputs)
 
-        outputs = stage.executor.forward(k, received, compute)
+        again = recomputation.remember(module, (*received, *microbatch.tensors)) if recomputation else None
+        outputs = stage.executor.forward(k, received, compute, again)
         if self._is_last(action.stage):
             self._note_loss(k, outputs[0], microbatch)
             # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
@@ -301,7 +320,7 @@ class Worker:
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1
 
-    def _loss(self, form: ModelOutput, microbatch: Microbatch, outputs: Sequence[Tensor]) -> Tensor:
+    def _loss(self, form: ModelOutput, microbatch: Microbatch, *outputs: Tensor) -> tuple[Tensor]:
         loss = self._loss_fn(form.build(dict(zip(form.values, outputs, strict=True))), microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -309,7 +328,7 @@ class Worker:
                 "loss_fn(output, target) must return one number as a tensor, the mean over the microbatch's samples; "
                 f"it returned {found}. Reduce it, for instance with .mean()"
             )
-        return loss
+        return (loss,)
 
     def _note_loss(self, k: int, loss: Tensor, microbatch: Microbatch) -> None:
         self._pass.losses[self.rank, k] = loss.detach().double().reshape(()) * microbatch.weight
@@ -319,7 +338,8 @@ class Worker:
         if self._pass.keeps_outputs:
             self._pass.outputs[k] = outputs
         else:
-            self._note_loss(k, self._loss(self._chain.evaluation().output, microbatch, outputs), microbatch)
+            (loss,) = self._loss(self._chain.evaluation().output, microbatch, *outputs)
+            self._note_loss(k, loss, microbatch)
 
 
 @contextmanager
