@@ -6,6 +6,7 @@ Also jobs for the processes of the pool. Sizes are small, the weights random, ev
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -67,13 +68,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a subject. `cuts`: the first layers of the stages but the first; () for equal numbers."""
+    """One training run of a subject. `cuts`: the first layers of the stages but the first; () for equal numbers.
+
+    `replicas` of each stage (of each position of a pipeline, under `interleaved`); () is one each.
+    """
 
     subject: str
     schedule: str
     stages: int
     stages_per_rank: int = 1
     cuts: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    split: bool = False
 
 
 def loss_fn(output: Any, target: Tensor) -> Tensor:
@@ -134,15 +140,17 @@ def run_plainly(subject: str) -> Outcome:
 
 def _options(run: Run) -> dict[str, Any]:
     options = {"loss_fn": loss_fn, "optimizer": models.adamw, "seed": 5}
-    if not run.cuts and run.stages_per_rank == 1:
+    if not run.cuts and not run.replicas and run.stages_per_rank == 1:
         return {**options, "schedule": run.schedule, "stages": run.stages, "microbatches": MICROBATCHES}
     layers = LAYERS[run.subject]
     bounds = (0, *run.cuts, layers)
     if not run.cuts:
         bounds = tuple(layers * stage // run.stages for stage in range(run.stages + 1))
     ranks = run.stages // run.stages_per_rank
-    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], (s % ranks,)) for s in range(run.stages))
-    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=MICROBATCHES)
+    groups = [tuple(range(*span)) for span in pairwise(accumulate(run.replicas or (1,) * ranks, initial=0))]
+    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[s % ranks]) for s in range(run.stages))
+    routing = "split" if run.split else "round-robin"
+    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=MICROBATCHES, routing=routing)
     return {**options, "plan": plan}
 
 

@@ -30,12 +30,24 @@ RUNS = [
     ),
 ]
 
+REPLICATED = [
+    *(Run("gpt2-tied", schedule, 2, replicas=(2, 2)) for schedule in ("gpipe", "1f1b-flush")),
+    Run("bert-tied", "1f1b-flush", 2, replicas=(2, 2), split=True),
+    Run("three-sharing", "gpipe", 2, cuts=(4,), replicas=(2, 2)),
+    *(
+        Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2), split=split)
+        for subject, split in (("three-sharing", False), ("every-second", False), ("three-sharing", True))
+    ),
+]
+"""Two parallel pipelines of two ranks."""
+
 LEFT_OUT = [run for run in RUNS if run.subject == "bert-tied" and run.schedule != "1f1b-flush"]
 """Not repeated in several processes."""
 
 
 def ident(run: Run) -> str:
-    return f"{run.subject}-{run.schedule}-{run.stages}"
+    replicas = "-".join(map(str, run.replicas)) + ("-split" if run.split else "")
+    return f"{run.subject}-{run.schedule}-{run.stages}{replicas and f'-on-{replicas}'}"
 
 
 def assert_equal(expected: Outcome, actual: Outcome) -> None:
@@ -45,7 +57,7 @@ def assert_equal(expected: Outcome, actual: Outcome) -> None:
         assert torch.equal(expected.state[name], tensor), name
 
 
-@pytest.mark.parametrize("run", RUNS, ids=ident)
+@pytest.mark.parametrize("run", RUNS + REPLICATED, ids=ident)
 def test_one_process(run: Run) -> None:
     actual, plain = run_in_pipeline(run), run_plainly(run.subject)
 
@@ -56,6 +68,31 @@ def test_one_process(run: Run) -> None:
     assert actual.losses == pytest.approx(plain.losses, rel=1e-12)
     for name, tensor in plain.state.items():
         torch.testing.assert_close(actual.state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_parallel_pipelines_in_several_processes(pool: Pool) -> None:
+    runs = [REPLICATED[1], *(run for run in REPLICATED if run.subject == "three-sharing")]
+    outcomes = pool.run(4, run_these, runs)
+    for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
+        expected = run_reference(run)
+        for part in parts:
+            assert_equal(expected, part)
+
+        assert set(expected.state) == {name for part in parts for name in part.state}
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
+def test_stages_with_different_numbers_of_replicas_may_not_share(replicas: tuple[int, int], split: bool) -> None:
+    with pytest.raises(penstock.PlanError) as caught:
+        make_pipeline(Run("gpt2-tied", "gpipe", 2, replicas=replicas, split=split))
+
+    assert str(caught.value) == (
+        "transformer.wte.weight is shared by stages with different numbers of replicas "
+        f"(stage 0: {replicas[0]}, stage 1: {replicas[1]}): expected equal numbers, since replica q of one exchanges "
+        "its gradients with replica q of the other. Give them equally many ranks, or plan the layers that share the "
+        "weight into one stage"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
