@@ -1,0 +1,159 @@
+"""What a pipeline holds while it trains, counted: by the tests themselves, and in the processes of the pool."""
+
+import gc
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+import penstock
+
+__all__ = ["Observed", "Setting", "observe", "observe_all"]
+
+WIDTH = 13
+"""No other test uses it."""
+MICROBATCHES = 12
+"""As many as three replicas and two ranks of a pipeline divide."""
+
+alive: Counter[tuple[int, int]] = Counter()
+peak: Counter[tuple[int, int]] = Counter()
+
+
+class Token:
+    """Lives as long as the graph of one forward of one layer on one replica."""
+
+    def __init__(self, key: tuple[int, int]) -> None:
+        self.key = key
+        alive[key] += 1
+        peak[key] = max(peak[key], alive[key])
+
+    def __del__(self) -> None:
+        alive[self.key] -= 1
+
+
+class Marked(torch.autograd.Function):
+    """The identity; its node in the graph holds a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: tuple[int, int]) -> Tensor:
+        ctx.token = Token(key)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """A linear layer. Its buffer tells the replicas apart, since each has its own."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("own", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Marked.apply(self.linear(x), (self.layer, self.own.data_ptr()))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer for each stage; `schedule` 'vertical' is `1f1b` with vertical sync."""
+
+    schedule: str
+    replicas: tuple[int, ...]
+    split: bool = False
+
+    @property
+    def plan(self) -> penstock.Plan:
+        """The plan."""
+        per_rank = 2 if self.schedule == "interleaved" else 1
+        stages = len(self.replicas) * per_rank
+        plan = penstock.Plan.uniform(
+            stages,
+            stages,
+            schedule="1f1b" if self.schedule == "vertical" else self.schedule,
+            microbatches=MICROBATCHES,
+            stages_per_rank=per_rank,
+            vertical_sync=self.schedule == "vertical",
+        )
+        groups = [tuple(range(*span)) for span in pairwise(accumulate(self.replicas, initial=0))]
+        placed = tuple(penstock.Stage(s.start, s.stop, groups[s.ranks[0]]) for s in plan.stages)
+        return replace(plan, stages=placed, routing="split" if self.split else "round-robin")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one process held."""
+
+    peaks: dict[int, list[int]]
+    """By stage: of each replica here, the most forwards that waited for their backwards; ascending."""
+    weights: int
+    """Tensors of a weight's shape after the drain, each storage once."""
+    live: list[int]
+    """Tensors alive after each step."""
+
+
+def observe(setting: Setting, steps: int = 5) -> Observed:
+    """Trains some steps; all ranks here, or this process's."""
+    # What was there before is neither searched nor counted.
+    gc.collect()
+    gc.freeze()
+    try:
+        return _observe(setting, steps)
+    finally:
+        gc.unfreeze()
+
+
+def observe_all(settings: list[Setting]) -> list[Observed]:
+    """Several settings, one after the other."""
+    return [observe(setting) for setting in settings]
+
+
+def _observe(setting: Setting, steps: int) -> Observed:
+    torch.manual_seed(0)
+    plan = setting.plan
+    model = nn.Sequential(*(Layer(index) for index in range(len(plan.stages))))
+    x = torch.randn(3 * MICROBATCHES, WIDTH)
+    pipe = penstock.Pipeline(model, sample=(x[:1],), loss_fn=F.mse_loss, optimizer=models.plain, plan=plan)
+    # Capture has run the layers too.
+    peak.clear()
+    live = []
+    for _ in range(steps):
+        float(pipe.step(x, x).loss)
+        if dist.is_initialized():
+            dist.barrier()
+        live.append(_settled())
+    pipe.drain()
+    gc.collect()
+    weights = {t.data_ptr() for t in _tensors() if t.shape == (WIDTH, WIDTH)}
+    left = [key for key, count in alive.items() if count]
+    assert not left, f"graphs of {left} are alive after the drain"
+    peaks: dict[int, list[int]] = {}
+    for (stage, _), count in peak.items():
+        peaks[stage] = sorted([*peaks.get(stage, []), count])
+    pipe.close()
+    return Observed(peaks, len(weights), live)
+
+
+def _settled() -> int:
+    """The tensors alive when the threads of the transport have put down what they have sent."""
+    counts: list[int] = []
+    while len(counts) < 2 or counts[-1] != counts[-2]:
+        if dist.is_initialized():
+            time.sleep(0.01)
+        gc.collect()
+        counts.append(len(_tensors()))
+    return counts[-1]
+
+
+def _tensors() -> list[Tensor]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
