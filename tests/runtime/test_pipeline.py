@@ -172,11 +172,6 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         ({"plan": "best"}, penstock.PlanError, "expected a penstock.Plan or 'auto'"),
         ({"plan": penstock.Plan.uniform(7, 2), "stages": None}, penstock.PlanError, "the plan is for 7 layers and"),
         ({"plan": penstock.Plan.uniform(8, 3)}, penstock.PlanError, "stages=2 contradicts the plan"),
-        (
-            {"plan": penstock.Plan.uniform(8, 2, recompute=True), "stages": None},
-            penstock.PlanError,
-            "the plan recomputes activations",
-        ),
         ({"vertical_sync": True}, penstock.ScheduleError, "vertical_sync=True belongs to '1f1b' only"),
     ],
 )
