@@ -3,7 +3,7 @@
 Costs and ways are looked up here, once for every action, so that the player's loop has none of that to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, assert_never
 
 from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.recomputation import find_direct
 from penstock.simulating.costs import Costs
 from penstock.simulating.routes import Link, Route, find_route
 
@@ -100,7 +101,7 @@ class Writer:
             again = tuple(map(add, costs.backward_seconds, costs.forward_seconds))
         self._seconds = costs.forward_seconds, costs.backward_seconds, again, costs.update_seconds
 
-    def write(self, rank: int, row: Iterable[Action]) -> Instructions:
+    def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
         forwards, backwards, again, updates = self._seconds
@@ -108,27 +109,21 @@ class Writer:
         send_on, send_back, receive_on, receive_back = message_marks
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
-        latest = -1, -1, -1
+        at_once = find_direct(row)
         written = Instructions([], [], [], [])
         kinds, details, marks, contents = written.kinds, written.details, written.marks, written.contents
         for action in row:
             match action:
                 case Forward(stage=stage, microbatch=number):
-                    latest = stage, number, len(kinds)
                     kinds.append(compute)
                     details.append(forwards[stage])
-                    marks.append(forward + stage)
+                    marks.append((kept if (stage, number) in at_once else forward) + stage)
                 case Backward(stage=stage, microbatch=number):
                     last[stage] = len(kinds)
                     kinds.append(compute)
-                    if latest[1] == number and latest[0] == stage:
-                        details.append(backwards[stage])
-                        marks.append(direct + stage)
-                        marks[latest[2]] = kept + stage
-                    else:
-                        details.append(again[stage])
-                        marks.append(backward + stage)
-                    latest = -1, -1, -1
+                    kept_before = (stage, number) in at_once
+                    details.append((backwards if kept_before else again)[stage])
+                    marks.append((direct if kept_before else backward) + stage)
                 case Send(stage=stage, microbatch=number, target=target):
                     key = stage * stages + target
                     choice = ways.get(key) or ways.setdefault(key, self._choose(rank, stage, target, sends=True))
@@ -147,7 +142,6 @@ class Writer:
                     kinds.append(compute)
                     details.append(updates[stage])
                     marks.append(update + stage)
-                    latest = -1, -1, -1
                 case Reduce(stage=stage, version=number):
                     kinds.append(REDUCE)
                     details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
