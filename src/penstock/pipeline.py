@@ -20,8 +20,9 @@ from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
 from penstock.runtime.agreements import agreed
 from penstock.runtime.buffers import share_buffers
-from penstock.runtime.checkpoint import named_state, read, restore, write
+from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.forecasts import forecast_of, mark_now
+from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.recomputation import Recompute, choose_grains
 from penstock.runtime.reports import Reports
@@ -31,12 +32,11 @@ from penstock.runtime.setup import (
     check_agreement,
     check_plan,
     choose_plan,
-    edges_of,
-    groups_of,
+    connect,
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.transport import Transport
+from penstock.runtime.shards import whole
 from penstock.runtime.turns import run_programs
 from penstock.runtime.worker import Pass, Record, Worker
 from penstock.runtime.worlds import World, join_world
@@ -81,6 +81,10 @@ class Pipeline:
         recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.
+        parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
+            PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
+            ``stage_module.layers``, in place. What works with what: docs/composition.md.
+        tensor_parallel: so many consecutive processes hold one replica together; of the plan, or 1.
         seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
@@ -106,6 +110,8 @@ class Pipeline:
         vertical_sync: bool = False,
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
+        parallelize: Parallelize | None = None,
+        tensor_parallel: int | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -123,27 +129,28 @@ class Pipeline:
                 made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
                 plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
             with agreed(self._world, "while it read its plan"):
-                self.plan = choose_plan(
-                    plan, len(self._chain.layers), self._world.processes, schedule, stages, microbatches, vertical_sync
-                )
+                wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
+                self.plan = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
                 """The plan that runs."""
                 self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain)
                 """The schedule that runs."""
                 verify(self.schedule)
-                self._ranks = self._world.local(self.schedule.ranks)
+                self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
             check_agreement(self._world, self.plan, self._chain)
+            hooked = parallelize_stages(parallelize, self._world, self._chain, self.plan, self.schedule, self._device)
+            self._chain, self._hooked = hooked.chain, hooked
             self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
             self._seed = seed
-            self._transport: Transport = self._world.connect(
-                edges_of(self.schedule), self._device, timeout_seconds, groups_of(self.schedule)
+            self._transport = connect(self._world, self.schedule, self._device, timeout_seconds, hooked.lanes)
+            self._stages = build_stages(
+                self.plan, self._chain, self.schedule, self._ranks, self._transport, grains, hooked.modules
             )
-            self._stages = build_stages(self.plan, self._chain, self.schedule, self._ranks, self._transport, grains)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
             """Over this process's parameters; None if it has none to train."""
-            self._reports = Reports(self._transport, self._ranks, self._world.rank)
+            self._reports = Reports(self._transport, self._ranks, self._ranks[0])
             self._workers = tuple(self._worker(rank, loss_fn, scale_learning_rates) for rank in self._ranks)
         self._minibatch = 0
         """Minibatches stepped since the last drain: the present run of the schedule."""
@@ -156,6 +163,8 @@ class Pipeline:
         """The layers of the model as measured on this process's device, on the first use; with ``plan="auto"``, on
         rank 0's before planning.
         """
+        if self._hooked.modules:
+            raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
         return measure(self._chain, self._sample, progress=False)
 
     @property
@@ -238,7 +247,9 @@ class Pipeline:
 
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
-        mine = [record for records in list(self._records)[-minibatches:] for record in records]
+        # The lanes of a rank do the same; the first one tells of it.
+        told = list(self._records)[-minibatches:] if self._world.rank % self.plan.tensor_parallel == 0 else []
+        mine = [record for records in told for record in records]
         records = [record for some in self._world.gather(mine) for record in some]
         zero = min((start for _, _, start, _ in records), default=0.0)
         spans = (Span(rank, str(action), start - zero, stop - zero) for rank, action, start, stop in records)
@@ -264,7 +275,7 @@ class Pipeline:
         self.drain()
         trained = self._microbatches_before + self._minibatch * self.schedule.microbatches
         return {
-            "model": {name: tensor.detach() for name, tensor in self._held().items()},
+            "model": {name: whole(tensor.detach()) for name, tensor in self._held().items()},
             "optimizer": named_state(self.optimizer, self.named_parameters()),
             "pipeline": {"microbatches": trained, "seed": self._seed},
         }
@@ -278,6 +289,8 @@ class Pipeline:
         progress = restore(state, self._held(), self.optimizer, self.named_parameters())
         self._seed = progress["seed"]
         self._restart(progress["microbatches"])
+        # Replicas in this process hold buffers that no state dict names.
+        share_buffers(self._stages, self.schedule.placement, self._transport)
 
     def save(self, directory: str | Path) -> None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
@@ -327,23 +340,15 @@ class Pipeline:
         )
 
     def _held(self) -> dict[str, Tensor]:
-        """The entries of the model's state dict that belong to this process's stages.
-
-        What no layer uses belongs to the first stage.
-        """
+        """The entries of the model's state dict that belong to this process's stages."""
         held = {stage for stages in self._stages.values() for stage in stages}
-        layers = [range(self.plan.stages[stage].start, self.plan.stages[stage].stop) for stage in held]
-        tensors: dict[str, Tensor] = {**self._chain.parameters, **self._chain.buffers}
-        return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if any(reader in span for span in layers for reader in self._chain.readers[name] or (0,))
-        }
+        return held_tensors(self._chain, (self.plan.stages[stage] for stage in held))
 
     def _infer(self, inputs: Any, target: Any, keeps_outputs: bool) -> tuple[Pass, tuple[Microbatch, ...]]:
         """Forwards of a batch in evaluation mode, in as many microbatches as the captured size makes of it."""
         with self._guarded("reading a batch", harmless=True):
-            microbatches = split(self._chain.inputs, inputs, target, chunks(self._chain.inputs, inputs))
+            count = chunks(self._chain.inputs, inputs)
+            microbatches = split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
         with self._guarded("in an evaluation"):
             current = Pass(training=False, keeps_outputs=keeps_outputs)
             made = self.schedule

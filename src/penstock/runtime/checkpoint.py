@@ -6,7 +6,7 @@ are those of ``torch.distributed.checkpoint``.
 
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,27 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_files
 from torch.distributed.checkpoint.state_dict_saver import save as save_files
 from torch.utils import _pytree as pytree
 
+from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.shards import assign, distributed_like, whole
 from penstock.runtime.worlds import World
+from penstock.values.stages import Stage
 
-__all__ = ["named_state", "read", "restore", "write"]
+__all__ = ["held_tensors", "named_state", "read", "restore", "write"]
+
+
+def held_tensors(chain: LayerChain, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """The entries of the model's state dict that belong to `stages`.
+
+    What no layer uses belongs to the first stage.
+    """
+    layers = [range(stage.start, stage.stop) for stage in stages]
+    tensors: dict[str, Tensor] = {**chain.parameters, **chain.buffers}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(reader in span for span in layers for reader in chain.readers[name] or (0,))
+    }
 
 
 def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

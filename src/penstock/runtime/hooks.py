@@ -7,11 +7,13 @@ applies PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully
 Refused is what would give other numbers than one device does, or hang; docs/composition.md has the list with reasons.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,37 +21,41 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
+from penstock.runtime.agreements import agreed
+from penstock.runtime.meshes import stage_mesh
 from penstock.runtime.shards import dimensions_of
+from penstock.runtime.weights import VersionedWeights
+from penstock.runtime.worlds import World
 from penstock.scheduling.schedules import Schedule
+from penstock.values.plans import Plan
 
-__all__ = ["ParallelStages", "Parallelize", "check_hook", "parallelize_stages", "sharded_modules"]
+__all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
 
 Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
 """Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ParallelStages:
-    """Stages after the hook."""
+    """The stages of this process after the hook."""
 
     chain: LayerChain
     """Over the parameters that the hook left."""
     modules: Mapping[int, StageModule]
     """By stage; empty if there was no hook."""
+    lanes: dist.ProcessGroup | None = None
+    """The processes of this rank; None if it is one process."""
+    in_step: int = 1
+    """So many replicas gather weights together and must do equally many forwards, in every stage."""
 
-    @property
-    def sharded(self) -> bool:
-        """Whether some module is fully sharded."""
-        return any(sharded_modules(module) for module in self.modules.values())
 
-
-def check_hook(hook: Parallelize | None, lanes: int, schedule: Schedule, chain: LayerChain, processes: int) -> None:
+def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, processes: int) -> None:
     """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
-        if lanes > 1:
+        if plan.tensor_parallel > 1:
             raise PlanError(
-                f"tensor_parallel is {lanes} and there is no hook that splits the stages: every lane would compute the "
-                "same. Pass parallelize=, or set tensor_parallel to 1"
+                f"tensor_parallel is {plan.tensor_parallel} and there is no hook that splits the stages: every lane "
+                "would compute the same. Pass parallelize=, or set tensor_parallel to 1"
             )
         return
     if processes == 1:
@@ -72,18 +78,31 @@ def check_hook(hook: Parallelize | None, lanes: int, schedule: Schedule, chain: 
 
 
 def parallelize_stages(
-    hook: Parallelize | None, chain: LayerChain, spans: Mapping[int, range], schedule: Schedule, mesh: DeviceMesh | None
+    hook: Parallelize | None, world: World, chain: LayerChain, plan: Plan, schedule: Schedule, device: torch.device
 ) -> ParallelStages:
-    """The stages of this process, by their `spans` of layers, after `hook`. Collective over the processes of `mesh`.
-
-    Raises `PlanError` for what cannot be trained exactly.
-    """
-    if hook is None or mesh is None:
+    """The stages of this process after `hook`. Raises `PlanError` for what cannot be trained exactly. Collective."""
+    with agreed(world, "while it checked parallelize= against its plan"):
+        _check_hook(hook, plan, schedule, chain, world.processes)
+    if hook is None:
         return ParallelStages(chain, {})
+    lanes = plan.tensor_parallel
+    (rank,) = world.local(schedule.ranks, lanes)
+    mesh = stage_mesh(schedule.placement, rank, lanes, device)
+    with agreed(world, "while it parallelized its stages"):
+        result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
+    sharded = any(sharded_modules(module) for module in modules.values())
+    in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
+    return ParallelStages(result, modules, mesh.get_group("tp") if lanes > 1 else None, in_step)
+
+
+def _apply(
+    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, stages: Iterable[int]
+) -> tuple[LayerChain, dict[int, StageModule]]:
+    """The chain and `stages` after `hook`."""
     changed: dict[int, nn.Parameter] = {}
     modules = {}
-    for index, span in spans.items():
-        module = chain.stage(span.start, span.stop)
+    for index in stages:
+        module = chain.stage(plan.stages[index].start, plan.stages[index].stop)
         before = dict(module.named_parameters(remove_duplicate=False))
         returned = hook(module, mesh)
         if returned is not None and returned is not module:
@@ -98,7 +117,28 @@ def parallelize_stages(
     parameters = {name: changed.get(id(parameter), parameter) for name, parameter in chain.parameters.items()}
     # Modules that were changed in place are not captured again: the chain in evaluation mode is this one.
     result = replace(chain, parameters=parameters, evaluation=lambda: result)
-    return ParallelStages(result, modules)
+    return result, modules
+
+
+class InPlace:
+    """A stage's module in evaluation mode for the time of a call: what a hook has changed is not captured again.
+
+    Its version 0 is the newest, since an evaluation follows a drain.
+    """
+
+    def __init__(self, weights: VersionedWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        module = self._weights.module(0)
+        modes = [(inner, inner.training) for inner in module.modules()]
+        module.eval()
+        try:
+            outputs: tuple[Tensor, ...] = module(received, inputs)
+        finally:
+            for inner, mode in modes:
+                inner.training = mode
+        return outputs
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
@@ -191,8 +231,8 @@ def _check_sharded(stage: int, schedule: Schedule) -> None:
     if not placement.equal(range(schedule.stages)):
         raise PlanError(
             f"fully_shard was applied to stage {stage} of a pipeline with {placement.text()} replicas: expected "
-            "equally many of every stage. The replicas gather weights together, so one that waits for a microbatch would hold "
-            "up the other, and that wait is not in the proof that the schedule cannot deadlock"
+            "equally many of every stage. The replicas gather weights together, so one that waits for a microbatch "
+            "would hold up the other, and that wait is not in the proof that the schedule cannot deadlock"
         )
     if schedule.microbatches % placement.replicas(stage):
         raise PlanError(

@@ -2,8 +2,8 @@
 
 Lane i of one rank speaks to lane i of the others. What crosses a cut is the same on all lanes of a rank, so each lane
 sends one part of it, ``1/t`` of the elements, and the lanes of the receiving rank put it together over their own,
-faster links: the scatter/gather optimization (Narayanan, "Resource-efficient deep learning systems", Stanford 2022, section
-4.5; Megatron-LM's, SC 2021, section 4.1). Gradients go back in the same way.
+faster links: the scatter/gather optimization (section 4.5 of Narayanan's thesis, Stanford 2022; section 4.1 of
+Megatron-LM, SC 2021). Gradients go back in the same way.
 
 Laws of this file:
   1. Parts are put together where a message is waited for, on the computing thread. All lanes of a rank wait for the
@@ -42,7 +42,6 @@ def connect_lanes(
     device: torch.device,
     timeout_seconds: float,
     groups: Iterable[tuple[int, ...]],
-    lanes: int,
     group: dist.ProcessGroup | None,
 ) -> Transport:
     """A transport between ranks of `lanes` processes each. Collective over all processes.
@@ -51,6 +50,7 @@ def connect_lanes(
     """
     if group is None:
         return world.connect(edges, device, timeout_seconds, tuple(groups))
+    lanes = dist.get_world_size(group)
     all_edges = [_edge_of(edge, lane, lanes) for edge in edges for lane in range(lanes)]
     all_groups = [_group_of(ranks, lane, lanes) for ranks in groups for lane in range(lanes)]
     inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups))
@@ -147,8 +147,8 @@ class Lanes:
                 if not _alike(one, another):
                     raise PenstockError(
                         f"tensor {index} of what crosses the cut {edge} is not the same on lanes 0 and {lane}: "
-                        "expected the same numbers on all lanes of a rank, of which each sends a part. Let the stage before the "
-                        "cut end with a replicated tensor: a row-wise split after a column-wise one, or "
+                        "expected the same numbers on all lanes of a rank, of which each sends a part. Let the stage "
+                        "before the cut end with a replicated tensor: a row-wise split after a column-wise one, or "
                         "output_layouts=Replicate(); for gradients, let the stage behind it begin with a layer whose "
                         "parallel style takes input_layouts=Replicate()"
                     )

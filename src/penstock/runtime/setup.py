@@ -6,18 +6,24 @@ supported ends with its reason instead of a hang.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
+from penstock.runtime.hooks import InPlace, sharded_modules
+from penstock.runtime.lanes import connect_lanes
+from penstock.runtime.meshes import processes_of
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.sharded_sums import ShardedReducer
+from penstock.runtime.shards import dimensions_of
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.weights import VersionedWeights
 from penstock.runtime.worker import LocalStage
@@ -25,6 +31,7 @@ from penstock.runtime.worlds import World
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.schedules import schedule as schedule_of
+from penstock.values.documents import is_count
 from penstock.values.plans import Plan
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "check_agreement",
     "check_plan",
     "choose_plan",
+    "connect",
     "edges_of",
     "groups_of",
     "learning_rate_factors",
@@ -48,16 +56,20 @@ def choose_plan(
     stages: int | None,
     microbatches: int | None,
     vertical_sync: bool,
+    tensor_parallel: int | None = None,
 ) -> Plan:
-    """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: `processes`).
+    """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
+    `tensor_parallel` of the `processes`).
 
-    With 'interleaved' `stages` counts all stages; a rank holds ``stages / processes`` of them, two by default. Raises
+    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default. Raises
     `PlanError` if the arguments contradict each other.
     """
     if plan is None:
-        per_rank = stages_per_rank(schedule, stages, processes)
-        total = stages if stages is not None else processes * per_rank
-        return Plan.uniform(
+        lanes = 1 if tensor_parallel is None else tensor_parallel
+        ranks = max(1, processes // lanes) if is_count(lanes, least=1) else 1
+        per_rank = stages_per_rank(schedule, stages, ranks)
+        total = stages if stages is not None else ranks * per_rank
+        uniform = Plan.uniform(
             layers,
             total,
             schedule=schedule or "1f1b-flush",
@@ -65,17 +77,20 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
+        return _widened(uniform, lanes)
     given = {
         "schedule": schedule,
         "microbatches": microbatches,
         "stages": stages,
         "vertical_sync": vertical_sync or None,
+        "tensor_parallel": tensor_parallel,
     }
     planned = {
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "stages": len(plan.stages),
         "vertical_sync": plan.vertical_sync,
+        "tensor_parallel": plan.tensor_parallel,
     }
     for name, value in given.items():
         if value is not None and value != planned[name]:
@@ -84,6 +99,20 @@ def choose_plan(
                 "change the plan"
             )
     return plan
+
+
+def _widened(plan: Plan, lanes: int) -> Plan:
+    """`plan` with `lanes` processes in the place of each."""
+    if lanes == 1:
+        return plan
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, lanes)))
+            for stage in (plan.stages if is_count(lanes, least=1) else ())
+        ),
+        tensor_parallel=lanes,
+    )
 
 
 def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
@@ -112,11 +141,6 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
-    if plan.tensor_parallel > 1:
-        raise PlanError(
-            f"the plan has tensor_parallel {plan.tensor_parallel}: expected 1. Such a plan can be verified, simulated "
-            "and drawn; it runs in a later version"
-        )
     shared = _tied(plan, chain)
     if shared and not schedule.flushes:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
@@ -162,8 +186,10 @@ def build_stages(
     local: Sequence[int],
     transport: Transport,
     grains: Mapping[int, Grain],
+    modules: Mapping[int, StageModule],
 ) -> dict[int, dict[int, LocalStage]]:
     """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
+    `modules`: those that a hook has changed.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -172,33 +198,52 @@ def build_stages(
     lent: set[str] = set()
     for index in sorted({stage for rank in local for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
-        module = chain.stage(start, stop)
+        module = modules[index] if index in modules else chain.stage(start, stop)
         parameters = _stage_parameters(chain, module)
         weights = VersionedWeights(
-            module, parameters, schedule.versions(index), frozenset(lent.intersection(parameters))
+            module,
+            parameters,
+            schedule.versions(index),
+            frozenset(lent.intersection(parameters)),
+            copied=not sharded_modules(module),
         )
         # Of the stages of one process that share a weight, the first one updates it.
         lent.update(name for name in parameters if name in shared)
         firsts[index] = LocalStage(
             weights,
-            evaluation=cache(partial(_evaluation, chain, start, stop)),
+            evaluation=partial(InPlace, weights)
+            if index in modules
+            else cache(partial(_evaluation, chain, start, stop)),
             ties={
                 partner: tuple(name for name, sharing in shared.items() if index in sharing and partner in sharing)
                 for partner in partners(index, schedule.ties)
             },
         )
     stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in local}
-    seen: set[int] = set()
     for rank, held in stages.items():
         for index in schedule.stages_of(rank):
             first, group = firsts[index], schedule.placement.stages[index]
-            weights = first.weights.replica() if index in seen else first.weights
-            seen.add(index)
-            trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
+            owner = next(member for member in group if member in stages)
+            weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = Reducer(transport, group, rank, index, trained, late) if len(group) > 1 else None
+            reducer = _reducer(weights, transport, group, rank, index, late) if len(group) > 1 else None
             held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index))
     return stages
+
+
+def _reducer(
+    weights: VersionedWeights,
+    transport: Transport,
+    group: tuple[int, ...],
+    rank: int,
+    stage: int,
+    late: Collection[str],
+) -> Reducer:
+    trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
+    if modules := sharded_modules(weights.module(0)):
+        whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
+        return ShardedReducer(transport, group, rank, stage, whole, modules)
+    return Reducer(transport, group, rank, stage, trained, late)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
@@ -230,6 +275,15 @@ def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tup
         return [(one, other) for one in here for other in there]
     rounds = math.lcm(len(here), len(there))
     return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
+
+
+def connect(
+    world: World, schedule: Schedule, device: torch.device, timeout_seconds: float, lanes: dist.ProcessGroup | None
+) -> Transport:
+    """The transport between the ranks of `schedule`; `lanes`: the processes of this rank, if they are several.
+    Collective.
+    """
+    return connect_lanes(world, edges_of(schedule), device, timeout_seconds, groups_of(schedule), lanes)
 
 
 def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:

@@ -46,10 +46,11 @@ def of_part(part: Tensor, like: Tensor) -> Tensor:
 
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
     """`gradient` laid out as `parameter`: autograd may leave a sum over the mesh to be taken later."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        if gradient.placements != parameter.placements:
-            return gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return gradient
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 
 def whole(tensor: T) -> T:

@@ -17,7 +17,8 @@ Laws of this file:
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,22 @@ class VersionedWeights:
         """Forgets the gradients accumulated at `version`."""
         for leaf in self.leaves(version).values():
             leaf.grad = None
+
+    @contextmanager
+    def hidden_gradients(self) -> Iterator[None]:
+        """Keeps the gradients from an optimizer that steps other stages in its body.
+
+        Only a module that is not a copy accumulates them in the optimizer's own parameters.
+        """
+        own = self._slots.parameters.values() if self._modules[0] is self._module else ()
+        held = [(parameter, parameter.grad) for parameter in own]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
     def restart(self) -> None:
         """Makes the newest version the version 0 of a new run of the schedule."""

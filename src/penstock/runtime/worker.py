@@ -10,7 +10,7 @@ Laws of this file:
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, TypeAlias, assert_never
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from penstock.capturing.chain import LayerChain, ModelOutput, StageModule
+from penstock.capturing.chain import LayerChain, ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.errors import PenstockError
 from penstock.runtime.executor import StageExecutor
@@ -26,6 +26,7 @@ from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
 from penstock.runtime.recomputation import Grain, Recomputation
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.shards import whole
 from penstock.runtime.transport import Message, Transport
 from penstock.runtime.weights import VersionedWeights
 from penstock.scheduling.actions import (
@@ -54,7 +55,7 @@ class LocalStage:
     """What a rank holds of one stage."""
 
     weights: VersionedWeights
-    evaluation: Callable[[], StageModule]
+    evaluation: Callable[[], Callable[[Sequence[Tensor], Mapping[str, Tensor]], tuple[Tensor, ...]]]
     """The stage in evaluation mode over the newest weights. Captured on the first call."""
     ties: Mapping[int, tuple[str, ...]]
     """For every stage that shares weights with this one, the names of these weights."""
@@ -271,7 +272,11 @@ class Worker:
                 for gradient in gradients.values():
                     gradient.div_(count)
             if self._optimizer is not None:
-                with _scaled(self._optimizer, self._learning_rates[action.stage]):
+                with ExitStack() as stack:
+                    stack.enter_context(_scaled(self._optimizer, self._learning_rates[action.stage]))
+                    for other, held in self.stages.items():
+                        if other != action.stage:
+                            stack.enter_context(held.weights.hidden_gradients())
                     self._optimizer.step()
             weights.end_update(action.gradient_version)
         elif taken_at is not None:
@@ -328,7 +333,8 @@ class Worker:
                 "loss_fn(output, target) must return one number as a tensor, the mean over the microbatch's samples; "
                 f"it returned {found}. Reduce it, for instance with .mean()"
             )
-        return (loss,)
+        # A loss may be a DTensor where the layers before it are split over processes.
+        return (whole(loss),)
 
     def _note_loss(self, k: int, loss: Tensor, microbatch: Microbatch) -> None:
         self._pass.losses[self.rank, k] = loss.detach().double().reshape(()) * microbatch.weight
@@ -336,7 +342,7 @@ class Worker:
     def _finish(self, k: int, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
         """The end of an evaluation forward."""
         if self._pass.keeps_outputs:
-            self._pass.outputs[k] = outputs
+            self._pass.outputs[k] = tuple(map(whole, outputs))
         else:
             (loss,) = self._loss(self._chain.evaluation().output, microbatch, *outputs)
             self._note_loss(k, loss, microbatch)
