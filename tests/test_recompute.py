@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import models
 import penstock
+from penstock.capturing.writes import find_writable
 from penstock.profiling.saved_tensors import recording
 from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.recomputation import find_direct
@@ -377,6 +378,94 @@ def test_messages_do_not_separate_a_backward_from_its_forward() -> None:
     assert find_direct(row) == {(1, 0), (0, 1)}
     (row,) = parse_programs("0F0@0 0U1<0 0B0@0 0F1@1 0F2@1 0B1@1 0B2@1")
     assert find_direct(row) == set()
+
+
+class Searching(nn.Module):
+    """Asks for a gradient in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            (slope,) = torch.autograd.grad(y.sum(), self.linear.bias, retain_graph=True)
+            y = y + slope
+        return y
+
+
+def searching() -> list[nn.Module]:
+    return [Searching(), *tail()]
+
+
+def test_a_gradient_in_a_forward_is_refused_where_it_cannot_be_had() -> None:
+    with pytest.raises(penstock.PenstockError, match="asked for gradients in its forward"):
+        run_layers(searching, True)
+    assert run_layers(searching, {1})[0] == run_layers(searching, False)[0]
+
+
+class Mixed(nn.Module):
+    """Buffers that are written: declared, silently, and through a view; and buffers that are only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+        for name in ("seen", "rows", "mask", "unread"):
+            self.register_buffer(name, torch.ones(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().mean(0))
+        self.rows[1].mul_(0.5)
+        return self.norm(self.linear(x * self.mask[0])) + self.seen.clone()[0] + self.rows.clone()[1]
+
+
+def test_only_buffers_that_may_be_written_are_copied() -> None:
+    chain = penstock.capture(Whole(), (torch.randn(4, 6),))
+    traced = {name for layer in chain.layers for _, name in find_writable(layer.module)}
+    plain = {name for _, name in find_writable(Mixed())}
+
+    assert traced == {"running_mean", "running_var", "num_batches_tracked", "seen", "rows"}
+    assert plain == traced | {"mask", "unread"}
+
+
+class Whole(nn.Module):
+    """A model that is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Mixed()
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_replicas_sum_what_two_layers_of_a_stage_share(recompute: object) -> None:
+    """The gradient of the shared weight is whole before it leaves."""
+
+    def run(recompute: object) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(5)
+        x, y = models.SUBJECTS["perceptron"].batches[0]
+        stages = (penstock.Stage(0, 4, (0, 1)), penstock.Stage(4, 6, (2,)))
+        pipe = penstock.Pipeline(
+            [layer.double() for layer in tied()],
+            sample=(x[:3],),
+            loss_fn=F.cross_entropy,
+            optimizer=models.momentum,
+            plan=penstock.Plan(stages, "gpipe", 4),
+            recompute=recompute,
+        )
+        return [float(pipe.step(x, y).loss) for _ in range(3)], pipe.state_dict()["model"]
+
+    losses, state = run(False)
+    again = run(recompute)
+
+    assert again[0] == losses
+    for name, tensor in state.items():
+        assert torch.equal(again[1][name], tensor), name
 
 
 def test_wrong_wishes_are_refused() -> None:
