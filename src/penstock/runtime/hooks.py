@@ -223,18 +223,13 @@ def _check_sharded(stage: int, schedule: Schedule) -> None:
             "interleaved, spp)"
         )
     placement = schedule.placement
-    if placement.split:
-        raise PlanError(
-            f"fully_shard was applied to stage {stage} and its replicas split each microbatch: expected routing "
-            "'round-robin', under which they do equal work"
-        )
     if not placement.equal(range(schedule.stages)):
         raise PlanError(
             f"fully_shard was applied to stage {stage} of a pipeline with {placement.text()} replicas: expected "
             "equally many of every stage. The replicas gather weights together, so one that waits for a microbatch "
             "would hold up the other, and that wait is not in the proof that the schedule cannot deadlock"
         )
-    if schedule.microbatches % placement.replicas(stage):
+    if not placement.split and schedule.microbatches % placement.replicas(stage):
         raise PlanError(
             f"fully_shard was applied to stage {stage} with {placement.replicas(stage)} replicas for "
             f"{schedule.microbatches} microbatches: expected a multiple, since all replicas gather and sum equally "
