@@ -109,9 +109,8 @@ class Surroundings:
         states = [generator.get_state() for generator, _ in self.generators]
         found = [(owner, name, owner._buffers[name]) for (owner, name), _ in self.buffers]
         with ExitStack() as stack:
-            # A drain may come from within an evaluation, where gradients are off.
+            # A drain may come from within an evaluation, where gradients are off; this turns them on.
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches))
             try:
