@@ -5,7 +5,7 @@ import torch
 
 from penstock.runtime.transport import Edge, Loopback
 from processes import Pool
-from transport_jobs import exchange, exchange_changed_shapes
+from transport_jobs import exchange, exchange_changed_shapes, exchange_layouts, in_layouts
 
 
 def test_loopback_keeps_the_order_of_an_edge() -> None:
@@ -45,6 +45,19 @@ def test_processes_exchange_what_was_sent(pool: Pool, ranks: int) -> None:
             ([source, 2, "torch.bfloat16", False], [[], "torch.float64", False]),
             ([source, 3, "torch.int64", False], None, [3.5, "torch.float32", True]),
         ]
+
+
+def test_tensors_lie_in_memory_as_they_did(pool: Pool) -> None:
+    _, found = pool.run(2, exchange_layouts)
+    sent = in_layouts()
+
+    assert len({tensor.stride() for tensor in sent}) == 4
+    assert len(found) == 2 * len(sent)
+    for index, (tensor, strides) in enumerate(found):
+        one = sent[index % len(sent)]
+        assert torch.equal(tensor, one)
+        # A layer makes its results in the order of its input, without the gaps.
+        assert strides == torch.empty_like(one).stride()
 
 
 def test_shapes_that_depend_on_the_data_are_refused(pool: Pool) -> None:

@@ -42,6 +42,24 @@ class _Spec:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    order: tuple[int, ...] = field(compare=False)
+    """The dimensions from the outermost to the innermost in memory. It is kept, since what a layer computes may depend
+    on it: dropout draws its mask in the order of memory, so that one process and many would differ.
+    """
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Spec":
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tuple(order))
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """`tensor` as it travels."""
+        return tensor.detach().permute(self.order)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """A tensor like this, on the CPU, and the view of it to receive into."""
+        flat = torch.empty([self.shape[dimension] for dimension in self.order], dtype=self.dtype)
+        return flat.permute([self.order.index(dimension) for dimension in range(len(self.order))]), flat
 
 
 _Specs = tuple[_Spec | None, ...]
@@ -205,7 +223,7 @@ class _Outbox:
     def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
         """Queues `message`, with its header if it is the first of `form`."""
         header = None
-        specs = tuple(None if t is None else _Spec(t.shape, t.dtype, t.requires_grad) for t in message)
+        specs = tuple(None if t is None else _Spec.of(t) for t in message)
         agreed = self._agreed.setdefault(form, specs)
         if agreed is specs:
             header = pickle.dumps(specs)
@@ -215,7 +233,8 @@ class _Outbox:
                 f"the first one: {_describe(agreed)}; now: {_describe(specs)}. The model's shapes or used outputs "
                 "depend on its data: make them depend on the input shapes only"
             )
-        self._messages.put((header, [tensor.detach() for tensor in message if tensor is not None]))
+        pairs = zip(agreed, message, strict=True)
+        self._messages.put((header, [spec.flatten(t) for spec, t in pairs if spec is not None and t is not None]))
 
     def mark(self) -> threading.Event:
         """An event that is set when everything queued so far has been sent."""
@@ -287,8 +306,9 @@ class _Inbox:
             if spec is None:
                 tensors.append(None)
                 continue
-            tensor = self._fill(torch.empty(spec.shape, dtype=spec.dtype)).to(self._device)
-            tensors.append(tensor.requires_grad_(spec.requires_grad))
+            tensor, flat = spec.empty()
+            self._fill(flat)
+            tensors.append(tensor.to(self._device).requires_grad_(spec.requires_grad))
         return tuple(tensors)
 
     def _fill(self, tensor: Tensor) -> Tensor:
