@@ -33,8 +33,8 @@ CASES = [
         for ranks in (1, 3, 4)
     ),
     *(Case("layered", "interleaved", ranks, 2 * ranks, stages_per_rank=2) for ranks in (1, 2, 4)),
-    *(Case("normalized", schedule, 2, 4) for schedule in ("gpipe", "1f1b", "2bw")),
-    *(Case("skipping", schedule, 3, 4, "adamw") for schedule in ("1f1b-flush", "vertical", "spp")),
+    *(Case("normalized", schedule, 2, 4) for schedule in ("gpipe", "2bw")),
+    *(Case("skipping", schedule, 3, 4, "adamw") for schedule in ("1f1b-flush", "vertical")),
     *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "1f1b", "2bw")),
     *(Case("layered", "spp", 2, 4, replicas=replicas, split=True) for replicas in ((1, 2), (2, 3))),
 ]
@@ -333,7 +333,7 @@ def test_what_is_kept_is_what_the_simulator_says() -> None:
 
 
 def live_tensors(recompute: object, schedule: str) -> Iterator[int]:
-    case = Case("normalized", schedule, 3, 4, "adamw")
+    case = Case("layered", schedule, 3, 4, "adamw")
     pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute)
     for step in range(7):
         float(pipe.step(*case.batches[step % 5]).loss)
@@ -350,7 +350,7 @@ def test_live_tensors_are_constant_from_step_to_step(recompute: object, schedule
 
 
 def test_a_plan_recomputes() -> None:
-    case = Case("normalized", "gpipe", 2, 4)
+    case = Case("layered", "gpipe", 2, 4)
     plan = replace(case.options["plan"], recompute=True)
     pipe = penstock.Pipeline(case.build(), **{**case.options, "plan": plan})
     losses = tuple(float(pipe.step(x, y).loss) for x, y in case.batches)
@@ -469,7 +469,7 @@ def test_replicas_sum_what_two_layers_of_a_stage_share(recompute: object) -> Non
 
 
 def test_wrong_wishes_are_refused() -> None:
-    case = Case("perceptron", "gpipe", 2, 4)
+    case = Case("layered", "gpipe", 2, 4)
     with pytest.raises(penstock.PlanError, match=r'recompute=.stages.: expected True, False, "layers"'):
         penstock.Pipeline(case.build(), **case.options, recompute="stages")
     with pytest.raises(penstock.PlanError, match=r"names stage\(s\) 2: expected numbers from 0 to 1"):
