@@ -1,16 +1,22 @@
-"""A training script that goes wrong on purpose: ``python failure_script.py SCENARIO FAILING_RANK``."""
+"""A training script that goes wrong on purpose: ``python failure_script.py SCENARIO FAILING_RANK SCHEDULE REPLICAS``.
+
+REPLICAS of the stages, such as 2-1; of one layer each.
+"""
 
 import math
 import os
 import signal
 import sys
 import time
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import penstock
+
+MICROBATCHES = 6
 
 
 class Layer(nn.Module):
@@ -42,23 +48,33 @@ class Layer(nn.Module):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def plan_of(counts: list[int], schedule: str) -> penstock.Plan:
+    """One layer for each stage, on so many ranks."""
+    ends = list(accumulate(counts, initial=0))
+    stages = (penstock.Stage(s, s + 1, tuple(range(*span))) for s, span in enumerate(pairwise(ends)))
+    return penstock.Plan(tuple(stages), schedule, MICROBATCHES)
+
+
 def main() -> None:
     """Trains a few steps; the rank of the failing layer goes wrong in the second."""
     scenario, failing = sys.argv[1], int(sys.argv[2])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(fails=stage == failing) for stage in range(ranks)))
+    counts = [int(count) for count in sys.argv[4].split("-")]
+    assert ranks == sum(counts)
+    model = nn.Sequential(*(Layer(fails=rank == failing) for _ in counts))
     pipe = penstock.Pipeline(
         model,
         sample=(torch.randn(2, 4),),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        schedule=sys.argv[3],
-        microbatches=4,
+        plan=plan_of(counts, sys.argv[3]),
         timeout_seconds=4.0 if scenario == "freeze" else 60.0,
     )
-    Layer.forwards_left = 6
-    x = torch.randn(8, 4)
+    replicas = next(count for count, last in zip(counts, accumulate(counts), strict=True) if failing < last)
+    # In the second step: what the failing rank forwards in one and a half.
+    Layer.forwards_left = 3 * MICROBATCHES // (2 * replicas)
+    x = torch.randn(2 * MICROBATCHES, 4)
     for step in range(5):
         if step == 2 and rank == failing:
             if scenario == "outside":

@@ -1,6 +1,7 @@
 """Whatever goes wrong in one rank ends every rank, soon, and each says why."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +13,14 @@ import pytest
 SCRIPT = Path(__file__).parent / "failure_script.py"
 
 
-def launch(scenario: str, failing: int, ranks: int, schedule: str = "1f1b-flush") -> list[subprocess.Popen[str]]:
-    """`ranks` processes of the script, started as torchrun would but with nobody to end them for us."""
+def launch(
+    scenario: str, failing: int, ranks: int, schedule: str = "1f1b-flush", replicas: str = ""
+) -> list[subprocess.Popen[str]]:
+    """`ranks` processes of the script, started as torchrun would but with nobody to end them for us.
+
+    `replicas` of the stages, such as 2-1; one each by default.
+    """
+    replicas = replicas or "-".join("1" * ranks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -26,7 +33,7 @@ def launch(scenario: str, failing: int, ranks: int, schedule: str = "1f1b-flush"
     }
     return [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), scenario, str(failing), schedule],
+            [sys.executable, str(SCRIPT), scenario, str(failing), schedule, replicas],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,6 +111,41 @@ def test_a_frozen_rank_is_named() -> None:
 
         assert code != 0
         assert "nothing came from rank 1 for 4 s" in errors
+    finally:
+        frozen.kill()
+        frozen.communicate()
+
+
+def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients() -> None:
+    answers = finish(launch("raise", 1, 3, "1f1b", "2-1"))
+    for rank, (code, errors) in enumerate(answers):
+        assert code != 0
+        assert "ValueError: the layer is broken" in errors
+        assert (f"rank 1 failed in a step, so rank {rank} stops too" in errors) == (rank != 1)
+
+    # The other replica of the stage had nothing left to do but to add.
+    assert re.search(r"this was action 0A\d+ of rank 0; stage 0 holds the layers 0 to 0", answers[0][1])
+
+
+def test_a_killed_replica_is_among_those_named() -> None:
+    (killed, _), *others = finish(launch("kill", 0, 3, "gpipe", "3"))
+    living = [errors for _, errors in others]
+
+    assert killed == -signal.SIGKILL
+    assert all(code != 0 for code, _ in others)
+    # Who notices first tells it, in the sum or while it reads the loss; the other one may be told.
+    told = [line for errors in living for line in errors.splitlines() if "closed its connection to this rank" in line]
+    assert told
+    assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in told), told
+
+
+def test_a_frozen_replica_is_named() -> None:
+    living, frozen = launch("freeze", 1, 2, "2bw", "2")
+    try:
+        [(code, errors)] = finish([living], 30)
+
+        assert code != 0
+        assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
     finally:
         frozen.kill()
         frozen.communicate()
