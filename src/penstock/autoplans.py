@@ -94,7 +94,6 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
         microbatches=choices.microbatches,
         synchronous=flushes,
         vertical_sync=choices.vertical_sync,
-        recompute=False,
     )
     per_rank = stages_per_rank(choices.schedule, choices.stages, cluster.devices)
     if choices.stages is None:
