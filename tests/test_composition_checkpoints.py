@@ -1,4 +1,4 @@
-"""Checkpoints of stages that a hook has split hold whole tensors: they load under any plan, and any plan's load here."""
+"""Checkpoints of stages that a hook has split hold whole tensors: they load under any plan, as any plan's load here."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -103,7 +103,8 @@ def _apply(
     modules = {}
     for index in stages:
         module = chain.stage(plan.stages[index].start, plan.stages[index].stop)
-        before = dict(module.named_parameters(remove_duplicate=False))
+        # A hook may change the shape of a parameter that stays the same object.
+        before = {name: (p, p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
         returned = hook(module, mesh)
         if returned is not None and returned is not module:
             raise PlanError(
@@ -147,7 +148,10 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def _check_parameters(
-    stage: int, module: StageModule, before: Mapping[str, nn.Parameter], changed: dict[int, nn.Parameter]
+    stage: int,
+    module: StageModule,
+    before: Mapping[str, tuple[nn.Parameter, torch.Size]],
+    changed: dict[int, nn.Parameter],
 ) -> None:
     """Notes in `changed` what each of the parameters `before` is now, by its id."""
     after = dict(module.named_parameters(remove_duplicate=False))
@@ -157,11 +161,11 @@ def _check_parameters(
             f"parallelize= gave stage {stage} other parameters than it had ({', '.join(different[:3])}): expected the "
             "same names, since checkpoints and the optimizer go by them. Do not add, remove, wrap or compile modules"
         )
-    for name, old in before.items():
+    for name, (old, shape) in before.items():
         new = after[name]
-        if new.shape != old.shape:
+        if new.shape != shape:
             raise PlanError(
-                f"parallelize= gave {name} of stage {stage} the shape {tuple(new.shape)}, it was {tuple(old.shape)}: "
+                f"parallelize= gave {name} of stage {stage} the shape {tuple(new.shape)}, it was {tuple(shape)}: "
                 "expected a DTensor, which keeps the whole shape. Split it with parallelize_module or distribute_tensor"
             )
         if changed.setdefault(id(old), new) is not new:
