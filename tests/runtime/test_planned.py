@@ -103,6 +103,17 @@ def assert_done(plan: penstock.Plan, done: list[tuple[int, str]]) -> None:
         assert received[index] == plan.microbatches * (len(stage.ranks) if split else 1)
 
 
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_rows_that_come_in_one_piece_are_like_those_that_are_joined(here: int, there: int) -> None:
+    """An LSTM's output does not lie in memory in the order of its dimensions, and dropout draws in that order."""
+    ends = (penstock.Stage(0, 3, tuple(range(here))), penstock.Stage(3, 11, tuple(range(here, here + there))))
+    run = Run("gnmt", penstock.Plan(ends, microbatches=2, routing="split"))
+    found, expected = run_planned(run), run_reference(run)
+
+    assert found.losses == expected.losses
+    assert all(torch.equal(expected.state[name], tensor) for name, tensor in found.state.items())
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_chains_are_shaped_like_what_was_measured(name: str) -> None:
     profile, model, x = profile_of(name), SUBJECTS[name].build(), SUBJECTS[name].sample[0]

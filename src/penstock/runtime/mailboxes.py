@@ -84,7 +84,7 @@ class Mailbox:
         """Waits for a message, which `take` then gives."""
         tickets, edges = self._tickets.pop(action), self._edges_to(action)
         # In the order of the rows; the receives were posted in any order.
-        message = _gather([tickets[edge].wait() for edge in edges])
+        message = _gather([tickets[edge].wait() for edge in edges], self._joins(action))
         self._arrived[action.stage, action.microbatch, action.source] = message
         for edge in edges:
             self._post(edge)
@@ -132,6 +132,15 @@ class Mailbox:
         own = source if self.rank in self._placement.stages[source] else target
         return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
 
+    def _joins(self, action: Receive) -> bool:
+        """Whether the pieces of this message are joined on some replica, and then on all.
+
+        Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
+        numbers must not depend on whose rows happen to come in one piece.
+        """
+        here, there = (self._placement.replicas(stage) for stage in (action.stage, action.source))
+        return self._placement.split and here != there and (there > 1 or action.source > action.stage)
+
     @property
     def _placement(self) -> Placement:
         return self._schedule.placement
@@ -177,9 +186,9 @@ def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:
     return tensor.detach().narrow(0, start, size).requires_grad_(tensor.requires_grad)
 
 
-def _gather(messages: Sequence[Message]) -> Message:
-    """One message out of the pieces of it that came from several ranks."""
-    if len(messages) == 1:
+def _gather(messages: Sequence[Message], joins: bool) -> Message:
+    """One message out of the pieces of it that came from several ranks; a single one is copied if it `joins`."""
+    if len(messages) == 1 and not joins:
         return messages[0]
     columns = zip(*messages, strict=True)
     return tuple(None if column[0] is None else _join(column) for column in columns)
