@@ -2,7 +2,8 @@
 
 The tensors are cut into as many pieces as there are ranks; each rank gets one piece of everybody's, adds them up in the
 order of the group, and gives the sum to all. That moves 2 (r - 1) / r of the bytes, as a ring does, and unlike a ring
-it adds in one order. Two ranks, and small tensors, are exchanged whole, which moves no more and takes one turn less.
+it adds in one order. Two ranks swap theirs whole, which moves no more and takes one turn less; small tensors of more
+ranks go whole to everybody.
 """
 
 import pickle
@@ -76,7 +77,9 @@ class GroupSum:
         if form not in self._agreed:
             self._agree(form, own)
         ranks = len(self._order)
-        if ranks == 2 or own.numel() * own.element_size() <= WHOLE_BYTES:
+        if ranks == 2:
+            return self._swap(own).add_(own).to(self._device)
+        if own.numel() * own.element_size() <= WHOLE_BYTES:
             whole = [torch.empty_like(own) for _ in range(ranks)]
             dist.all_gather(whole, own, group=self._group)
             return self._add([whole[place] for place in self._places]).to(self._device)
@@ -88,6 +91,16 @@ class GroupSum:
         sums = torch.empty_like(padded)
         dist.all_gather(list(torch.split(sums, size)), mine, group=self._group)
         return sums[: own.numel()].to(self._device)
+
+    def _swap(self, own: Tensor) -> Tensor:
+        """What the other one of two ranks has; two numbers have the same sum in either order."""
+        (partner,) = set(self._order) - {dist.get_rank()}
+        other = torch.empty_like(own)
+        works = dist.isend(own, partner, self._group), dist.irecv(other, partner, self._group)
+        for work in works:
+            assert work is not None
+            work.wait()
+        return other
 
     def _add(self, parts: list[Tensor]) -> Tensor:
         total = parts[0] + parts[1]
