@@ -31,6 +31,7 @@ __all__ = [
     "Run",
     "build_model",
     "load",
+    "look_around",
     "loss_fn",
     "save",
     "split_columns_and_rows",
@@ -232,6 +233,26 @@ def train(run: Run) -> Outcome:
     pipe.close()
     assert not any(isinstance(tensor, DTensor) for tensor in state.values())
     return Outcome(losses, evaluated, predicted, state, sent)
+
+
+def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, ...]], list[int], Outcome]:
+    """What a hook is told of each stage, the ranks of a step's spans, and what comes of it. None: no plan."""
+    told: list[tuple[Any, ...]] = []
+
+    def listen(stage: StageModule, mesh: DeviceMesh) -> None:
+        told.append((stage.names, mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
+        if run.hook:
+            BY_NAME[run.hook](stage, mesh)
+
+    by_hand = {} if plan else {"tensor_parallel": run.lanes, "microbatches": run.microbatches}
+    pipe = run.make(parallelize=listen, plan=plan, **by_hand)
+    losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
+    spans = [span.rank for span in pipe.timeline().spans]
+    pipe.drain()
+    evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
+    outcome = Outcome(losses, evaluated, predicted, pipe.state_dict()["model"], 0)
+    pipe.close()
+    return told, spans, outcome
 
 
 def save(run: Run, directory: str) -> list[float]:

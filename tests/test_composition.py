@@ -1,5 +1,6 @@
 """PyTorch's own parallelism inside of stages: the numbers of one device, and 1/t of the bytes between stages."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -109,3 +110,35 @@ def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> No
             expected = model.eval()(jobs.BATCHES[1][0])
 
         assert torch.allclose(expected, outcomes[0].predicted, rtol=0, atol=ROUNDING)
+
+
+def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
+    """Without a plan: two stages of two lanes on four processes. Only one lane of a rank tells what the rank did."""
+    run = Run("split_columns_and_rows", lanes=2)
+    found = pool.run(4, jobs.look_around, run, None)
+
+    told = [entry for entries, _, _ in found for entry in entries]
+    assert [names for names, *_ in told] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
+    assert [mesh for _, _, mesh, _ in told] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
+    assert {dimensions for _, dimensions, *_ in told} == {("dp", "tp")}
+    assert [lane for *_, lane in told] == [0, 1, 0, 1]
+    actions = [len(row) for row in penstock.schedule(run.plan).step(0)]
+    assert [found[0][1].count(rank) for rank in (0, 1)] == actions
+    assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING
+
+
+def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:
+    plan = replace(Run("").plan, stages=(penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))))
+    found = pool.run(3, jobs.look_around, Run(""), plan)
+    expected = penstock.reference_train(jobs.build_model(), jobs.BATCHES, **{**Run("").options, "plan": plan})
+
+    assert [told[0][2] for told, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
+    for *_, outcome in found:
+        assert outcome.losses == list(expected.losses)
+        assert all(torch.equal(expected.state[name], tensor) for name, tensor in outcome.state.items())
+
+
+def test_a_stage_without_replicas_may_be_sharded_too(pool: Pool) -> None:
+    run = Run("shard_blocks", "interleaved", stages=4)
+
+    assert farthest(run, train(pool, run)) == 0
