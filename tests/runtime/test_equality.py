@@ -17,8 +17,12 @@ OPTIMIZERS = ("momentum", "adamw")
 reference = cache(run_reference)
 
 
-def case(subject: str, schedule: str, ranks: int, optimizer: str = "momentum", **more: object) -> Case:
-    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule interleaves."""
+def case(subject: str, schedule: str, ranks: int, **more: object) -> Case:
+    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule interleaves.
+
+    The optimizers take turns, so that each meets every schedule.
+    """
+    optimizer = OPTIMIZERS[(ranks + SCHEDULES.index(schedule)) % 2]
     if schedule == "interleaved":
         return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2, **more)
     return Case(subject, schedule, ranks, 4, optimizer, **more)
@@ -33,10 +37,9 @@ def assert_equal(expected: Outcome, actual: Outcome) -> None:
 
 @pytest.mark.parametrize("subject", models.SUBJECTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_process(subject: str, schedule: str, optimizer: str) -> None:
+def test_one_process(subject: str, schedule: str) -> None:
     for ranks in (1, 2, 3, 4):
-        tried = case(subject, schedule, ranks, optimizer)
+        tried = case(subject, schedule, ranks)
         actual = run_pipeline(tried)
 
         assert_equal(reference(tried), actual)
@@ -46,7 +49,7 @@ def test_one_process(subject: str, schedule: str, optimizer: str) -> None:
 @pytest.mark.parametrize("subject", models.SUBJECTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
-    cases = [case(subject, schedule, ranks, optimizer) for schedule in SCHEDULES for optimizer in OPTIMIZERS]
+    cases = [case(subject, schedule, ranks) for schedule in SCHEDULES]
     outcomes = pool.run(ranks, run_cases, cases)
     for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
         for part in parts:
@@ -57,7 +60,7 @@ def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
 
 def test_stages_may_be_on_any_rank(pool: Pool) -> None:
     """The first stage on the last rank, and so on: a planner that orders devices puts stages where links are fast."""
-    cases = [replace(case("normalized", schedule, 3, "momentum"), turned=True) for schedule in SCHEDULES]
+    cases = [replace(case("layered", schedule, 3), turned=True) for schedule in SCHEDULES]
     outcomes = pool.run(3, run_cases, cases)
     for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
         alone = run_pipeline(tried)
@@ -68,7 +71,7 @@ def test_stages_may_be_on_any_rank(pool: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drained_runs_start_anew(schedule: str) -> None:
-    tried = case("normalized", schedule, 2, drain_after=(0, 2))
+    tried = case("layered", schedule, 2, drain_after=(0, 2))
 
     assert_equal(reference(tried), run_pipeline(tried))
 
@@ -89,7 +92,7 @@ def test_flush_is_plain_training() -> None:
         optimizer.zero_grad()
         losses.append(total)
 
-    outcome = run_pipeline(case("skipping", "1f1b-flush", 3, "adamw"))
+    outcome = run_pipeline(Case("skipping", "1f1b-flush", 3, 4, "adamw"))
 
     assert tuple(losses) == outcome.losses
     for name, tensor in model.state_dict().items():
