@@ -20,7 +20,16 @@ from penstock.runtime.lanes import Lanes, connect_lanes
 from penstock.runtime.transport import Edge
 from penstock.runtime.worlds import Processes
 
-__all__ = ["evaluate_one_sample", "measure_late", "messages_over_lanes", "said_by", "said_in_a_step", "said_of"]
+__all__ = [
+    "TYPES",
+    "evaluate_one_sample",
+    "measure_late",
+    "messages_over_lanes",
+    "said_by",
+    "said_in_a_step",
+    "said_of",
+    "said_when_a_lane_fails",
+]
 
 
 def nothing(stage: StageModule, mesh: DeviceMesh) -> None:
@@ -163,6 +172,28 @@ def said_in_a_step(kind: str) -> str:
     said = said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
     pipe.close()
     return said
+
+
+def said_when_a_lane_fails() -> str:
+    """What is said when a layer raises an error on lane 1 of the first stage, in the second step."""
+
+    def break_down(stage: StageModule, mesh: DeviceMesh) -> None:
+        def fail(*_: object) -> None:
+            if len(calls) > 1 and torch.distributed.get_rank() == 1:
+                raise ValueError("this layer is broken here")
+
+        split_columns_and_rows(stage, mesh)
+        stage.layers[1].body.down.register_forward_pre_hook(fail)
+
+    calls: list[int] = []
+    pipe = Run("", lanes=2).make(parallelize=break_down, timeout_seconds=4.0)
+    try:
+        for x, y in BATCHES:
+            calls.append(1)
+            float(pipe.step(x, y).loss)
+    except (ValueError, penstock.PenstockError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def evaluate_one_sample() -> str:

@@ -63,6 +63,15 @@ def test_what_crosses_a_cut_must_be_the_same_on_all_lanes(pool: Pool, kind: str,
     assert [one.partition(":")[0] for one in said] == ["PenstockError"] * 2 + ["TransportError"] * 2
 
 
+def test_a_lane_that_fails_ends_all(pool: Pool) -> None:
+    """Also the one that waits for it in a sum inside of the stage, which PyTorch takes."""
+    first, failed, *others = pool.run(4, jobs.said_when_a_lane_fails)
+
+    assert failed == "ValueError: this layer is broken here"
+    assert first.startswith("TransportError: the connection to another process of stage 0 broke")
+    assert all(said.startswith("TransportError") and "this layer is broken here" in said for said in others)
+
+
 def test_fully_sharded_replicas_evaluate_in_step(pool: Pool) -> None:
     """Three samples of two a microbatch go to both replicas; one sample cannot."""
     said = pool.run(4, jobs.evaluate_one_sample)

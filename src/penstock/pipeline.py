@@ -139,7 +139,9 @@ class Pipeline:
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
             check_agreement(self._world, self.plan, self._chain)
-            hooked = parallelize_stages(parallelize, self._world, self._chain, self.plan, self.schedule, self._device)
+            hooked = parallelize_stages(
+                parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds
+            )
             self._chain, self._hooked = hooked.chain, hooked
             self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
             self._seed = seed

@@ -78,7 +78,12 @@ def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain:
 
 
 def parallelize_stages(
-    hook: Parallelize | None, world: World, chain: LayerChain, plan: Plan, schedule: Schedule, device: torch.device
+    hook: Parallelize | None,
+    world: World,
+    chain: LayerChain,
+    plan: Plan,
+    schedule: Schedule,
+    timeout_seconds: float,
 ) -> ParallelStages:
     """The stages of this process after `hook`. Raises `PlanError` for what cannot be trained exactly. Collective."""
     with agreed(world, "while it checked parallelize= against its plan"):
@@ -87,7 +92,8 @@ def parallelize_stages(
         return ParallelStages(chain, {})
     lanes = plan.tensor_parallel
     (rank,) = world.local(schedule.ranks, lanes)
-    mesh = stage_mesh(schedule.placement, rank, lanes, device)
+    device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
+    mesh = stage_mesh(schedule.placement, rank, lanes, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
     sharded = any(sharded_modules(module) for module in modules.values())

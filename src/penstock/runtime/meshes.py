@@ -6,8 +6,11 @@ a stage is a slice of one mesh of all processes, (``pp``, ``dp``, ``tp``); the s
 has a mesh of its own.
 """
 
+from datetime import timedelta
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.scheduling.placements import Placement
 
@@ -19,8 +22,18 @@ def processes_of(rank: int, lanes: int) -> range:
     return range(rank * lanes, (rank + 1) * lanes)
 
 
-def stage_mesh(placement: Placement, rank: int, lanes: int, device: torch.device) -> DeviceMesh:
-    """The mesh (``dp``, ``tp``) of the stages on the schedule's rank `rank`. Collective over all processes."""
+def stage_mesh(placement: Placement, rank: int, lanes: int, device: torch.device, timeout_seconds: float) -> DeviceMesh:
+    """The mesh (``dp``, ``tp``) of the stages on the schedule's rank `rank`, along which nobody waits longer than
+    `timeout_seconds`. Collective over all processes.
+    """
+    mesh = _make_mesh(placement, rank, lanes, device)
+    for group in mesh.get_all_groups():
+        # A mesh takes no timeout of its own (torch 2.11 to 2.13), and that of the default group may be half an hour.
+        _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+    return mesh
+
+
+def _make_mesh(placement: Placement, rank: int, lanes: int, device: torch.device) -> DeviceMesh:
     groups = list(dict.fromkeys(placement.stages))
     blocks = [[list(processes_of(replica, lanes)) for replica in group] for group in groups]
     if len({len(group) for group in groups}) == 1:

@@ -16,11 +16,12 @@ from functools import partial, reduce
 from typing import Any, TypeAlias, assert_never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TransportError
 from penstock.runtime.executor import StageExecutor
 from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
@@ -183,12 +184,15 @@ class Worker:
                     start = min(start, self._reduce(action))
                 case _:
                     assert_never(action)
-        except BaseException as error:
+        except BaseException as found:
+            error = _explained(found, action.stage)
             layers = self.stages[action.stage].weights.module(0).names
             error.add_note(
                 f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
                 f"{layers[0]} to {layers[-1]}"
             )
+            if error is not found:
+                raise error from found
             raise
         self._records.append((self.rank, action, start, time.perf_counter()))
 
@@ -346,6 +350,18 @@ class Worker:
         else:
             (loss,) = self._loss(self._chain.evaluation().output, microbatch, *outputs)
             self._note_loss(k, loss, microbatch)
+
+
+def _explained(error: BaseException, stage: int) -> BaseException:
+    """`error`, or what it means if it is one of a connection inside of `stage`, which names a socket."""
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+        return error
+    if isinstance(error, PenstockError):
+        return error
+    return TransportError(
+        f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
+        f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
+    )
 
 
 @contextmanager
