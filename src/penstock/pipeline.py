@@ -139,15 +139,13 @@ class Pipeline:
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
             check_agreement(self._world, self.plan, self._chain)
-            hooked = parallelize_stages(
-                parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds
-            )
-            self._chain, self._hooked = hooked.chain, hooked
+            held = parallelize_stages(parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
+            self._chain, self._hooked = held.chain, held
             self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
             self._seed = seed
-            self._transport = connect(self._world, self.schedule, self._device, timeout_seconds, hooked.lanes)
+            self._transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
             self._stages = build_stages(
-                self.plan, self._chain, self.schedule, self._ranks, self._transport, grains, hooked.modules
+                self.plan, self._chain, self.schedule, self._ranks, self._transport, grains, held.modules
             )
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
