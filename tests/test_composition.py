@@ -12,7 +12,7 @@ from composition_jobs import Outcome, Run
 from penstock.oracle import Reference
 from processes import Pool
 
-ROUNDING = 1e-12
+ROUNDING = 1e-14
 """Tensor parallelism adds the parts of a row-wise layer in another order than one device does. In float64 that is
 1e-16 of a number of order one; four steps make it no more than this."""
 
