@@ -1,13 +1,24 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# A busy machine is slow to generate inputs, too; that says nothing of the code.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; a collection of garbage that looks through all of it takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

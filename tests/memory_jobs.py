@@ -107,10 +107,7 @@ def observe(setting: Setting, steps: int = 5) -> Observed:
     # What was there before is neither searched nor counted.
     gc.collect()
     gc.freeze()
-    try:
-        return _observe(setting, steps)
-    finally:
-        gc.unfreeze()
+    return _observe(setting, steps)
 
 
 def observe_all(settings: list[Setting]) -> list[Observed]:

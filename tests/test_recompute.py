@@ -341,8 +341,7 @@ def live_tensors(recompute: object, schedule: str) -> Iterator[int]:
         yield sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
-@pytest.mark.parametrize("recompute", [True, "layers"])
+@pytest.mark.parametrize(("recompute", "schedule"), [(True, "2bw"), ("layers", "gpipe")])
 def test_live_tensors_are_constant_from_step_to_step(recompute: object, schedule: str) -> None:
     counts = list(live_tensors(recompute, schedule))
 
