@@ -4,15 +4,16 @@
 
 Processes of one machine share its cores, caches and memory, so that a layer takes longer in company than alone, and
 longer in a training loop, which streams through memory, than in the profiler, which measures it again and again. Every
-launch measures how much longer by a plain loop over the whole model, in one, two, ... processes at the same time. The
-simulator takes these factors (`slowdowns`), a profile that was taken while the others slept, the seconds of an update,
-and the probed links. Nothing is fitted to the steps of a pipeline.
+round measures how much longer by a plain loop over the whole model, in one, two, ... processes at the same time, since
+the machine's speed moves from minute to minute. The simulator takes these factors (`slowdowns`), a profile that was
+taken while the others slept, the seconds of an update, and the probed links. Nothing is fitted to the steps of a
+pipeline.
 
-Seconds: the median over rounds, in which every schedule takes its turn; the pipe of an asynchronous schedule is full in
-the steps that count. Bytes: what the process has resident at most in a step, less what it had resident before it
-trained, plus the weights, which are there before; so what Python and PyTorch take for themselves does not count. That
-is measured in a launch of its own, with larger microbatches, in which freed tensors go back to the system at once
-(MALLOC_MMAP_THRESHOLD_): resident bytes are then those of live tensors, and steps take longer.
+Seconds: medians over rounds, in which every schedule takes its turn, the ratio's too; the pipe of an asynchronous
+schedule is full in the steps that count. Bytes: what the process has resident at most in a step, less what it had
+resident before it trained, plus the weights, which are there before; so what Python and PyTorch take for themselves
+does not count. That is measured in a launch of its own, with larger microbatches, in which freed tensors go back to the
+system at once (MALLOC_MMAP_THRESHOLD_): resident bytes are then those of live tensors, and steps take longer.
 """
 
 import argparse
@@ -46,7 +47,7 @@ MICROBATCH_SIZE, LARGE_SIZE = 2, 8
 CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
 MICROBATCHES_PER_PROCESS = 4
 WARM_UP_STEPS = 2
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 1.0
 Found = TypeVar("Found")
 
 
@@ -58,6 +59,7 @@ class Row:
     schedule: str
     predicted_seconds: float
     measured_seconds: float
+    ratio: float
     least_seconds: float
     most_seconds: float
     rank: int
@@ -65,12 +67,11 @@ class Row:
     measured_bytes: float
 
     def text(self) -> str:
-        seconds = self.predicted_seconds / self.measured_seconds
         size = self.predicted_bytes / self.measured_bytes
         return (
             f"{self.processes:>9}  {self.schedule:<12}{1e3 * self.predicted_seconds:>10.1f}"
             f"{1e3 * self.measured_seconds:>10.1f}  ({1e3 * self.least_seconds:.1f} to {1e3 * self.most_seconds:.1f})"
-            f"{seconds:>8.3f}{self.rank:>8}{self.predicted_bytes / 1e6:>11.1f}{self.measured_bytes / 1e6:>10.1f}"
+            f"{self.ratio:>8.3f}{self.rank:>8}{self.predicted_bytes / 1e6:>11.1f}{self.measured_bytes / 1e6:>10.1f}"
             f"{size:>8.3f}"
         )
 
@@ -192,11 +193,13 @@ def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> flo
 
 
 def measure_steps(
-    pipes: dict[str, penstock.Pipeline], rounds: int, tokens: Tensor, target: Tensor
-) -> dict[str, list[float]]:
-    """Seconds per step of every schedule, a number for each round, as rank 0 sees them."""
+    pipes: dict[str, penstock.Pipeline], rounds: int, seconds: float, tokens: Tensor, target: Tensor
+) -> tuple[list[tuple[float, ...]], dict[str, list[float]]]:
+    """For each round the factors for busy processes, and every schedule's seconds per step, as rank 0 sees them."""
     times: dict[str, list[float]] = {name: [] for name in pipes}
+    factors = []
     for _ in range(rounds):
+        factors.append(measure_slowdowns(seconds))
         for name, pipe in pipes.items():
             dist.barrier()
             marks = []
@@ -205,7 +208,7 @@ def measure_steps(
                 marks.append(time.perf_counter())
             pipe.drain()
             times[name].append((marks[-1] - marks[-4]) / 3)
-    return times
+    return factors, times
 
 
 def measure_peaks() -> dict[str, tuple[int, float, float]]:
@@ -231,19 +234,22 @@ def measure_times(rounds: int, peaks: dict[str, tuple[int, float, float]]) -> li
     processes = dist.get_world_size()
     microbatches = MICROBATCHES_PER_PROCESS * processes
     profile = alone(lambda: measure_profile(MICROBATCH_SIZE, iterations=20, warmup=2))
-    slowdowns = everywhere(measure_slowdowns(profile.seconds))[0]
     update = alone(measure_update)
     cluster = penstock.probe()
-    if dist.get_rank() == 0:
-        told = ", ".join(f"{factor:.2f}" for factor in slowdowns)
-        print(f"{processes} processes: {told} times the profile's seconds with 1, 2, ... busy", flush=True)
     pipes = {name: pipeline(name, processes, microbatches) for name in SCHEDULES}
-    times = everywhere(measure_steps(pipes, rounds, *batch(microbatches)))[0]
+    factors, times = everywhere(measure_steps(pipes, rounds, profile.seconds, *batch(microbatches)))[0]
+    if dist.get_rank() == 0:
+        told = "; ".join(", ".join(f"{factor:.2f}" for factor in found) for found in factors)
+        print(f"{processes} processes: {told} times the profile's seconds with 1, 2, ... busy, by round", flush=True)
     rows = []
     for name, pipe in pipes.items():
-        outcome = evaluate(pipe.plan, profile, cluster, slowdowns=slowdowns, update_seconds_per_byte=update)
-        middle, least, most = statistics.median(times[name]), min(times[name]), max(times[name])
-        rows.append(Row(processes, name, outcome.minibatch_seconds, middle, least, most, *peaks[name]))
+        predicted = [
+            evaluate(pipe.plan, profile, cluster, slowdowns=found, update_seconds_per_byte=update).minibatch_seconds
+            for found in factors
+        ]
+        ratio = statistics.median(guess / truth for guess, truth in zip(predicted, times[name], strict=True))
+        middle = statistics.median(predicted), statistics.median(times[name])
+        rows.append(Row(processes, name, *middle, ratio, min(times[name]), max(times[name]), *peaks[name]))
     return rows
 
 
@@ -288,7 +294,7 @@ def main() -> None:
     print(HEAD)
     for row in rows:
         print(row.text())
-    worst = max(abs(row.predicted_seconds / row.measured_seconds - 1) for row in rows)
+    worst = max(abs(row.ratio - 1) for row in rows)
     fullest = max(abs(row.predicted_bytes / row.measured_bytes - 1) for row in rows)
     print(f"seconds are off by at most {worst:.1%}, bytes by at most {fullest:.1%}")
 
