@@ -1,19 +1,18 @@
 """What a pipeline holds while it trains, counted: by the tests themselves, and in the processes of the pool."""
 
 import gc
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
 import penstock
+from live_tensors import count_at_rest, live_tensors
 
 __all__ = ["Observed", "Setting", "observe", "observe_all"]
 
@@ -123,15 +122,12 @@ def _observe(setting: Setting, steps: int) -> Observed:
     pipe = penstock.Pipeline(model, sample=(x[:1],), loss_fn=F.mse_loss, optimizer=models.plain, plan=plan)
     # Capture has run the layers too.
     peak.clear()
-    live = []
+    live: list[int] = []
     for _ in range(steps):
         float(pipe.step(x, x).loss)
-        if dist.is_initialized():
-            dist.barrier()
-        live.append(_settled())
+        live.append(count_at_rest(live[2:]))
     pipe.drain()
-    gc.collect()
-    weights = {t.data_ptr() for t in _tensors() if t.shape == (WIDTH, WIDTH)}
+    weights = {t.data_ptr() for t in live_tensors() if t.shape == (WIDTH, WIDTH)}
     left = [key for key, count in alive.items() if count]
     assert not left, f"graphs of {left} are alive after the drain"
     peaks: dict[int, list[int]] = {}
@@ -139,18 +135,3 @@ def _observe(setting: Setting, steps: int) -> Observed:
         peaks[stage] = sorted([*peaks.get(stage, []), count])
     pipe.close()
     return Observed(peaks, len(weights), live)
-
-
-def _settled() -> int:
-    """The tensors alive when the threads of the transport have put down what they have sent."""
-    counts: list[int] = []
-    while len(counts) < 2 or counts[-1] != counts[-2]:
-        if dist.is_initialized():
-            time.sleep(0.01)
-        gc.collect()
-        counts.append(len(_tensors()))
-    return counts[-1]
-
-
-def _tensors() -> list[Tensor]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]

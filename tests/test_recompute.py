@@ -1,7 +1,6 @@
 """Recomputation changes what is kept and nothing else: not a bit of any loss, weight or buffer."""
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +17,7 @@ from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.recomputation import find_direct
 from processes import Pool
 from recompute_jobs import train
-from training import Case, run_reference
+from training import Case, count_tensors, run_reference
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw")
 
@@ -332,18 +331,9 @@ def test_what_is_kept_is_what_the_simulator_says() -> None:
     assert rank.activations[0] == (4 * 4 * 1.0, saved)  # after the last forward
 
 
-def live_tensors(recompute: object, schedule: str) -> Iterator[int]:
-    case = Case("layered", schedule, 3, 4, "adamw")
-    pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute)
-    for step in range(7):
-        float(pipe.step(*case.batches[step % 5]).loss)
-        gc.collect()
-        yield sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-
 @pytest.mark.parametrize(("recompute", "schedule"), [(True, "2bw"), ("layers", "gpipe")])
 def test_live_tensors_are_constant_from_step_to_step(recompute: object, schedule: str) -> None:
-    counts = list(live_tensors(recompute, schedule))
+    counts = count_tensors(Case("layered", schedule, 3, 4, "adamw"), 7, recompute=recompute)
 
     assert len(set(counts[3:])) == 1, counts
 

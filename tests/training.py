@@ -3,11 +3,13 @@
 import gc
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
 import models
 import penstock
+from live_tensors import count_at_rest
 
 __all__ = ["Case", "Outcome", "count_tensors", "run_cases", "run_pipeline", "run_reference"]
 
@@ -113,15 +115,17 @@ def run_pipeline(case: Case) -> Outcome:
     return Outcome(tuple(float(loss) for loss in losses), trained, evaluated)
 
 
-def count_tensors(case: Case, steps: int) -> list[int]:
+def count_tensors(case: Case, steps: int, **options: Any) -> list[int]:
     """How many tensors are alive after each of some steps."""
-    pipe, batches = penstock.Pipeline(case.build(), **case.options), case.batches
-    counts = []
+    pipe, batches = penstock.Pipeline(case.build(), **case.options, **options), case.batches
+    # What was there before is neither searched nor counted.
+    gc.collect()
+    gc.freeze()
+    counts: list[int] = []
     for step in range(steps):
         x, y = batches[step % len(batches)]
         float(pipe.step(x, y).loss)
-        gc.collect()
-        counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+        counts.append(count_at_rest(counts[2:]))
     pipe.drain()
     pipe.close()
     return counts
