@@ -1,12 +1,19 @@
-"""Cutting a minibatch and joining outputs."""
+"""Reading a batch, cutting it into microbatches, and joining outputs."""
 
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
 import pytest
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import ModelInputs
-from penstock.errors import PenstockError
-from penstock.runtime.microbatches import arguments, chunks, join, split
+from penstock.capturing.samples import read_sample
+from penstock.errors import CaptureError, PenstockError
+from penstock.runtime.microbatches import chunks, join, split
 
 
 def form(*names: str, batched: tuple[str, ...]) -> ModelInputs:
@@ -18,10 +25,62 @@ def form(*names: str, batched: tuple[str, ...]) -> ModelInputs:
 SINGLE = form("x", batched=("x",))
 
 
-def test_what_arguments_are() -> None:
-    assert arguments((1, 2)) == ((1, 2), {})
-    assert arguments({"x": 1}) == ((), {"x": 1})
-    assert arguments([1, 2]) == (([1, 2],), {})
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Labels:
+    label: Tensor
+    options: str
+
+
+X, Y = torch.arange(2), torch.arange(2) + 5
+
+
+@pytest.mark.parametrize(
+    ("sample", "batches"),
+    [
+        ((X, Y), [(X, Y), [X, Y], Pair(X, Y)]),
+        ([X, Y], [(X, Y), [X, Y]]),
+        ({"x": X, "y": Y}, [{"y": Y, "x": X}, UserDict({"x": X, "y": Y})]),
+        (([X, Y],), [[X, Y], ([X, Y],)]),
+        (({"x": X, "y": Y},), [{"x": X, "y": Y}, ({"x": X, "y": Y},)]),
+        (((X, Y),), [(X, Y), ((X, Y),)]),
+        ((Pair(X, Y),), [Pair(X, Y), (Pair(X, Y),)]),
+    ],
+    ids=["arguments", "list", "keywords", "one list", "one dict", "one tuple", "one named tuple"],
+)
+def test_a_batch_is_read_as_the_sample_was(sample: Any, batches: list[Any]) -> None:
+    _, captured = read_sample(sample)
+    for batch in batches:
+        assert [tensor.tolist() for tensor in captured.read(batch).values()] == [X.tolist(), Y.tolist()]
+
+
+def test_one_tensor_is_the_one_argument() -> None:
+    assert all(SINGLE.read(batch)["x"] is X for batch in (X, (X,), [X]))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (numpy.zeros(2), r"args\[1\] is a ndarray, .* pass torch.from_numpy\(...\) of it"),
+        (UserDict(x=X), r"args\[1\] is a UserDict, .* pass dict\(...\) of it"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        read_sample((X, value))
+    with pytest.raises(CaptureError, match=message.replace(r"args\[1\]", "the target, or a part of it,")):
+        split(SINGLE, X, {"extra": value}, 2)
+
+
+def test_a_target_may_be_a_dataclass() -> None:
+    first, second = split(SINGLE, torch.arange(3), Labels(torch.arange(3), "all"), 2)
+
+    assert (first.target.label.tolist(), second.target.label.tolist()) == ([0, 1], [2])
+    assert (first.target.options, type(second.target)) == ("all", Labels)
 
 
 def test_ragged_parts_weigh_as_many_samples_as_they_have() -> None:
@@ -78,3 +137,14 @@ def test_outputs_are_joined_by_what_they_are() -> None:
     assert joined["logits"].tolist() == [[1.0], [2.0], [3.0]]
     assert joined["loss"].tolist() == [0.5, 0.25]
     assert joined["name"] == "a"
+
+
+def test_outputs_of_unequal_microbatches_without_samples_first_cannot_be_joined() -> None:
+    with pytest.raises(PenstockError, match=r"\(7, 2\) for 2 samples and \(7, 1\) for 1, which make no whole"):
+        join([torch.zeros(7, 2), torch.zeros(7, 1)], [2, 1])
+
+
+def test_an_empty_batch() -> None:
+    for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: chunks(SINGLE, X[:0])):
+        with pytest.raises(PenstockError, match="the batch is empty"):
+            cut()

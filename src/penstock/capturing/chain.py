@@ -62,6 +62,27 @@ class ModelInputs:
     """Samples in the captured sample."""
     sizes: Mapping[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
     """For a tensor's dimensions: the least and the greatest size that the capture holds for, None where none is."""
+    equal: tuple[tuple[tuple[str, int], ...], ...] = ()
+    """Groups of dimensions, as tensor and index, that the capture holds for only if they are of one size."""
+
+    def read(self, batch: Any) -> dict[str, Tensor]:
+        """The tensors of `batch` by value name.
+
+        `batch`: a tuple or list of positional arguments, a mapping of keywords, or the one argument, which may itself
+        be a list, a dict or a named tuple if it was in the sample. Raises `CaptureError` as `bind` does.
+        """
+        args, kwargs = self.structure.unflatten(self.names)
+        single = len(args) == 1 and not kwargs and type(batch) is type(args[0])
+        # A plain tuple of one is the arguments, as everywhere.
+        if single and not (type(batch) is tuple and len(batch) == 1):
+            return self.bind((batch,), {})
+        match batch:
+            case Mapping():
+                return self.bind((), batch)
+            case tuple() | list():
+                return self.bind(tuple(batch), {})
+            case _:
+                return self.bind((batch,), {})
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of ``model(*args, **kwargs)`` by value name.
@@ -87,12 +108,30 @@ class ModelInputs:
                 check_constant(name, self.constants[name], leaf)
             elif not isinstance(leaf, Tensor):
                 raise CaptureError(
-                    f"{name} was a tensor in sample= and is now {leaf!r}: pass a tensor, or capture again"
+                    f"{name} was a tensor in sample= and is now {_shown(leaf)}: pass a tensor, or capture again"
                 )
             else:
                 tensors[name] = leaf
-                _check_sizes(name, self.sizes.get(name, ()), leaf)
+                _check_sizes(name, self.sizes.get(name, ()), leaf, free=name in self.batched)
+        for group in self.equal:
+            found = {f"dimension {index} of {name}": tensors[name].shape[index] for name, index in group}
+            if len(set(found.values())) > 1:
+                raise CaptureError(
+                    f"the capture holds for equal sizes only, which the model's code asked for: {found}. Pass tensors "
+                    "that agree there, or capture again with a sample= of the new shapes"
+                )
         return tensors
+
+    def check_samples(self, samples: int) -> None:
+        """Raises `CaptureError` if the capture does not hold for a microbatch of so many samples."""
+        for name in self.names:
+            bounds = self.sizes.get(name, ())
+            if name in self.batched and bounds and not _fits(samples, *bounds[0]):
+                raise CaptureError(
+                    f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "
+                    f"{_size_text(*bounds[0])}: for other numbers the model's code may do something else. Pass larger "
+                    "or smaller batches, or use other microbatches="
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,19 +290,21 @@ def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
     return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
 
 
-def _check_sizes(name: str, sizes: tuple[tuple[int, int | None], ...], tensor: Tensor) -> None:
+def _check_sizes(name: str, sizes: tuple[tuple[int, int | None], ...], tensor: Tensor, free: bool) -> None:
+    """`free`: dimension 0 counts samples, of which each microbatch will have fewer."""
     if not sizes:
         return
-    fits = len(sizes) == tensor.dim() and all(
-        least <= size and (most is None or size <= most)
-        for (least, most), size in zip(sizes, tensor.shape, strict=True)
-    )
-    if not fits:
+    bounds = list(zip(sizes, tensor.shape, strict=False))[int(free) :]
+    if len(sizes) != tensor.dim() or not all(_fits(size, *bound) for bound, size in bounds):
         expected = ", ".join(_size_text(least, most) for least, most in sizes)
         raise CaptureError(
             f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): for other sizes the "
             "model's code may do something else. Pass such a tensor, or capture again with a sample= of the new shape"
         )
+
+
+def _fits(size: int, least: int, most: int | None) -> bool:
+    return least <= size and (most is None or size <= most)
 
 
 def _size_text(least: int, most: int | None) -> str:
@@ -274,9 +315,22 @@ def _size_text(least: int, most: int | None) -> str:
 
 def check_constant(name: str, captured: object, found: object) -> None:
     """Raises `CaptureError` unless `found`, which is not a tensor, equals what was `captured`."""
-    same = captured is found or (type(captured) is type(found) and bool(captured == found))
-    if not same:
+    if not _same(captured, found):
         raise CaptureError(
-            f"{name} was {captured!r} when the model was captured and is now {found!r}. A value that is not a tensor "
-            "is fixed by the capture: pass the same one, or capture again with the new one in sample="
+            f"{name} was {_shown(captured)} when the model was captured and is now {_shown(found)}. A value that is "
+            "not a tensor is fixed by the capture: pass the same one, or capture again with the new one in sample="
         )
+
+
+def _same(captured: object, found: object) -> bool:
+    if captured is found:
+        return True
+    try:
+        return type(captured) is type(found) and bool(captured == found)
+    except Exception:
+        # Objects that hold arrays may not say whether they are equal.
+        return False
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

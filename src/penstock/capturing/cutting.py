@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.dependence import Dependence, size_bytes
+from penstock.capturing.guards import lost_check
 from penstock.capturing.tracing import Trace
 from penstock.errors import CaptureError
 
@@ -130,6 +131,8 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
         if node.op in ("placeholder", "get_attr"):
             copies[node] = _attribute(graph, node, trace, attributes)
         else:
+            if check := lost_check(node):
+                graph.call_function(check, (copies[node.all_input_nodes[0]],))
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in sent))
     for node in graph.nodes:

@@ -18,7 +18,7 @@ from penstock.capturing.joining import join_layers
 from penstock.capturing.observation import observe, observed
 from penstock.capturing.preservation import evaluating, preserved, saved_buffers
 from penstock.capturing.samples import Call, flatten
-from penstock.capturing.tracing import FlatModel, trace
+from penstock.capturing.tracing import FlatModel, Trace, trace
 from penstock.errors import CaptureError
 
 __all__ = ["capture_exported"]
@@ -68,7 +68,7 @@ def _capture(
     joined = _observe(model, layers, output, call, inputs)
     chain = LayerChain(
         layers=joined,
-        inputs=replace(inputs, sizes=traced.sizes),
+        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs)),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=saved_buffers(model),
@@ -77,6 +77,12 @@ def _capture(
     if check:
         check_chain(model, chain, call)
     return chain, _joined_partition(partition, joined)
+
+
+def _equal(traced: Trace, inputs: ModelInputs) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Without the groups of nothing but numbers of samples, which are checked as such."""
+    samples = {(name, 0) for name in inputs.batched}
+    return tuple(group for group in traced.equal if not samples.issuperset(group))
 
 
 def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[FlatModel, set[int]]:

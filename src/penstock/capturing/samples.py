@@ -5,10 +5,11 @@ sample of the microbatch, so that a minibatch can be split and the graph be trac
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.chain import ModelInputs
 from penstock.errors import CaptureError
 
-__all__ = ["Call", "flatten", "read_sample"]
+__all__ = ["Call", "check_leaves", "flatten", "read_sample"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +36,10 @@ class Call:
 def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, ModelInputs]:
     """The call that `sample` stands for and its form.
 
-    `sample`: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor.
+    `sample`: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor or dataclass.
     `microbatch_size`: samples in it; by default dimension 0 of its first tensor that has dimensions. The tensors
-    with this size in dimension 0 are the batched ones. Raises `CaptureError` if there are none.
+    with this size in dimension 0 are the batched ones. Raises `CaptureError` if there are none, and for what holds
+    arrays that nobody could split.
     """
     match sample:
         case Tensor():
@@ -46,6 +48,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
             call = Call((), dict(sample))
         case tuple() | list():
             call = Call(tuple(sample), {})
+        case _ if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+            call = Call((sample,), {})
         case _:
             raise CaptureError(
                 f"sample= must be a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
@@ -54,6 +58,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
     leaves, structure = flatten((call.args, call.kwargs))
     paths = [path for path, _ in pytree.tree_leaves_with_path((call.args, call.kwargs))]
     names = tuple(_leaf_name(path) for path in paths)
+    pairs = list(zip(names, leaves, strict=True))
+    check_leaves(pairs)
     sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
     size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
     if size < 1 or size not in sizes:
@@ -61,7 +67,6 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
             f"sample= needs a tensor whose dimension 0 counts samples ({microbatch_size=}), found dimensions 0 of "
             f"{sizes}: pass at least one batched tensor with at least one sample"
         )
-    pairs = list(zip(names, leaves, strict=True))
     inputs = ModelInputs(
         names=names,
         structure=structure,
@@ -72,6 +77,16 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
         microbatch_size=size,
     )
     return call, inputs
+
+
+def check_leaves(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raises `CaptureError` for a leaf (name, value) that holds arrays where Penstock does not look: they could neither
+    be split nor change from step to step.
+    """
+    for name, leaf in leaves:
+        if isinstance(leaf, Mapping | numpy.ndarray):
+            way = "torch.from_numpy(...) of it" if isinstance(leaf, numpy.ndarray) else "dict(...) of it"
+            raise CaptureError(f"{name} is a {type(leaf).__name__}, which cannot be cut into microbatches: pass {way}")
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -7,6 +7,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Trace:
     """The nodes of the tensors that the model returns."""
     sizes: Mapping[str, tuple[tuple[int, int | None], ...]]
     """For the dimensions of every input: the least and the greatest size that the trace holds for; None is no bound."""
+    equal: tuple[tuple[tuple[str, int], ...], ...]
+    """Groups of dimensions of inputs, by name and index, that the trace takes for equal, as the model's code asked."""
 
 
 class FlatModel(nn.Module):
@@ -209,7 +212,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
     buffers = dict(model.named_buffers(remove_duplicate=False))
     sources: dict[Node, Source] = {}
     rest = iter(names)
-    sizes: dict[str, tuple[tuple[int, int | None], ...]] = {}
+    shapes: dict[str, tuple[int | torch.SymInt, ...]] = {}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix(_PREFIX)
         match spec.kind:
@@ -222,15 +225,25 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)
-                sizes[name] = tuple(_bounds(size, program) for size in node.meta["val"].shape)
+                shapes[name] = tuple(node.meta["val"].shape)
             case _:
                 raise CaptureError(
                     f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a "
                     "layer: wrap the model as nn.Sequential or pass a list of layers"
                 )
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
+    sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}
     output = next(iter(reversed(program.graph.nodes)))
-    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes)
+    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes, _equal(shapes))
+
+
+def _equal(shapes: Mapping[str, tuple[int | torch.SymInt, ...]]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    groups: defaultdict[Any, list[tuple[str, int]]] = defaultdict(list)
+    for name, shape in shapes.items():
+        for index, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+                groups[size.node.expr].append((name, index))
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def _bounds(size: int | torch.SymInt, program: ExportedProgram) -> tuple[int, int | None]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import ModelInputs
+from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
 
-__all__ = ["Microbatch", "arguments", "chunks", "join", "share_sizes", "split", "take_part"]
+__all__ = ["Microbatch", "chunks", "join", "share_sizes", "split", "take_part"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,36 +50,31 @@ class Microbatch:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`inputs` as ``(args, kwargs)``: a tuple is positional arguments, a mapping is keywords, all else one argument."""
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs,), {}
-
-
 def split(form: ModelInputs, inputs: Any, target: Any, count: int, parts: int = 1) -> tuple[Microbatch, ...]:
     """`inputs` and `target` as `count` microbatches, which replicas will cut into at most `parts` parts each.
 
     Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
     every microbatch. `PenstockError` if the sizes disagree or there are fewer samples than microbatches or parts.
     """
-    tensors = form.bind(*arguments(inputs))
+    tensors = form.read(inputs)
     samples = _samples(form, tensors)
     if samples < count:
         raise PenstockError(
             f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} "
-            f"samples, or build the Pipeline with microbatches={max(samples, 1)} or fewer"
+            "samples (drop_last=True of a DataLoader leaves out a smaller last batch), or build the Pipeline with "
+            f"microbatches={max(samples, 1)} or fewer"
         )
     if samples // count < parts:
         raise PenstockError(
             f"a minibatch of {samples} sample(s) makes microbatches of {samples // count}, which {parts} replicas of a "
             f"stage cannot split: pass at least {count * parts} samples, or plan with fewer microbatches or replicas"
         )
+    sizes = share_sizes(samples, count)
+    for part in {share for size in sizes for share in share_sizes(size, parts)}:
+        form.check_samples(part)
     _check_target(target, samples)
     made, start = [], 0
-    for size in share_sizes(samples, count):
+    for size in sizes:
         cut = {name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()}
         made.append(
             Microbatch(
@@ -118,7 +114,7 @@ def share_sizes(samples: int, parts: int) -> list[int]:
 
 def chunks(form: ModelInputs, inputs: Any) -> int:
     """How many microbatches of at most the captured size a batch of any size makes."""
-    samples = _samples(form, form.bind(*arguments(inputs)))
+    samples = _samples(form, form.read(inputs))
     return max(1, -(-samples // form.microbatch_size))
 
 
@@ -126,7 +122,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The outputs of consecutive microbatches as the output for all of them.
 
     A tensor whose dimension 0 counts samples is concatenated, another one is stacked, and what is no tensor is taken
-    from the first microbatch.
+    from the first microbatch. `PenstockError` where microbatches of different sizes make stacking impossible.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -140,6 +136,12 @@ def _join_leaf(column: tuple[Any, ...], sizes: Sequence[int]) -> Any:
         return column[0]
     if all(leaf.ndim > 0 and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):
         return torch.cat(column)
+    if len({leaf.shape for leaf in column}) > 1:
+        raise PenstockError(
+            f"the model returns a tensor without the samples as its dimension 0: {tuple(column[0].shape)} for "
+            f"{sizes[0]} samples and {tuple(column[-1].shape)} for {sizes[-1]}, which make no whole. Predict batches "
+            f"that divide into microbatches of {sizes[0]}, or return it with the samples first"
+        )
     return torch.stack(column)
 
 
@@ -152,24 +154,35 @@ def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
         )
     if len(set(counts.values())) > 1:
         raise PenstockError(
-            f"the inputs disagree on the number of samples (dimension 0): {counts}. Pass inputs of one batch size"
+            f"the inputs disagree on the number of samples (dimension 0): {counts}. Pass inputs of one batch size. "
+            f"These tensors are taken to count samples because each had dimension 0 of {form.microbatch_size} in "
+            "sample=: if one does not, give sample= another number of samples"
         )
-    return next(iter(counts.values()))
+    samples = next(iter(counts.values()))
+    if samples == 0:
+        raise PenstockError("the batch is empty (dimension 0 of its tensors is 0): pass at least one sample")
+    return samples
 
 
 def _check_target(target: Any, samples: int) -> None:
-    leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
-    if leaves and not any(_is_batched(leaf, samples) for leaf in leaves):
+    leaves, _ = flatten(target)
+    check_leaves(("the target, or a part of it,", leaf) for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if tensors and not any(_is_batched(leaf, samples) for leaf in tensors):
         raise PenstockError(
-            f"the target has dimension 0 of {[leaf.shape[0] if leaf.ndim else None for leaf in leaves]} and the inputs "
-            f"hold {samples} samples: pass one target for every sample"
+            f"the target has dimension 0 of {[leaf.shape[0] if leaf.ndim else None for leaf in tensors]} and the "
+            f"inputs hold {samples} samples: pass one target for every sample"
         )
 
 
 def _narrow(target: Any, samples: int, start: int, size: int) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and _is_batched(leaf, samples) else leaf,
-        target,
+    leaves, structure = flatten(target)
+    return pytree.tree_unflatten(
+        [
+            leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and _is_batched(leaf, samples) else leaf
+            for leaf in leaves
+        ],
+        structure,
     )
 
 

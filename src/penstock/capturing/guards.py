@@ -1,0 +1,32 @@
+"""Checks that PyTorch's Python makes in a forward and that a trace of its operators leaves out.
+
+BatchNorm in training divides by the number of values per channel less one. Its Python refuses a single value; the
+operator writes NaN in the running variance and goes on. A ragged last batch easily makes a microbatch of one sample.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from penstock.errors import PenstockError
+
+__all__ = ["check_statistics", "lost_check"]
+
+
+def lost_check(node: Node) -> Callable[[Tensor], None] | None:
+    """What to ask of the first argument of `node` before it runs; None for almost every operator."""
+    if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
+        return check_statistics
+    return None
+
+
+def check_statistics(tensor: Tensor) -> None:
+    """Raises `PenstockError` if `tensor` (samples, channels, ...) has one value per channel."""
+    if tensor.numel() == tensor.shape[1]:
+        raise PenstockError(
+            f"BatchNorm in training needs several values per channel and got a tensor of shape {tuple(tensor.shape)}: "
+            "a microbatch of one sample. Pass batches of at least two samples for every microbatch (drop_last=True of "
+            "a DataLoader leaves out a smaller last one), or use fewer microbatches"
+        )
