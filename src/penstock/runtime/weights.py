@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
 from penstock.runtime.shards import of_part, part_of, point, settled
@@ -179,4 +180,19 @@ def _copy(
     """
     memo: dict[int, Any] = {id(parameter): leaves[name] for name, parameter in parameters.items()}
     memo.update(buffers)
+    _copy_generated(module, memo)
     return copy.deepcopy(module, memo)
+
+
+def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Puts copies of the generated modules in `module` into `memo`, which share their code; fx would generate it again.
+
+    The code is what PyTorch keeps compiled graphs by, so that all versions of a stage use one.
+    """
+    for inner in module.children():
+        if id(inner) not in memo:
+            _copy_generated(inner, memo)
+    if isinstance(module, GraphModule):
+        made = memo[id(module)] = object.__new__(type(module))
+        memo[id(module._graph)] = module._graph
+        made.__dict__.update(copy.deepcopy(module.__dict__, memo))
