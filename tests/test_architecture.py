@@ -32,6 +32,7 @@ FLOW = {
     "capturing": "errors",
     # The probe measures the links through the transport that the pipeline will use.
     "profiling": "errors values progress capturing runtime",
+    "data": "errors capturing",
     "oracle": "errors values capturing",
     "runtime": "errors values scheduling capturing",
     "autoplans": "errors values planning capturing profiling runtime",
