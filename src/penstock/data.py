@@ -1,0 +1,237 @@
+"""Batches for a pipeline: the same ones in the same order in every process, and on the device before they are needed.
+
+Every process of a pipeline passes the same global batch to `Pipeline.step`. `loader` makes a `DataLoader` do so, can
+go on where a training stopped, and gives a process that needs no values the shapes alone. `prefetch` copies the next
+batch to the device while the present one is computed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from penstock.capturing.randomness import microbatch_seed, seeded
+from penstock.errors import PenstockError
+
+__all__ = ["Batches", "Prefetched", "loader", "prefetch", "shapes_of"]
+
+B = TypeVar("B")
+
+
+class Batches:
+    """What `loader` returns: one epoch of batches for every ``iter()``, epoch after epoch."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        reads: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise PenstockError(
+                f"{type(dataset).__name__} is an IterableDataset, which has no order that all processes could share: "
+                "expected a dataset with len() and indices. Iterate over it yourself, the same way in every process"
+            )
+        if batch_size < 1:
+            raise PenstockError(f"batch_size={batch_size}: expected at least 1, the samples of one global batch")
+        self.epoch = 0
+        """The epoch that the next batch is of."""
+        self.position = 0
+        """How many batches of it have been given out."""
+        self._dataset: Any = dataset
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._reads = reads
+        self._collate: Callable[[list[Any]], Any] = options.get("collate_fn") or default_collate
+        self._shapes: dict[int, Any] = {}
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=_Order(self), generator=self._generator, **options
+        )
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch."""
+        samples = len(self._dataset)
+        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the present epoch; after it the next one is the present."""
+        epoch = self.epoch
+        mixed = microbatch_seed(self._seed, epoch)
+        # The seeds of the worker processes come from it.
+        self._generator.manual_seed(mixed)
+        rest = iter(self._loader) if self._reads else map(self._shaped, self.order())
+        for position in range(self.position, len(self)):
+            # Without worker processes the transforms run here; they draw the same numbers in every process.
+            with seeded(mixed, position, ()):
+                batch = next(rest)
+            self.position = position + 1
+            yield batch
+        self.set_epoch(epoch + 1)
+
+    def order(self) -> Iterator[list[int]]:
+        """The samples of the batches that are left of the present epoch."""
+        samples = len(self._dataset)
+        indices: Any = range(samples)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(microbatch_seed(self._seed, self.epoch))
+            indices = torch.randperm(samples, generator=generator).tolist()
+        for position in range(self.position, len(self)):
+            start = position * self._batch_size
+            yield list(indices[start : start + self._batch_size])
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Goes to batch `position` of `epoch`, for the next ``iter()``."""
+        self.epoch, self.position = epoch, position
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is, for `load_state_dict` in another run: the batches that were given out count as used."""
+        return {"seed": self._seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on where another run stopped. Seed, batch size and dataset must be those of that run."""
+        if state["seed"] != self._seed:
+            raise PenstockError(
+                f"the state is of a loader with seed {state['seed']} and this one has seed {self._seed}: expected the "
+                "same, since the order of the samples depends on it"
+            )
+        self.set_epoch(state["epoch"], state["position"])
+
+    def _shaped(self, indices: list[int]) -> Any:
+        size = len(indices)
+        if size not in self._shapes:
+            self._shapes[size] = shapes_of(self._collate([self._dataset[0]] * size))
+        return self._shapes[size]
+
+
+class _Order:
+    """The batch sampler of a `Batches`: what is left of its epoch."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches.order()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    reads: bool = True,
+    **options: Any,
+) -> Batches:
+    """Global batches of `batch_size` samples, the same ones in the same order in every process.
+
+    `seed` and the epoch decide the order where it is to `shuffle`, and what random transforms draw from PyTorch's
+    generators; the generators of the process are left as they were. `drop_last` leaves out a last batch that is not
+    full. `reads`: whether this process needs the values; with False no sample but the first is read and the batches
+    are tensors on the meta device, of the shapes that batches of this first sample would have. `options` go to
+    `DataLoader`: ``num_workers``, ``pin_memory``, ``collate_fn`` and others. Raises `PenstockError` for a dataset
+    without indices.
+    """
+    return Batches(dataset, batch_size, shuffle, seed, drop_last, reads, options)
+
+
+class Prefetched(Generic[B]):
+    """What `prefetch` returns: the same batches on the device, for every ``iter()``."""
+
+    def __init__(self, batches: Iterable[B], device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+        self._state: dict[str, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[B]:
+        """Takes each batch from the source one step before it gives it out."""
+        source = iter(self._batches)
+        stream = _new_stream(self._device)
+        taken, error = self._take(source, stream)
+        while taken is not None:
+            batch, self._state = self._arrived(taken[0], stream), taken[1]
+            # An error of the next batch is not one of this batch.
+            taken, error = self._take(source, stream)
+            yield batch
+        if error is not None:
+            raise error
+
+    def state_dict(self) -> dict[str, int]:
+        """The state of the `Batches` behind it when the last batch that was given out came from there."""
+        if not isinstance(self._batches, Batches):
+            raise PenstockError(
+                f"{type(self._batches).__name__} has no state to save: expected what penstock.loader returns"
+            )
+        return self._state or self._batches.state_dict()
+
+    def _take(
+        self, source: Iterator[B], stream: torch.cuda.Stream | None
+    ) -> tuple[tuple[B, dict[str, int] | None] | None, Exception | None]:
+        """The next batch on its way to the device, with the state behind it; None at the end, or on an error."""
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None, None
+        except Exception as error:
+            return None, error
+        state = self._batches.state_dict() if isinstance(self._batches, Batches) else None
+        with torch.cuda.stream(stream):  # does nothing with None
+            moved: B = pytree.tree_map_only(Tensor, self._move, batch)
+        return (moved, state), None
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta or tensor.device == self._device:
+            return tensor
+        if self._device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+            # Only from pinned memory does a copy run beside what the device computes.
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def _arrived(self, batch: B, stream: torch.cuda.Stream | None) -> B:
+        """`batch`, for use on the present stream."""
+        if stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(stream)
+            for tensor in pytree.tree_leaves(batch):
+                if isinstance(tensor, Tensor) and tensor.is_cuda:
+                    # Its memory belongs to the stream of the copy, which must not use it again too early.
+                    tensor.record_stream(current)
+        return batch
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return made
+
+
+def prefetch(batches: Iterable[B], device: torch.device | str) -> Prefetched[B]:
+    """`batches` with their tensors on `device`, each taken from its source one step ahead.
+
+    On CUDA the copy runs on a stream of its own, from pinned memory, beside the computation of the batch before. On
+    the CPU the source is one batch ahead and nothing is copied. Tensors on the meta device stay there.
+    """
+    return Prefetched(batches, torch.device(device))
+
+
+def shapes_of(batch: B) -> B:
+    """`batch` without values: its tensors on the meta device, the rest as it is."""
+    result: B = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
+    return result

@@ -1,0 +1,226 @@
+"""Batches: the same in every process, resumable, with values only where they are read, and ahead of their use."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import models
+import penstock
+from data_jobs import make_batches, train_where_read
+from penstock.capturing import capture
+from penstock.data import loader, prefetch, shapes_of
+from penstock.errors import PenstockError
+from penstock.runtime.readings import find_readings
+from processes import Pool
+
+
+class Noisy(Dataset[Any]):
+    """Sample i is i and a random number, drawn anew each time."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "noise": torch.rand(2)}
+
+
+def indices(batches: Any) -> list[list[int]]:
+    return [batch["index"].tolist() for batch in batches]
+
+
+def test_every_process_gets_the_same_batches() -> None:
+    """Transforms that draw random numbers included, whatever the generators of the process have come to."""
+    torch.manual_seed(1)
+    first = list(loader(Noisy(), 4, shuffle=True, seed=5))
+    torch.manual_seed(2)
+    second = list(loader(Noisy(), 4, shuffle=True, seed=5))
+
+    assert [batch["index"].tolist() for batch in first] == [batch["index"].tolist() for batch in second]
+    assert all(torch.equal(a["noise"], b["noise"]) for a, b in zip(first, second, strict=True))
+    assert len({tuple(row) for batch in first for row in batch["noise"].tolist()}) == 10
+
+
+def test_the_generators_are_left_as_they_were() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    list(loader(Noisy(), 4, shuffle=True))
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_epoch_has_every_sample_once_and_its_own_order() -> None:
+    batches = loader(Noisy(), 4, shuffle=True)
+    epochs = [indices(batches) for _ in range(2)]
+
+    assert [sorted(index for batch in epoch for index in batch) for epoch in epochs] == [list(range(10))] * 2
+    assert epochs[0] != epochs[1]
+    batches.set_epoch(0)
+    assert indices(batches) == epochs[0]
+    assert indices(loader(Noisy(), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_the_length_counts_batches() -> None:
+    for drop_last, count in ((False, 3), (True, 2)):
+        batches = loader(Noisy(), 4, drop_last=drop_last)
+        assert len(batches) == len(list(batches)) == count
+
+
+def test_a_loader_goes_on_where_another_stopped() -> None:
+    whole = loader(Noisy(), 3, shuffle=True, seed=2)
+    expected = [indices(whole), indices(whole)]
+    stopped = iter(first := loader(Noisy(), 3, shuffle=True, seed=2))
+    seen = [next(stopped)["index"].tolist() for _ in range(2)]
+    resumed = loader(Noisy(), 3, shuffle=True, seed=2)
+    resumed.load_state_dict(first.state_dict())
+
+    assert [seen + indices(resumed), indices(resumed)] == expected
+    with pytest.raises(PenstockError, match="seed 2 and this one has seed 3"):
+        loader(Noisy(), 3, seed=3).load_state_dict(first.state_dict())
+
+
+def test_worker_processes_make_the_same_batches() -> None:
+    plain, worked = (loader(Noisy(), 4, shuffle=True, num_workers=workers) for workers in (0, 1))
+
+    assert indices(plain) == indices(worked)
+
+
+def test_a_process_that_does_not_read_gets_shapes() -> None:
+    class Watched(Noisy):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            assert index == 0
+            return super().__getitem__(index)
+
+    batches = list(loader(Watched(), 4, shuffle=True, reads=False))
+
+    assert [tuple(batch["noise"].shape) for batch in batches] == [(4, 2), (4, 2), (2, 2)]
+    assert all(tensor.is_meta for batch in batches for tensor in batch.values())
+    assert batches[0]["index"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_ranks_that_do_not_read_need_shapes_only(schedule: str, pool: Pool) -> None:
+    subject = models.LAYERED
+    batches = make_batches(reads=True)
+    expected = penstock.reference_train(
+        subject.build(),
+        [pair for _ in range(2) for pair in batches],
+        sample=subject.sample,
+        loss_fn=subject.loss_fn,
+        optimizer=models.momentum,
+        schedule=schedule,
+        stages=3,
+        microbatches=3,
+    )
+    for losses, state in pool.run(3, train_where_read, schedule):
+        assert losses == expected.losses
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+
+
+def test_who_reads_what() -> None:
+    subject = models.LAYERED
+    chain = capture(subject.build(), subject.sample)
+    stages = penstock.Plan.uniform(8, 3).stages
+    readings = [find_readings(chain, [stage]) for stage in stages]
+
+    assert [(bool(reads.inputs), reads.target) for reads in readings] == [(True, False), (False, False), (False, True)]
+    x, y = (tensor.to("meta") for tensor in subject.batches[0])
+    readings[1].check({"args[0]": x}, y)
+    with pytest.raises(PenstockError, match=r"args\[0\]: on the meta device"):
+        readings[0].check({"args[0]": x}, y)
+    with pytest.raises(PenstockError, match="the target: on the meta device"):
+        readings[2].check({"args[0]": x}, (y,))
+
+
+def test_batches_without_an_order_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(PenstockError, match="Stream is an IterableDataset"):
+        loader(Stream(), 2)
+    with pytest.raises(PenstockError, match="batch_size=0"):
+        loader(Noisy(), 0)
+
+
+def test_prefetch_is_one_batch_ahead() -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[tuple[int, Tensor]]:
+        for number in range(4):
+            taken.append(number)
+            yield number, torch.full((2,), number)
+
+    seen = []
+    for number, tensor in prefetch(source(), "cpu"):
+        seen.append((number, int(tensor[0]), len(taken)))
+
+    assert seen == [(0, 0, 2), (1, 1, 3), (2, 2, 4), (3, 3, 4)]
+
+
+def test_an_error_comes_after_the_batches_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield from range(2)
+        raise OSError("disk")
+
+    seen = []
+    with pytest.raises(OSError, match="disk"):
+        for number in prefetch(source(), "cpu"):
+            seen.append(number)
+
+    assert seen == [0, 1]
+
+
+def test_the_state_behind_prefetched_batches_is_that_of_the_batch_in_use() -> None:
+    expected = indices(loader(Noisy(), 3, shuffle=True))
+    ahead = prefetch(loader(Noisy(), 3, shuffle=True), "cpu")
+    source = iter(ahead)
+    seen = [next(source)["index"].tolist()]
+    resumed = loader(Noisy(), 3, shuffle=True)
+    resumed.load_state_dict(ahead.state_dict())
+
+    assert len(ahead) == 4
+    assert seen + indices(resumed) == expected
+    with pytest.raises(PenstockError, match="list has no state"):
+        prefetch([1], "cpu").state_dict()
+
+
+def test_shapes_keep_what_is_no_tensor() -> None:
+    shapes = shapes_of({"x": torch.ones(2, 3, dtype=torch.int32), "n": 5})
+
+    assert (shapes["n"], shapes["x"].shape, shapes["x"].dtype, shapes["x"].is_meta) == (5, (2, 3), torch.int32, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_are_on_the_device_and_right_while_it_computes() -> None:
+    batches = [torch.full((1 << 20,), number, dtype=torch.float32) for number in range(20)]
+    weights = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for batch in prefetch(batches, "cuda"):
+        assert batch.is_cuda
+        for _ in range(5):
+            weights = torch.tanh(weights @ weights)  # the device is busy when the next copy starts
+        sums.append(batch.sum())
+        del batch
+
+    assert [float(total) for total in sums] == [number * float(1 << 20) for number in range(20)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nested_batches_come_whole() -> None:
+    (batch,) = prefetch([{"x": (torch.ones(3), "name"), "on": torch.ones(2, device="cuda")}], "cuda")
+
+    assert batch["x"][0].is_cuda and batch["x"][1] == "name"
+    assert float(batch["on"].sum()) == 2.0
+
+
+def test_tensors_stay_together() -> None:
+    dataset = TensorDataset(torch.arange(6), torch.arange(6) * 2)
+
+    assert all(torch.equal(2 * x, y) for x, y in loader(dataset, 2, shuffle=True))
