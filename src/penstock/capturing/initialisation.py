@@ -1,0 +1,191 @@
+"""First weights that depend on a seed and on their name, and on nothing else.
+
+A model on the meta device has shapes and no numbers. Whoever holds a part of it makes the numbers of that part, and
+they must be the same whoever that is: for every number of stages, on every replica, and in one process that makes them
+all. So every tensor starts a random stream of its own.
+"""
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.randomness import seeded
+from penstock.errors import PenstockError
+
+__all__ = ["InitFn", "bare", "fill", "initialise", "install", "named_tensors", "place", "reset_parameters", "rooted"]
+
+InitFn: TypeAlias = Callable[[str, Tensor], object]
+"""Writes a parameter or buffer in place, given the first name that it has in the model."""
+
+M = TypeVar("M", bound=nn.Module | Sequence[Any])
+
+_OWN_RESETS = ("reset_parameters", "_reset_parameters")
+_MODEL_RESET = "_init_weights"
+
+
+def initialise(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
+    """Gives the whole of `model`, which is on the meta device, weights on `device`, and returns it.
+
+    They are those that a `Pipeline` with this `init_fn` and `seed` makes, each process for its stages. `init_fn` is
+    called as ``init_fn(name, tensor)`` for every parameter and buffer that is on the meta device, once each, in the
+    order of the model; others keep their values. Raises `PenstockError` naming what `init_fn` left unwritten.
+    """
+    root = rooted(model)
+    tensors = named_tensors(root)
+    made = {id(tensor): place(tensor, torch.device(device)) for tensor in tensors.values()}
+    install(root.modules(), made)
+    fill({name: made[id(tensor)] for name, tensor in tensors.items() if tensor.is_meta}, init_fn, seed)
+    return model
+
+
+def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
+    """An `init_fn` that gives a tensor what the modules of `model` themselves give it.
+
+    That is ``reset_parameters()`` of the module that holds it, as `nn.Linear` has it, and after it ``_init_weights``
+    of the modules around, as transformers has it. What neither writes is left, which is an error where it is used:
+    values that a constructor computed (a position table, a mask) are gone on the meta device. Cover them in a function
+    of your own that calls this one for the rest.
+    """
+    modules = dict(rooted(model).named_modules(remove_duplicate=False))
+
+    def init_fn(name: str, tensor: Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        if path not in modules or getattr(modules[path], attribute, None) is None:
+            raise PenstockError(f"reset_parameters(model) was made for a model that has no {name!r}: pass this model")
+        alone = _alone(modules[path], attribute, tensor)
+        for reset in _resets(modules, path, alone):
+            reset()
+        found = getattr(alone, attribute)
+        if found is not tensor and not found.is_meta:
+            # The module has made itself another tensor.
+            tensor.copy_(found)
+
+    return init_fn
+
+
+def fill(tensors: Mapping[str, Tensor], init_fn: InitFn, seed: int) -> None:
+    """Has `init_fn` write all of `tensors`, which are given by name, each in the random stream of its name.
+
+    The generators are left as they were. Raises `PenstockError` naming what was not written.
+    """
+    left = [name for name, tensor in tensors.items() if not _fill(name, tensor, init_fn, seed)]
+    if left:
+        described = ", ".join(f"{name} ({_described(tensors[name])})" for name in left)
+        raise PenstockError(
+            f"init_fn did not write {described}. It is called as init_fn(name, tensor) for every parameter and buffer "
+            "on the meta device, those outside of the state dict included, and writes the tensor in place; "
+            "reset_parameters(model) writes what the modules' own reset_parameters() and _init_weights() do. What a "
+            "constructor computed (a position table, a mask) must be computed again, or be built off the meta device"
+        )
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, then all buffers, those outside of the state dict included; each once, under its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def rooted(model: nn.Module | Sequence[Any]) -> nn.Module:
+    """`model`, or for a list of layers a module that names them as capture does."""
+    if isinstance(model, nn.Module):
+        return model
+    root = nn.Module()
+    for index, layer in enumerate(model):
+        if isinstance(layer, nn.Module):
+            root.add_module(str(index), layer)
+    return root
+
+
+def place(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on `device` to stand where `tensor` stands in a module: its values, or memory if it has none."""
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    made = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    # Marks that users leave on parameters, for their optimizer to find.
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device to stand where `tensor` stands."""
+    made = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def install(modules: Iterator[nn.Module], tensors: Mapping[int, Tensor]) -> None:
+    """Puts `tensors`, by the id of what they replace, in its place wherever `modules` hold it."""
+    for module in modules:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in tensors:
+                # Recurrent modules keep their parameters in a list, too, which this keeps up.
+                setattr(module, name, tensors[id(parameter)])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in tensors:
+                module._buffers[name] = tensors[id(buffer)]
+
+
+def _fill(name: str, tensor: Tensor, init_fn: InitFn, seed: int) -> bool:
+    """Whether `init_fn` wrote `tensor`."""
+    if tensor.numel() == 0:
+        return True
+    digest = hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest()
+    mark = _mark(tensor.dtype)
+    with torch.no_grad():
+        if mark is not None:
+            tensor.fill_(mark)
+        version = tensor._version
+        with seeded(int.from_bytes(digest, "little") >> 1, 0, (tensor,)):
+            init_fn(name, tensor)
+        if tensor._version != version or mark is None:
+            return tensor._version != version
+        # Who writes tensor.data is not counted.
+        return not bool((tensor.isnan() if mark != mark else tensor == mark).all())
+
+
+def _mark(dtype: torch.dtype) -> float | None:
+    """A number that is no weight."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _described(tensor: Tensor) -> str:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return f"{kind} of shape {tuple(tensor.shape)}"
+
+
+def _alone(owner: nn.Module, attribute: str, tensor: Tensor) -> nn.Module:
+    """A copy of `owner` that has `tensor` as its `attribute` and everything else on the meta device."""
+    held = getattr(owner, attribute)
+    memo: dict[int, Any] = {id(other): bare(other) for other in (*owner.parameters(), *owner.buffers())}
+    memo[id(held)] = tensor
+    return copy.deepcopy(owner, memo)
+
+
+def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
+    """What initialises `alone`, the copy of the module at `path`, in the order of its construction."""
+    own = next((reset for name in _OWN_RESETS if callable(reset := getattr(alone, name, None))), None)
+    if own is not None:
+        yield own
+    around = path
+    while around:
+        around = around.rpartition(".")[0]
+        reset = getattr(modules[around], _MODEL_RESET, None)
+        if callable(reset) and _takes_a_module(reset, alone):
+            yield lambda reset=reset: reset(alone)  # type: ignore[misc]
+            return
+
+
+def _takes_a_module(reset: Callable[..., object], module: nn.Module) -> bool:
+    try:
+        inspect.signature(reset).bind(module)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,214 @@
+"""Capturing a model that has no weights yet, and giving them to some of its layers.
+
+A model on the meta device is captured there, with inputs on the meta device: nothing is computed and nothing takes
+memory. Then one process makes the weights of its own layers only. What a run on the meta device does not show, random
+draws and buffers that are written, is read off the operators instead.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.doors import capture
+from penstock.capturing.initialisation import InitFn, bare, fill, install, named_tensors, place, rooted
+from penstock.capturing.preservation import preserved
+from penstock.capturing.samples import Call, flatten, read_sample
+from penstock.capturing.writes import find_writable
+from penstock.errors import CaptureError
+
+__all__ = ["Weightless", "capture_weightless", "is_weightless"]
+
+_META = torch.device("meta")
+_SILENT_WRITERS = ("batch_norm", "instance_norm")
+
+
+def is_weightless(model: nn.Module | Sequence[Any]) -> bool:
+    """Whether a parameter or buffer of `model` is on the meta device."""
+    return any(tensor.is_meta for tensor in named_tensors(rooted(model)).values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weightless:
+    """A captured model without weights."""
+
+    chain: LayerChain
+    """Over tensors on the meta device."""
+    model: nn.Module
+    given: Mapping[str, Tensor]
+    """By their first names, the tensors that had values before the capture."""
+    device: torch.device
+    """Where weights will be."""
+
+    def materialise(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
+        """The chain with weights for `layers`, by index, and for them only; in the model, too. To be called once.
+
+        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialise`. Raises `PenstockError` naming
+        what `init_fn` left unwritten.
+        """
+        chains = (self.chain, self.chain.evaluation())
+        held = {
+            id(tensor)
+            for chain in chains
+            for index in layers
+            for tensor in (*chain.layers[index].module.parameters(), *chain.layers[index].module.buffers())
+        }
+        read = {id(tensor) for chain in chains for module in _modules(chain) for tensor in _own(module)}
+        wanted = {
+            name: tensor
+            for name, tensor in named_tensors(self.model).items()
+            if id(tensor) in held or (0 in layers and id(tensor) not in read)
+        }
+        made = {id(tensor): place(self.given.get(name, tensor), self.device) for name, tensor in wanted.items()}
+        install(self.model.modules(), made)
+        for chain in chains:
+            install(_modules(chain), made)
+        fill({name: made[id(t)] for name, t in wanted.items() if name not in self.given}, init_fn, seed)
+        trained, evaluated = (_over(chain, made) for chain in chains)
+        evaluated = replace(evaluated, evaluation=lambda: evaluated)
+        return evaluated if chains[0] is chains[1] else replace(trained, evaluation=lambda: evaluated)
+
+
+def capture_weightless(
+    model: nn.Module | Sequence[Any], sample: Any, *, device: torch.device | None = None
+) -> Weightless:
+    """Captures `model`, of which a part or all is on the meta device; see `capture`.
+
+    `device`: where weights will be; by default where the first tensor of `sample` is. What is not on the meta device
+    keeps its values. Raises `CaptureError` also for what cannot be known without numbers: control flow that depends on
+    them, or a tensor that the model's code makes on the meta device and reads later.
+    """
+    leaves, structure = flatten(dict(sample) if isinstance(sample, Mapping) else sample)
+    if device is None:
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), _META)
+    if device.type == "meta":
+        raise CaptureError(
+            "the model and sample= are both on the meta device, so nothing says where the weights are to be: expected "
+            "sample= on the device to train on"
+        )
+    root = rooted(model)
+    tensors = named_tensors(root)
+    given = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    install(root.modules(), {id(tensor): bare(tensor) for tensor in given.values()})
+    inputs = structure.unflatten([bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    try:
+        chain = capture(model, inputs)
+        trained, written = _completed(chain, root, inputs, device)
+        evaluated = trained
+        if chain.evaluation() is not chain:
+            evaluated, _ = _completed(chain.evaluation(), root, inputs, device)
+        _check_writes(model, trained, inputs, written)
+    except BaseException as error:
+        install(root.modules(), {id(new): given[name] for name, new in named_tensors(root).items() if name in given})
+        error.add_note(
+            "penstock: the model was captured on the meta device, where tensors have no values. Code that makes "
+            "tensors must make them where its inputs are (device=x.device)"
+        )
+        raise
+    evaluated = replace(evaluated, evaluation=lambda: evaluated)
+    trained = evaluated if chain.evaluation() is chain else replace(trained, evaluation=lambda: evaluated)
+    return Weightless(trained, root, given, device)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What the operators in its body do that a run on the meta device does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+        self.written: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        schema = func._schema
+        silent = any(kind in schema.name for kind in _SILENT_WRITERS) and "backward" not in schema.name
+        for position, argument in enumerate(schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if isinstance(value, Tensor) and (writes or (silent and "running" in argument.name)):
+                self.written[id(value)] = value
+        return func(*args, **kwargs)
+
+
+def _completed(
+    chain: LayerChain, model: nn.Module, sample: Any, device: torch.device
+) -> tuple[LayerChain, dict[int, Tensor]]:
+    """`chain` with what is random marked, and its code for `device` instead of the meta device; and what it writes, by
+    id.
+    """
+    call, inputs = read_sample(sample, chain.inputs.microbatch_size)
+    own = call.copied()
+    values = inputs.bind(own.args, own.kwargs)
+    layers: list[Layer] = []
+    written: dict[int, Tensor] = {}
+    with preserved([model]), torch.no_grad():
+        for layer in chain.layers:
+            with _Watch() as watch:
+                results = layer.module(*(values[name] for name in layer.inputs))
+            values.update(zip(layer.outputs, results, strict=True))
+            layers.append(replace(layer, random=watch.random))
+            written.update(watch.written)
+    known = {id(tensor) for tensor in named_tensors(model).values()}
+    for module in _modules(chain):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and id(buffer) not in known:
+                raise CaptureError(
+                    f"the model's code makes a constant of shape {tuple(buffer.shape)} ({name}) on the meta device, "
+                    "where its values are lost: register it as a buffer, which init_fn writes, or make it on the CPU"
+                )
+        if isinstance(module, GraphModule):
+            _move_code(module, device)
+    return replace(chain, layers=tuple(layers)), written
+
+
+def _move_code(module: GraphModule, device: torch.device) -> None:
+    """Has the operators that make tensors on the meta device make them on `device`."""
+
+    def moved(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) and argument.type == "meta" else argument
+
+    for node in module.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    module.recompile()
+
+
+def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int, Tensor]) -> None:
+    """Raises `CaptureError` if the model writes a buffer in a way that the chain does not."""
+    written = dict(seen)
+    if any(isinstance(module, GraphModule) for module in _modules(chain)):
+        call: Call = read_sample(sample, chain.inputs.microbatch_size)[0].copied()
+        with preserved([model]), torch.no_grad(), _Watch() as watch:
+            model(*call.args, **call.kwargs)
+        written.update(watch.written)
+    places = {id(owner._buffers[name]) for layer in chain.layers for owner, name in find_writable(layer.module)}
+    for name, buffer in named_tensors(rooted(model)).items():
+        holders = [layer.name for layer in chain.layers if any(held is buffer for held in layer.module.buffers())]
+        if id(buffer) in written and (id(buffer) not in places or len(holders) > 1):
+            raise CaptureError(
+                f"the model writes the buffer {name} in its forward (layers {', '.join(holders) or 'none'}), which its "
+                "trace on the meta device does not show: build the model on a real device, or pass it as an "
+                "nn.Sequential or a list of layers"
+            )
+
+
+def _modules(chain: LayerChain) -> Iterator[nn.Module]:
+    """All modules of its layers."""
+    return (module for layer in chain.layers for module in layer.module.modules())
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _over(chain: LayerChain, made: Mapping[int, Tensor]) -> LayerChain:
+    """`chain` with its tables naming the tensors that its layers hold now."""
+    parameters = {name: made.get(id(tensor), tensor) for name, tensor in chain.parameters.items()}
+    buffers = {name: made.get(id(tensor), tensor) for name, tensor in chain.buffers.items()}
+    return replace(chain, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""A model on the meta device gets the same weights however its layers are spread, and only where they are held."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+import penstock
+from penstock.capturing.initialisation import InitFn, initialise, named_tensors, reset_parameters
+from penstock.capturing.weightless import capture_weightless, is_weightless
+from penstock.errors import CaptureError, PenstockError
+
+
+class Positioned(nn.Module):
+    """Tied weights, a table that the constructor computes and no state dict holds, a parameter in the root, dropout."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(width)).sin(), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.scale = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Made where the input is: on the meta device while it is captured, on the CPU when it runs.
+        x = x * self.scale + self.table + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        for block in self.blocks:
+            x = self.dropout(block(x)) + x
+        return self.head(x)
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build().double()
+
+
+def draw(name: str, tensor: Tensor) -> None:
+    """An init_fn: normal numbers, and what a constructor would compute."""
+    if name == "table":
+        tensor.copy_(torch.arange(float(tensor.numel())).sin())
+    elif tensor.is_floating_point():
+        tensor.normal_(std=0.3)
+    else:
+        tensor.zero_()
+
+
+@cache
+def spread(build: Callable[[], nn.Module], stages: int, init_fn: InitFn, seed: int = 0) -> list[dict[str, Tensor]]:
+    """What each of so many processes holds: its tensors, by their first names."""
+    held = []
+    for index in range(stages):
+        model = on_meta(build)
+        weightless = capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
+        stage = penstock.Plan.uniform(len(weightless.chain.layers), stages).stages[index]
+        weightless.materialise(range(stage.start, stage.stop), init_fn, seed)
+        held.append({name: tensor for name, tensor in named_tensors(model).items() if not tensor.is_meta})
+    return held
+
+
+@pytest.mark.parametrize("build", [Positioned, models.layered], ids=["traced", "layers"])
+def test_weights_do_not_depend_on_the_number_of_stages(build: Callable[[], nn.Module]) -> None:
+    whole = named_tensors(initialise(on_meta(build), draw, seed=4))
+
+    for stages in (1, 4):
+        held = spread(build, stages, draw, seed=4)
+        assert set().union(*held) == set(whole)
+        for part in held:
+            for name, tensor in part.items():
+                assert torch.equal(tensor, whole[name]), name
+
+
+def test_another_seed_gives_other_weights_and_no_two_tensors_are_alike() -> None:
+    first, second = (named_tensors(initialise(on_meta(models.Perceptron), draw, seed=seed)) for seed in (0, 1))
+    weights = [tensor for name, tensor in first.items() if name.endswith("0.weight")]
+
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+def test_a_process_holds_its_own_layers_only() -> None:
+    """Tied weights are held wherever they are read, and what nobody reads where the first layer is."""
+    held = spread(Positioned, 4, draw, seed=4)
+
+    assert "blocks.0.0.weight" in held[0] and "blocks.0.0.weight" not in held[3]
+    assert [part.keys() & {"unused.weight", "steps", "scale", "table"} for part in held] == [
+        {"unused.weight", "steps", "scale", "table"},
+        set(),
+        set(),
+        set(),
+    ]
+    assert held[3].keys() == {"head.weight", "head.bias"}
+    assert sum(len(part) for part in held) == len(set().union(*held)) + 1  # the tied one is in two
+
+
+@pytest.mark.parametrize("build", [Positioned, models.layered], ids=["traced", "layers"])
+def test_the_chain_computes_what_the_model_does(build: Callable[[], nn.Module]) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+    model = on_meta(build)
+    weightless = capture_weightless(model, (x[:2],))
+    count = len(weightless.chain.layers)
+    chain = weightless.materialise(range(count), draw, 0)
+    expected = initialise(on_meta(build), draw).eval()
+
+    assert torch.equal(chain.evaluation().stage(0, count)((), {"args[0]": x})[0], expected(x))
+    assert any(layer.random for layer in chain.layers)
+    assert {id(p) for p in chain.parameters.values()} == {id(p) for p in model.parameters()}
+    assert all(chain.readers[name] for name in chain.parameters if not name.startswith("unused"))
+    assert not is_weightless(model)
+
+
+def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
+    subject = models.LAYERED
+    model = on_meta(models.layered)
+    weightless = capture_weightless(model, subject.sample)
+    weightless.materialise(range(8), draw, 3)
+    options = {"sample": subject.sample, "loss_fn": subject.loss_fn, "optimizer": models.momentum, "schedule": "1f1b"}
+    expected = penstock.reference_train(
+        initialise(on_meta(models.layered), draw, seed=3), subject.batches, stages=3, microbatches=4, **options
+    )
+    pipe = penstock.Pipeline(model, stages=3, microbatches=4, **options)
+    losses = tuple(float(pipe.step(x, y).loss) for x, y in subject.batches)
+
+    assert losses == expected.losses
+
+
+def test_what_is_not_on_the_meta_device_keeps_its_values() -> None:
+    def build() -> nn.Module:
+        model = Positioned()
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.detach().to("meta")))
+        return model.double()
+
+    def init_fn(name: str, tensor: Tensor) -> None:
+        assert name not in ("table", "steps")
+        tensor.normal_()
+
+    model = build()
+    model.register_buffer("table", torch.arange(6.0, dtype=torch.float64).sin(), persistent=False)
+    table = model.table.clone()
+    weightless = capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
+    weightless.materialise(range(len(weightless.chain.layers)), init_fn, 0)
+
+    assert torch.equal(model.table, table)
+    assert int(model.steps) == 0
+
+
+def test_modules_reset_themselves() -> None:
+    """Each tensor as its own module makes it, in the stream of its name: layers that are alike are not equal."""
+    model = initialise(on_meta(models.Normalized), reset_parameters(on_meta(models.Normalized)), seed=2)
+    block = model.blocks[0]
+
+    assert float(block.linear.weight.detach().abs().max()) <= 6**-0.5
+    assert not torch.equal(block.linear.weight, model.blocks[1].linear.weight)
+    assert torch.equal(block.norm.weight, torch.ones(6, dtype=torch.float64))
+    assert torch.equal(block.norm.running_var, torch.ones(6, dtype=torch.float64))
+    assert int(block.norm.num_batches_tracked) == 0
+
+
+class Scaled(nn.Module):
+    """Initialises its children, as many transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.MultiheadAttention(4, 2)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=5.0)
+            nn.init.constant_(module.bias, 7.0)
+
+
+def test_a_model_initialises_its_modules() -> None:
+    model = on_meta(Scaled)
+    initialise(model, reset_parameters(model))
+
+    assert float(model.first.weight.detach().abs().max()) > 2.0
+    assert torch.equal(model.first.bias, torch.full((4,), 7.0, dtype=torch.float64))
+    assert float(model.second.in_proj_weight.detach().abs().max()) > 0.0
+    assert not is_weightless(model)
+
+
+def test_generators_are_left_as_they_were() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    initialise(on_meta(models.Perceptron), draw)
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_marks_on_parameters_stay() -> None:
+    model = on_meta(models.Perceptron)
+    model.head.bias.no_decay = True
+    initialise(model, draw)
+
+    assert model.head.bias.no_decay
+
+
+def test_a_recurrent_module_uses_its_weights() -> None:
+    """It keeps its parameters in a list, too."""
+    model = on_meta(lambda: nn.LSTM(3, 4))
+    initialise(model, reset_parameters(model))
+
+    assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+def test_what_is_left_unwritten_is_named() -> None:
+    model = on_meta(Positioned)
+
+    with pytest.raises(PenstockError, match=r"scale \(parameter of shape \(6,\)\), table \(buffer .*, steps \(buffer"):
+        initialise(model, reset_parameters(model))
+
+
+def test_writing_the_data_of_a_tensor_counts() -> None:
+    def init_fn(name: str, tensor: Tensor) -> None:
+        tensor.data.zero_()
+
+    model = initialise(on_meta(Positioned), init_fn)
+
+    assert not any(bool(tensor.any()) for tensor in named_tensors(model).values())
+
+
+def test_a_model_that_reads_numbers_is_refused_and_left_as_it_was() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y if float(y.sum()) > 0 else -y
+
+    model = on_meta(lambda: nn.Sequential(Asking(), nn.Linear(6, 6)))
+    kept = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    model[1].bias = kept
+    with pytest.raises(CaptureError) as caught:
+        capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
+
+    assert "captured on the meta device" in caught.value.__notes__[0]
+    assert torch.equal(model[1].bias, kept)
+
+
+def test_a_sample_without_a_device_is_refused() -> None:
+    with pytest.raises(CaptureError, match="nothing says where the weights are to be"):
+        capture_weightless(on_meta(models.Perceptron), (torch.ones(2, 6, device="meta"),))
