@@ -10,8 +10,10 @@ from penstock.scheduling.actions import (
     Backward,
     Forward,
     Receive,
+    ReceiveNorms,
     ReceiveTied,
     Send,
+    SendNorms,
     SendTied,
     Update,
     format_programs,
@@ -19,7 +21,7 @@ from penstock.scheduling.actions import (
     parse_programs,
 )
 
-KINDS = (Forward, Backward, Update, Send, Receive, SendTied, ReceiveTied)
+KINDS = (Forward, Backward, Update, Send, Receive, SendTied, ReceiveTied, SendNorms, ReceiveNorms)
 numbers = st.integers(min_value=0, max_value=10**6)
 actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS), numbers, numbers, numbers)
 
@@ -34,6 +36,8 @@ actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS),
         (Receive(3, 0, 2), "3R0<2"),
         (SendTied(0, 1, 3), "0T1>3"),
         (ReceiveTied(3, 1, 0), "3T1<0"),
+        (SendNorms(2, 3, 1), "2N3>1"),
+        (ReceiveNorms(1, 3, 2), "1N3<2"),
     ],
 )
 def test_text_forms(action: Action, text: str) -> None:
@@ -65,5 +69,6 @@ def test_text_that_is_no_action(text: str) -> None:
 
     assert str(caught.value) == (
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2A3 (all-reduce of replicas)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2N3>1 or 1N3<2 (norms), "
+        "2A3 (all-reduce of replicas)"
     )

@@ -175,7 +175,15 @@ def test_two_bw_table() -> None:
     ]
 
     assert draw_parts([schedule.step(0), schedule.step(1), schedule.drain(2)], short) == table
-    assert drawn_table(two_bw) == table
+    waiting = Schedule("2bw", 3, 3, norms=True)
+    late = [
+        "rank 0 F3 B1 F4 B2 F5 B3 | U1 F6 B4 F7 B5 F8 B6 | B7 B8 U2 U3",
+        "rank 1 F3 B2 F4 B3 F5 B4 | U1 F6 B5 F7 B6 F8 B7 | B8 U2 U3",
+        "rank 2 F3 B3 F4 B4 F5 B5 | U1 F6 B6 F7 B7 F8 B8 | U2 U3",
+    ]
+
+    assert draw_parts([waiting.step(1), waiting.step(2), waiting.drain(3)], short) == late
+    assert drawn_table(two_bw) == table + late
 
 
 def test_spp_table() -> None:

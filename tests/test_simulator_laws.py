@@ -100,7 +100,7 @@ def test_replicas_that_are_not_played_do_what_they_would_do(
         assert [(span.start_seconds, span.stop_seconds) for span in spans] == list(
             zip(track.starts, track.stops, strict=True)
         )
-        assert folded.memory[rank] == hold(track, sizes, costs, made.stages_of(rank), made.versions)
+        assert folded.memory[rank] == hold(track, sizes, costs, made)
 
 
 def played_ranks(plan: Plan, cluster: Cluster, **options: bool) -> tuple[int, ...]:

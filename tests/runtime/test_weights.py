@@ -29,12 +29,12 @@ def make(versions: int) -> tuple[Scale, VersionedWeights]:
 
 def update(weights: VersionedWeights, version: int, gradient_version: int, step: float) -> None:
     """A plain gradient step, in place, as an optimizer does it."""
-    weights.begin_update(version, weights.gradients(gradient_version))
+    weights.begin_update(version, weights.take_gradients(gradient_version))
     with torch.no_grad():
         parameter = weights.parameters["weight"]
         assert parameter.grad is not None
         parameter -= step * parameter.grad
-    weights.end_update(gradient_version)
+    weights.end_update()
 
 
 def run(weights: VersionedWeights, version: int, x: float) -> torch.Tensor:
@@ -115,14 +115,13 @@ def test_replicas_share_the_weights_and_have_gradients_and_buffers_of_their_own(
 
     assert (first.gradients(0)["weight"].item(), second.gradients(0)["weight"].item()) == (3.0, 5.0)
     assert (module.calls.item(), second.buffers[0].item()) == (1, 1)
-    total = {"weight": first.gradients(0)["weight"] + second.gradients(0)["weight"]}
+    total = {"weight": first.take_gradients(0)["weight"] + second.take_gradients(0)["weight"]}
     assert second.begin_update(1, total)
     with torch.no_grad():
         module.weight -= 0.125 * module.weight.grad
-    second.end_update(0)
-    # The first replica finds the update made, and only forgets what it has given.
+    second.end_update()
+    # The first replica finds the update made.
     assert not first.begin_update(1, total)
-    first.forget_gradients(0)
 
     assert module.weight.item() == 0.0 == run(first, 1, 1.0).item() == run(second, 1, 1.0).item()
     assert run(first, 0, 1.0).item() == run(second, 0, 1.0).item() == 1.0

@@ -19,8 +19,9 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.runtime.microbatches import Microbatch, share_sizes
 from penstock.runtime.transport import Edge, Message, Ticket, Transport
-from penstock.scheduling.actions import Action, Receive, ReceiveTied, Send, SendTied
-from penstock.scheduling.lowering import peer
+from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
+from penstock.scheduling.lowering import peer, peers
+from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
@@ -41,7 +42,7 @@ class Mailbox:
         self._schedule = schedule
         self._transport = transport
         self._microbatches: Mapping[int, Microbatch] = {}
-        self._due: defaultdict[Edge, deque[Receive | ReceiveTied]] = defaultdict(deque)
+        self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._tickets: defaultdict[Action, dict[Edge, Ticket]] = defaultdict(dict)
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
@@ -51,7 +52,7 @@ class Mailbox:
         self._schedule = schedule
         self._microbatches = microbatches
         for action in program:
-            if isinstance(action, Receive | ReceiveTied):
+            if isinstance(action, Receive | ReceiveTied | ReceiveNorms):
                 for edge in self._edges_to(action):
                     self._due[edge].append(action)
         for edge in self._due:
@@ -96,12 +97,25 @@ class Mailbox:
 
     def receive_tied(self, action: ReceiveTied) -> Message:
         """Waits for such gradients."""
+        return self._receive_one(action)
+
+    def send_norms(self, action: SendNorms, norms: Sequence[Tensor]) -> None:
+        """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
+        for rank in peers(action, self.rank, self._placement):
+            form = ("norms", action.stage, action.target, len(norms))
+            self._transport.send(Edge(self.rank, rank), form, tuple(norms))
+
+    def receive_norms(self, action: ReceiveNorms) -> tuple[Tensor, ...]:
+        """Waits to be told."""
+        return tuple(norm for norm in self._receive_one(action) if norm is not None)
+
+    def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
         ((edge, ticket),) = self._tickets.pop(action).items()
         message = ticket.wait()
         self._post(edge)
         return message
 
-    def ready(self, action: Receive | ReceiveTied) -> bool:
+    def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
         """Whether the message has come."""
         return all(ticket.ready() for ticket in self._tickets[action].values())
 
@@ -114,11 +128,14 @@ class Mailbox:
                     form = self._form(source, stage, microbatch)
                 case ReceiveTied(stage, version, source):
                     form = self._tied_form(source, stage, version)
+                case ReceiveNorms(stage, version, source):
+                    norms = carried_norms(self._schedule, source, version, stage)
+                    form = ("norms", source, stage, len(norms))
                 case _:
                     assert_never(action)
             self._tickets[action][edge] = self._transport.post(edge, form)
 
-    def _edges_to(self, action: Receive | ReceiveTied) -> list[Edge]:
+    def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> list[Edge]:
         if isinstance(action, Receive) and self._placement.split:
             sources = self._rows(action.stage, action.source, action.microbatch)
             return [Edge(source, self.rank) for source in sources]

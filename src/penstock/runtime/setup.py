@@ -137,16 +137,16 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
 def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
     """The schedule of `plan`, which knows the stages of this model that share weights.
 
-    `PlanError` if they do and the schedule does not flush, or the stages that share have different numbers of replicas;
+    `PlanError` if they do under 1f1b, or the stages that share have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
-    if shared and not schedule.flushes:
+    if shared and plan.schedule == "1f1b":
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"weights are shared across stages: {names}. Under {plan.schedule!r} every stage updates at its own time, "
-            "so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp), untie the "
+            f"weights are shared across stages: {names}. Under '1f1b' every stage updates at its own time, so the "
+            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp) or 2bw, untie the "
             "weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
@@ -195,7 +195,7 @@ def build_stages(
     """
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
-    lent: set[str] = set()
+    lent: dict[str, VersionedWeights] = {}
     for index in sorted({stage for rank in local for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
@@ -204,11 +204,13 @@ def build_stages(
             module,
             parameters,
             schedule.versions(index),
-            frozenset(lent.intersection(parameters)),
+            {name: lent[name] for name in parameters if name in lent},
             copied=not sharded_modules(module),
         )
         # Of the stages of one process that share a weight, the first one updates it.
-        lent.update(name for name in parameters if name in shared)
+        for name in parameters:
+            if name in shared:
+                lent.setdefault(name, weights)
         firsts[index] = LocalStage(
             weights,
             evaluation=partial(InPlace, weights)

@@ -51,7 +51,8 @@ class _Slots:
 class VersionedWeights:
     """`versions` slots for the parameters of `module`, which are named by `parameters`.
 
-    `lent`: those that another stage of this process uses too and updates; there must be one version only.
+    `lent`: those that another stage of this process uses too and updates, with the weights of that stage, which must
+    have equally many versions.
     `copied`: whether the modules are copies; one that cannot be copied runs itself, and has one version and no replica.
     """
 
@@ -60,14 +61,19 @@ class VersionedWeights:
         module: StageModule,
         parameters: Mapping[str, nn.Parameter],
         versions: int,
-        lent: frozenset[str] = frozenset(),
+        lent: Mapping[str, "VersionedWeights"] | None = None,
         copied: bool = True,
     ) -> None:
-        assert not lent or versions == 1, "stages that share weights flush"
+        lenders = lent or {}
         slots = [{name: part_of(parameter) for name, parameter in parameters.items()}]
-        for _ in range(1, versions):
-            slots.append({name: torch.empty_like(tensor) for name, tensor in slots[0].items()})
-        stepped = {name: p for name, p in parameters.items() if name not in lent}
+        for slot in range(1, versions):
+            slots.append(
+                {
+                    name: lenders[name].slot(slot)[name] if name in lenders else torch.empty_like(tensor)
+                    for name, tensor in slots[0].items()
+                }
+            )
+        stepped = {name: p for name, p in parameters.items() if name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, slots), module
         if copied:
             self._make(self._slots, module, {id(buffer): buffer for buffer in module.buffers()})
@@ -113,6 +119,10 @@ class VersionedWeights:
         """The leaves of autograd that gradients taken at `version` are added to, by parameter name."""
         return self._leaves[self._slots.place(version)]
 
+    def slot(self, number: int) -> Mapping[str, Tensor]:
+        """This process's part of each parameter in a slot."""
+        return self._slots.tensors[number]
+
     def gradients(self, version: int) -> dict[str, Tensor]:
         """The gradients accumulated at `version`, by parameter name; a parameter that had none is left out."""
         leaves = self.leaves(version)
@@ -136,16 +146,17 @@ class VersionedWeights:
             parameter.grad = gradients.get(name)
         return True
 
-    def end_update(self, gradient_version: int) -> None:
-        """Forgets the gradients: those of the optimizer's parameters and those accumulated at `gradient_version`."""
-        for parameter in self._slots.stepped.values():
-            parameter.grad = None
-        self.forget_gradients(gradient_version)
-
-    def forget_gradients(self, version: int) -> None:
-        """Forgets the gradients accumulated at `version`."""
+    def take_gradients(self, version: int) -> dict[str, Tensor]:
+        """The gradients accumulated at `version`, which are forgotten here: the next ones begin anew."""
+        gradients = self.gradients(version)
         for leaf in self.leaves(version).values():
             leaf.grad = None
+        return gradients
+
+    def end_update(self) -> None:
+        """Forgets the gradients of the optimizer's parameters."""
+        for parameter in self._slots.stepped.values():
+            parameter.grad = None
 
     @contextmanager
     def hidden_gradients(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ action comes next, with which version of the weights, is all in the program.
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It waits in `Receive`, `ReceiveTied` and `Reduce` and nowhere else.
+  2. It waits in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce` and nowhere else.
 """
 
 import time
@@ -35,13 +35,16 @@ from penstock.scheduling.actions import (
     Backward,
     Forward,
     Receive,
+    ReceiveNorms,
     ReceiveTied,
     Reduce,
     Send,
+    SendNorms,
     SendTied,
     Update,
 )
 from penstock.scheduling.methods import VersionRule
+from penstock.scheduling.norms import Norm, carried_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
 
@@ -124,10 +127,16 @@ class Worker:
         self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
         self._loss_gradients: dict[int, Tensor] = {}
-        self._tied: dict[tuple[int, int], Mapping[str, Tensor | None]] = {}
-        """What a stage (first) has got from another one (second): gradients of the weights that they share."""
-        self._taken_at: dict[tuple[int, int], int] = {}
-        """The version of a stage (first) at which the gradients of its update to a version (second) were taken."""
+        self._tied: dict[tuple[int, int, int], Mapping[str, Tensor | None]] = {}
+        """What a stage (first) has got from another one (second) for an update to a version (third): gradients of the
+        weights that they share.
+        """
+        self._whole: dict[tuple[int, int], dict[str, Tensor]] = {}
+        """The gradients that this rank has for an update of a stage (first) to a version (second), once its last
+        backward for it is done. Not left with the weights, since those of the next update may be taken at one version.
+        """
+        self._norms: dict[Norm, Tensor] = {}
+        """What this rank knows of the gradients of stages, for exchange: see `known_norms`."""
         self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
         """The gradients for an update of a stage (first) to a version (second), summed over its replicas."""
 
@@ -154,7 +163,7 @@ class Worker:
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
-        if isinstance(action, Receive | ReceiveTied):
+        if isinstance(action, Receive | ReceiveTied | ReceiveNorms):
             return self._mailbox.ready(action)
         return not isinstance(action, Reduce) or self._start_reduce(action).ready(action.version)
 
@@ -178,7 +187,13 @@ class Worker:
                 case ReceiveTied():
                     names = self.stages[action.stage].ties[action.source]
                     message = self._mailbox.receive_tied(action)
-                    self._tied[action.stage, action.source] = dict(zip(names, message, strict=True))
+                    self._tied[action.stage, action.source, action.version] = dict(zip(names, message, strict=True))
+                case SendNorms():
+                    norms = carried_norms(self._schedule, action.stage, action.version, action.target)
+                    self._mailbox.send_norms(action, tuple(self._norms[norm] for norm in norms))
+                case ReceiveNorms():
+                    norms = carried_norms(self._schedule, action.source, action.version, action.stage)
+                    self._norms.update(zip(norms, self._mailbox.receive_norms(action), strict=True))
                 case Reduce():
                     # The sum goes on beside the backward that makes the gradients: it began with the first bucket.
                     start = min(start, self._reduce(action))
@@ -242,10 +257,13 @@ class Worker:
         else:
             gradients = self._mailbox.take(action.stage, k, action.stage + 1)
         update = k // self._schedule.promise.microbatches_per_update[action.stage] + 1
-        self._taken_at[action.stage, update] = action.version
-        if stage.reducer is not None and k == self._schedule.last_taken(self.rank, action.stage, update):
+        last = k == self._schedule.last_taken(self.rank, action.stage, update)
+        # A late update with tied weights sums after backwards of the next one, which not all replicas have had then.
+        if last and stage.reducer is not None and not (stage.ties and action.stage in self._schedule.deferred):
             stage.reducer.arm(update, stage.weights.leaves(action.version))
         result = stage.executor.backward(k, gradients)
+        if last:
+            self._whole[action.stage, update] = stage.weights.take_gradients(action.version)
         if action.stage > 0:
             self._mailbox.put(action.stage, k, action.stage - 1, result)
         if action.stage == min(self.stages):
@@ -270,7 +288,7 @@ class Worker:
     def _update(self, action: Update) -> None:
         key, weights = (action.stage, action.version), self.stages[action.stage].weights
         gradients = self._sums.pop(key) if key in self._sums else self._own_gradients(*key)
-        taken_at = self._taken_at.pop(key, None)
+        self._whole.pop(key, None)
         if weights.begin_update(action.version, gradients):
             if (count := self._averaged_over(*key)) > 1:
                 for gradient in gradients.values():
@@ -282,9 +300,7 @@ class Worker:
                         if other != action.stage:
                             stack.enter_context(held.weights.hidden_gradients())
                     self._optimizer.step()
-            weights.end_update(action.gradient_version)
-        elif taken_at is not None:
-            weights.forget_gradients(taken_at)
+            weights.end_update()
 
     def _averaged_over(self, stage: int, version: int) -> int:
         """How many microbatches' gradients, each of weight one, an update divides by; 1 where weights are shares."""
@@ -297,22 +313,18 @@ class Worker:
         """This rank's gradients for the update of `stage` to `version`, with those of tied weights; {} if it has none,
         which is when it had no microbatch of those.
         """
-        taken_at = self._taken_at.get((stage, version))
-        own = {} if taken_at is None else self.stages[stage].weights.gradients(taken_at)
-        return self._add_tied(stage, version, own)
+        return self._add_tied(stage, version, self._whole.get((stage, version), {}))
 
     def _add_tied(self, stage: int, version: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """`own` gradients with those of tied weights summed over the stages that share them, in the stages' order."""
         ties = self.stages[stage].ties
         parts: dict[int, Mapping[str, Tensor | None]] = {stage: own}
         for partner, names in ties.items():
-            neighbour = self.stages.get(partner)
-            if neighbour is not None and (stage, partner) not in self._tied:
+            if partner in self.stages and (stage, partner, version) not in self._tied:
                 # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
-                self._tied[partner, stage] = {name: own.get(name) for name in names}
-                taken_at = self._taken_at.get((partner, version))
-                self._tied[stage, partner] = {} if taken_at is None else neighbour.weights.gradients(taken_at)
-            parts[partner] = self._tied.pop((stage, partner))
+                self._tied[partner, stage, version] = {name: own.get(name) for name in names}
+                self._tied[stage, partner, version] = self._whole.get((partner, version), {})
+            parts[partner] = self._tied.pop((stage, partner, version))
         sums = dict(own)
         for name in {name for names in ties.values() for name in names}:
             sharing = sorted(s for s in parts if s == stage or name in ties[s])
@@ -322,9 +334,9 @@ class Worker:
         return sums
 
     def _send_tied(self, action: SendTied) -> None:
-        stage, taken_at = self.stages[action.stage], self._taken_at.get((action.stage, action.version))
-        gradients = {} if taken_at is None else stage.weights.gradients(taken_at)
-        self._mailbox.send_tied(action, tuple(gradients.get(name) for name in stage.ties[action.target]))
+        gradients = self._whole.get((action.stage, action.version), {})
+        names = self.stages[action.stage].ties[action.target]
+        self._mailbox.send_tied(action, tuple(gradients.get(name) for name in names))
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1

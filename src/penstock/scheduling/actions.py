@@ -16,6 +16,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     3R0<2    stage 3 receives it
     0T1>3    stage 0 sends stage 3 its gradients of the weights that they share, for the update to version 1
     3T1<0    stage 3 receives them
+    2N3>1    stage 2 sends stage 1 the norms of gradients that it knows at its update to version 3
+    1N3<2    stage 1 receives them
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
 """
 
@@ -33,9 +35,11 @@ __all__ = [
     "Forward",
     "Message",
     "Receive",
+    "ReceiveNorms",
     "ReceiveTied",
     "Reduce",
     "Send",
+    "SendNorms",
     "SendTied",
     "Update",
     "format_programs",
@@ -129,6 +133,30 @@ class ReceiveTied:
 
 
 @dataclass(frozen=True, slots=True)
+class SendNorms:
+    """Stage `stage` tells its neighbour `target` the norms of gradients that it knows at its update to `version`."""
+
+    stage: int
+    version: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}N{self.version}>{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveNorms:
+    """Stage `stage` receives the norms that `source` knew at its update to `version`."""
+
+    stage: int
+    version: int
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}N{self.version}<{self.source}"
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """The replicas of stage `stage` sum their gradients for the update to `version`; all of them wait for the last."""
 
@@ -140,7 +168,7 @@ class Reduce:
 
 
 Compute: TypeAlias = Forward | Backward | Update
-Message: TypeAlias = Send | Receive | SendTied | ReceiveTied
+Message: TypeAlias = Send | Receive | SendTied | ReceiveTied | SendNorms | ReceiveNorms
 Action: TypeAlias = Compute | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
@@ -151,6 +179,8 @@ _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
     (re.compile(r"(\d+)T(\d+)>(\d+)"), SendTied),
     (re.compile(r"(\d+)T(\d+)<(\d+)"), ReceiveTied),
+    (re.compile(r"(\d+)N(\d+)>(\d+)"), SendNorms),
+    (re.compile(r"(\d+)N(\d+)<(\d+)"), ReceiveNorms),
     (re.compile(r"(\d+)A(\d+)"), Reduce),
 )
 
@@ -162,7 +192,8 @@ def parse(text: str) -> Action:
             return kind(*(int(number) for number in match.groups()))
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2A3 (all-reduce of replicas)"
+        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2N3>1 or 1N3<2 (norms), "
+        "2A3 (all-reduce of replicas)"
     )
 
 

@@ -17,9 +17,11 @@ from penstock.scheduling.actions import (
     Compute,
     Forward,
     Receive,
+    ReceiveNorms,
     ReceiveTied,
     Reduce,
     Send,
+    SendNorms,
     SendTied,
     Update,
 )
@@ -133,7 +135,7 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
                 case Update():
                     turns[action.stage, rank].append((index, action))
                     continue
-                case SendTied() | ReceiveTied() | Reduce():
+                case SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
                     continue
                 case Send() | Receive():
                     pass

@@ -3,14 +3,18 @@
 Orders say nothing of communication, so no order can get it wrong: this one pass derives all of it.
 
 Laws of this file:
-  1. It is the only place that creates messages (`Send`, `Receive`, `SendTied`, `ReceiveTied`) and `Reduce`.
+  1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
   2. A receive stands directly before the action that consumes it, a send directly after the action that makes it.
   3. Only adjacent stages exchange activations and gradients, and no message passes between stages of one rank; what
      skips a stage rides along with the rest.
   4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
      all its updates before it waits for any, so that no two ranks wait for each other.
-  5. The replicas of a stage sum their gradients directly before they update.
-  6. It looks at one action, or one run of updates, at a time: lowering a step or a whole program comes to the same.
+  5. The replicas of a stage sum their gradients before they update, and before anybody is told their norm.
+  6. Where an update comes later than its gradients, what it waits for is sent when these are there and received before
+     it. Between neighbours this must keep its place among activations and gradients, since an edge is a queue: what
+     goes to an earlier stage is received when its own gradients are there, and what goes to a later one is sent before
+     the update.
+  7. It looks at one action, mark, or run of updates at a time: lowering a step or a whole program comes to the same.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,36 +25,48 @@ from typing import assert_never
 from penstock.scheduling.actions import (
     Action,
     Backward,
-    Compute,
     Forward,
     Message,
     Receive,
+    ReceiveNorms,
     ReceiveTied,
     Reduce,
     Send,
+    SendNorms,
     SendTied,
     Update,
 )
+from penstock.scheduling.methods import Entry, Finished, NormRule, Summed
 from penstock.scheduling.placements import Placement
 
-__all__ = ["counterpart", "lower", "lower_row", "partners", "peer"]
+__all__ = ["counterpart", "lower", "lower_row", "partners", "peer", "peers"]
 
 
 def lower(
-    programs: Iterable[Iterable[Compute]], placement: Placement, ties: Sequence[Sequence[int]] = ()
+    programs: Iterable[Iterable[Entry]],
+    placement: Placement,
+    ties: Sequence[Sequence[int]] = (),
+    norms: NormRule = NormRule.NONE,
+    deferred: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs (one row of actions per rank) with their messages.
 
-    `ties`: groups of stages that share weights.
+    `ties`: groups of stages that share weights. `norms`: whose norms of gradients an update needs. `deferred`: the
+    stages whose updates come later than their gradients, which a mark says are there.
     """
-    return tuple(lower_row(row, rank, placement, ties) for rank, row in enumerate(programs))
+    return tuple(lower_row(row, rank, placement, ties, norms, deferred) for rank, row in enumerate(programs))
 
 
 def lower_row(
-    row: Iterable[Compute], rank: int, placement: Placement, ties: Sequence[Sequence[int]] = ()
+    row: Iterable[Entry],
+    rank: int,
+    placement: Placement,
+    ties: Sequence[Sequence[int]] = (),
+    norms: NormRule = NormRule.NONE,
+    deferred: frozenset[int] = frozenset(),
 ) -> tuple[Action, ...]:
     """The row of `rank` with its messages."""
-    return tuple(_Lowering(rank, placement, ties).lower(row))
+    return tuple(_Lowering(rank, placement, ties, norms, deferred).lower(row))
 
 
 def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -69,19 +85,37 @@ def counterpart(message: Message) -> Message:
             return ReceiveTied(target, version, stage)
         case ReceiveTied(stage, version, source):
             return SendTied(source, version, stage)
+        case SendNorms(stage, version, target):
+            return ReceiveNorms(target, version, stage)
+        case ReceiveNorms(stage, version, source):
+            return SendNorms(source, version, stage)
         case _:
             assert_never(message)
 
 
 def peer(message: Message, rank: int, placement: Placement) -> int:
-    """The other rank of a message in the row of `rank`; the first one, if replicas share the microbatch."""
+    """The other rank of a message in the row of `rank`; the first one, if there are several."""
     match message:
         case Send(_, microbatch, other) | Receive(_, microbatch, other):
             return placement.rank_of(other, microbatch)
         case SendTied(stage, _, other) | ReceiveTied(stage, _, other):
             return placement.beside(stage, other, rank)
+        case SendNorms(stage, _, other) | ReceiveNorms(stage, _, other):
+            return placement.beside(stage, other, rank)
         case _:
             assert_never(message)
+
+
+def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
+    """The other ranks of a message in the row of `rank`, those that share a microbatch aside.
+
+    Norms go from replica i mod r of a stage of r replicas to replica i of its neighbour: to none, one or several ranks.
+    """
+    match message:
+        case SendNorms(stage, _, other):
+            return placement.listeners(stage, other, rank)
+        case _:
+            return (peer(message, rank, placement),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,37 +123,31 @@ class _Lowering:
     rank: int
     placement: Placement
     ties: Sequence[Sequence[int]]
+    norms: NormRule
+    deferred: frozenset[int]
 
-    def lower(self, row: Iterable[Compute]) -> Iterator[Action]:
-        for _, run in groupby(row, key=lambda action: isinstance(action, Update)):
-            actions = list(run)
-            yield from self._share([action for action in actions if isinstance(action, Update)])
-            for action in actions:
-                yield from self._lower_action(action)
+    def lower(self, row: Iterable[Entry]) -> Iterator[Action]:
+        for _, run in groupby(row, key=lambda entry: isinstance(entry, Update)):
+            entries = list(run)
+            if updates := [entry for entry in entries if isinstance(entry, Update)]:
+                yield from self._lower_updates(updates)
+                continue
+            for entry in entries:
+                match entry:
+                    case Summed(stage, version):
+                        yield from self._leave(stage, version)
+                    case Finished(stage, version):
+                        yield from self._hear(stage, version)
+                    case _:
+                        yield from self._lower_action(entry)
 
-    def _share(self, updates: Sequence[Update]) -> Iterator[Action]:
-        """What the stages of `updates` send to their partners, in the order in which these take it."""
-        targets = sorted(
-            (target, update.stage, update.version)
-            for update in updates
-            for target in partners(update.stage, self.ties)
-            if not self._holds(target)
-        )
-        for target, stage, version in targets:
-            yield SendTied(stage, version, target)
-
-    def _lower_action(self, action: Compute) -> Iterator[Action]:
+    def _lower_action(self, action: Forward | Backward | Update) -> Iterator[Action]:
         match action:
             case Forward(stage, microbatch):
                 source, target = stage - 1, stage + 1
             case Backward(stage, microbatch):
                 source, target = stage + 1, stage - 1
-            case Update(stage, version):
-                for partner in partners(stage, self.ties):
-                    if not self._holds(partner):
-                        yield ReceiveTied(stage, version, partner)
-                if self.placement.replicas(stage) > 1:
-                    yield Reduce(stage, version)
+            case Update():
                 yield action
                 return
             case _:
@@ -129,6 +157,95 @@ class _Lowering:
         yield action
         if self._is_apart(target):
             yield Send(stage, microbatch, target)
+
+    def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
+        """A run of updates and what they wait for; `updates` at once only if all of them know the norms of all."""
+        targets = sorted(
+            (target, update.stage, update.version)
+            for update in updates
+            for target in self._partners(update.stage)
+            if update.stage not in self.deferred or self._is_late(update.stage, target)
+        )
+        for target, stage, version in targets:
+            yield SendTied(stage, version, target)
+        if self.norms is not NormRule.ALL:
+            for update in updates:
+                yield from self._settle(update)
+                yield from self._exchange(update)
+            return
+        for update in updates:
+            yield from self._settle(update)
+        ascending = sorted(updates, key=lambda update: (update.version, update.stage))
+        for update in reversed(ascending):
+            if update.stage not in self.deferred:
+                yield from self._tell_earlier(update.stage, update.version)
+        for update in ascending:
+            if self._is_apart(update.stage - 1):
+                yield ReceiveNorms(update.stage, update.version, update.stage - 1)
+            yield from self._tell(update.stage, update.version, update.stage + 1)
+        yield from updates
+
+    def _exchange(self, update: Update) -> Iterator[Action]:
+        """The update, and around it what stages tell each other while nobody waits for an earlier stage."""
+        stage, version = update.stage, update.version
+        if self.norms is NormRule.LAGGED:
+            yield from self._tell_earlier(stage, version)
+            yield from self._tell(stage, version, stage + 1)
+        yield update
+        if self.norms is NormRule.LAGGED:
+            yield from self._hear(stage, version - 1)
+
+    def _leave(self, stage: int, version: int) -> Iterator[Action]:
+        """What a deferred update of `stage` can send and receive as soon as its gradients are there."""
+        others = self._partners(stage)
+        for target in others:
+            if not self._is_late(stage, target):
+                yield SendTied(stage, version, target)
+        for source in others:
+            if self._is_early(stage, source):
+                yield ReceiveTied(stage, version, source)
+        if not others and self.placement.replicas(stage) > 1:
+            yield Reduce(stage, version)
+        if self.norms is NormRule.ALL:
+            yield from self._tell_earlier(stage, version)
+
+    def _settle(self, update: Update) -> Iterator[Action]:
+        """What must still come before the gradients of `update` are whole."""
+        stage, version = update.stage, update.version
+        others, deferred = self._partners(stage), stage in self.deferred
+        for source in others:
+            if not (deferred and self._is_early(stage, source)):
+                yield ReceiveTied(stage, version, source)
+        if self.placement.replicas(stage) > 1 and (others or not deferred):
+            yield Reduce(stage, version)
+
+    def _is_late(self, stage: int, target: int) -> bool:
+        """Whether what a deferred update sends to `target` keeps its place before the activations of a minibatch."""
+        return target == stage + 1
+
+    def _is_early(self, stage: int, source: int) -> bool:
+        """Whether a deferred update receives at once what `source` sends: a neighbour, or one whose gradients belong to
+        the norm that is to leave."""
+        return source == stage + 1 or (source > stage and self.norms is NormRule.ALL)
+
+    def _tell_earlier(self, stage: int, version: int) -> Iterator[Action]:
+        """Adds the norm of `stage` to those of later stages, and passes them on to the stage before it."""
+        if self._is_apart(stage + 1):
+            yield ReceiveNorms(stage, version, stage + 1)
+        yield from self._tell(stage, version, stage - 1)
+
+    def _tell(self, stage: int, version: int, target: int) -> Iterator[Action]:
+        if self._is_apart(target):
+            yield SendNorms(stage, version, target)
+
+    def _hear(self, stage: int, version: int) -> Iterator[Action]:
+        """What the stage before it knew at its update to `version`: that leaves before the next activation does."""
+        if version > 0 and self._is_apart(stage - 1):
+            yield ReceiveNorms(stage, version, stage - 1)
+
+    def _partners(self, stage: int) -> tuple[int, ...]:
+        """Those on other ranks."""
+        return tuple(partner for partner in partners(stage, self.ties) if not self._holds(partner))
 
     def _is_apart(self, neighbour: int) -> bool:
         return 0 <= neighbour < len(self.placement.stages) and not self._holds(neighbour)

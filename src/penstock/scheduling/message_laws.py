@@ -19,21 +19,25 @@ from penstock.scheduling.actions import (
     Forward,
     Message,
     Receive,
+    ReceiveNorms,
     ReceiveTied,
     Reduce,
     Send,
+    SendNorms,
     SendTied,
     Update,
 )
 from penstock.scheduling.evidence import Evidence, report_breach, show_row
-from penstock.scheduling.lowering import counterpart, partners, peer
-from penstock.scheduling.methods import Drain, Step
+from penstock.scheduling.lowering import counterpart, partners, peer, peers
+from penstock.scheduling.methods import Drain, NormRule, Step
+from penstock.scheduling.norms import Norm, carried_norms, known_norms
 
 __all__ = ["MESSAGE_LAWS", "require_parts"]
 
 Need: TypeAlias = tuple[str, int, int, int]
 """What a rank has done: F or B of a stage and a microbatch, or the receive of an activation (A) or gradient (G) of a
-microbatch, or of the gradients of tied weights (T) for a version; then the stage that it came from, else -1."""
+microbatch, or of the gradients of tied weights (T) for a version, an all-reduce (R) for a version, or to know the norm
+(N) of a stage for a version; then the stage that it came from, else -1."""
 
 _NAMES = {
     "F": "forward",
@@ -55,6 +59,10 @@ def _require_neighbours(evidence: Evidence) -> None:
                 case SendTied(stage=stage, target=other) | ReceiveTied(stage=stage, source=other):
                     allowed = partners(stage, evidence.schedule.ties)
                     expected = f"a stage on another rank that shares weights with stage {stage}"
+                case SendNorms(stage=stage, target=other) | ReceiveNorms(stage=stage, source=other):
+                    told = evidence.schedule.norm_rule is not NormRule.NONE
+                    allowed = (stage - 1, stage + 1) if told else ()
+                    expected = f"a neighbour of stage {stage} on another rank, and a schedule with norms"
                 case Reduce(stage=stage):
                     if evidence.schedule.placement.replicas(stage) == 1:
                         mend = "drop it, or let lower() derive it"
@@ -83,17 +91,18 @@ def _require_data(evidence: Evidence) -> None:
                     done.add(("F", stage, microbatch, -1))
                 case Backward(stage, microbatch):
                     done.add(("B", stage, microbatch, -1))
-                    # What was reduced before lacks these gradients.
-                    done.discard(("R", stage, -1, -1))
                 case Receive(stage, microbatch, source):
                     done.add(("A" if source < stage else "G", stage, microbatch, -1))
                 case ReceiveTied(stage, version, source):
                     done.add(("T", stage, version, source))
-                case Reduce(stage):
-                    done.add(("R", stage, -1, -1))
-                case Update(stage):
-                    done.discard(("R", stage, -1, -1))
-                case Send() | SendTied():
+                case ReceiveNorms(stage, version, source):
+                    told = carried_norms(evidence.schedule, source, version, stage)
+                    done.update(("N", *norm, -1) for norm in told)
+                case Reduce(stage, version):
+                    # A sum over replicas that lacks gradients is none.
+                    if done.issuperset(_summands(stage, version, rank, evidence)):
+                        done.add(("R", stage, version, -1))
+                case Send() | SendTied() | SendNorms() | Update():
                     pass
                 case _:
                     assert_never(action)
@@ -105,6 +114,8 @@ def _describe(need: Need) -> str:
         return f"the gradients of tied weights of stage {source} for version {number}"
     if letter == "R":
         return "the all-reduce of all gradients"
+    if letter == "N":
+        return f"the norm for version {number}"
     return f"the {_NAMES[letter]} of microbatch {number}"
 
 
@@ -125,24 +136,55 @@ def _needs(action: Action, rank: int, evidence: Evidence) -> Iterator[Need]:
             yield "F" if target > stage else "B", stage, microbatch, -1
         case SendTied(stage, version):
             yield from _last_backward(stage, version, rank, evidence)
+        case SendNorms(stage, version, target):
+            for norm in carried_norms(evidence.schedule, stage, version, target):
+                yield from _knowledge(norm, rank, evidence)
         case Update(stage, version):
-            for partner in partners(stage, evidence.schedule.ties):
-                if rank in placement[partner]:
-                    yield from _last_backward(partner, version, rank, evidence)
-                else:
-                    yield "T", stage, version, partner
+            yield from _summands(stage, version, rank, evidence)
             if evidence.schedule.placement.replicas(stage) > 1:
-                yield "R", stage, -1, -1
-        case Receive() | ReceiveTied() | Reduce():
+                yield "R", stage, version, -1
+            for norm in known_norms(evidence.schedule, stage, version):
+                yield from _knowledge(norm, rank, evidence)
+        case Receive() | ReceiveTied() | ReceiveNorms() | Reduce():
             pass
         case _:
             assert_never(action)
 
 
+def _summands(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
+    """The gradients that the update of `stage` to `version` sums up on `rank`."""
+    yield from _last_backward(stage, version, rank, evidence)
+    for partner in partners(stage, evidence.schedule.ties):
+        yield from _tied_gradients(stage, version, partner, rank, evidence)
+
+
+def _tied_gradients(stage: int, version: int, partner: int, rank: int, evidence: Evidence) -> Iterator[Need]:
+    if rank in evidence.placement.stages[partner]:
+        yield from _last_backward(partner, version, rank, evidence)
+    else:
+        yield "T", stage, version, partner
+
+
+def _knowledge(norm: Norm, rank: int, evidence: Evidence) -> Iterator[Need]:
+    """What makes `rank` know a norm: that it was told, or has the gradients, with those of later stages that share
+    weights."""
+    stage, version = norm
+    if rank not in evidence.placement.stages[stage]:
+        yield "N", stage, version, -1
+    elif evidence.schedule.placement.replicas(stage) > 1:
+        yield "R", stage, version, -1
+    else:
+        yield from _last_backward(stage, version, rank, evidence)
+        for partner in partners(stage, evidence.schedule.ties):
+            if partner > stage:
+                yield from _tied_gradients(stage, version, partner, rank, evidence)
+
+
 def _last_backward(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
-    """The last backward of `stage` on `rank` before the update to `version` of a method that flushes."""
-    mine = evidence.placement.taken_by(rank, evidence.shape.microbatches_of(version - 1))
-    if mine:
+    """The last backward of `stage` on `rank` of those that its update to `version` sums up."""
+    size = evidence.promise.microbatches_per_update[stage]
+    own = range((version - 1) * size, min(version * size, evidence.microbatches))
+    if mine := evidence.placement.taken_by(rank, own):
         yield "B", stage, mine[-1], -1
 
 
@@ -157,24 +199,27 @@ def _require_matches(evidence: Evidence) -> None:
                 found[rank, action] = index
     for sends in (True, False):
         for (rank, action), index in found.items():
-            other, there = counterpart(action), peer(action, rank, evidence.placement)
-            if (there, other) not in found and isinstance(action, Send | SendTied) == sends:
-                expected = f"{other} on rank {there}"
-                mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
-                report_breach(evidence, law, rank, index, expected, mend)
+            other = counterpart(action)
+            if isinstance(action, Send | SendTied | SendNorms) != sends:
+                continue
+            for there in peers(action, rank, evidence.placement):
+                if (there, other) not in found:
+                    mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
+                    report_breach(evidence, law, rank, index, f"{other} on rank {there}", mend)
 
 
 def _require_fifo(evidence: Evidence) -> None:
     law = "messages are received in the order in which they were sent, on each edge between two ranks"
     placement = evidence.placement
-    sends: defaultdict[tuple[int, int], list[Send | SendTied]] = defaultdict(list)
-    receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied]]] = defaultdict(list)
+    sends: defaultdict[tuple[int, int], list[Send | SendTied | SendNorms]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied | ReceiveNorms]]] = defaultdict(list)
     for rank, row in enumerate(evidence.programs):
         for index, action in enumerate(row):
             match action:
-                case Send() | SendTied():
-                    sends[rank, peer(action, rank, placement)].append(action)
-                case Receive() | ReceiveTied():
+                case Send() | SendTied() | SendNorms():
+                    for there in peers(action, rank, placement):
+                        sends[rank, there].append(action)
+                case Receive() | ReceiveTied() | ReceiveNorms():
                     receives[peer(action, rank, placement), rank].append((index, action))
                 case Forward() | Backward() | Update() | Reduce():
                     pass
@@ -194,7 +239,7 @@ def _require_progress(evidence: Evidence) -> None:
     position = [0] * len(programs)
     sent: set[tuple[int, Action]] = set()
     for part, ends in enumerate(evidence.ends):
-        waiting: dict[tuple[int, Action], int] = {}
+        waiting: defaultdict[tuple[int, Action], list[int]] = defaultdict(list)
         meeting: defaultdict[Reduce, list[int]] = defaultdict(list)
         ready = list(range(len(programs)))
         while ready:
@@ -203,14 +248,13 @@ def _require_progress(evidence: Evidence) -> None:
             while index < end:
                 action = row[index]
                 match action:
-                    case Send() | SendTied():
+                    case Send() | SendTied() | SendNorms():
                         sent.add((rank, action))
-                        if (rank, action) in waiting:
-                            ready.append(waiting.pop((rank, action)))
-                    case Receive() | ReceiveTied():
+                        ready += waiting.pop((rank, action), [])
+                    case Receive() | ReceiveTied() | ReceiveNorms():
                         due = peer(action, rank, placement), counterpart(action)
                         if due not in sent:
-                            waiting[due] = rank
+                            waiting[due].append(rank)
                             break
                     case Reduce(stage=stage):
                         meeting[action].append(rank)
@@ -228,9 +272,10 @@ def _require_progress(evidence: Evidence) -> None:
         for action, ranks in meeting.items():
             for rank in ranks:
                 position[rank] -= 1
-                waiting[rank, action] = rank
+                waiting[rank, action] = [rank]
         if waiting:
-            _report_standstill(evidence, part, sorted(waiting.values()), position)
+            blocked = sorted(rank for ranks in waiting.values() for rank in ranks)
+            _report_standstill(evidence, part, blocked, position)
 
 
 def _report_standstill(evidence: Evidence, part: int, blocked: list[int], position: list[int]) -> None:
@@ -242,7 +287,7 @@ def _report_standstill(evidence: Evidence, part: int, blocked: list[int], positi
             others = [str(other) for other in evidence.placement.stages[action.stage] if other != rank]
             reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
         else:
-            assert isinstance(action, Receive | ReceiveTied)
+            assert isinstance(action, Receive | ReceiveTied | ReceiveNorms)
             reasons.append(f"rank {rank} waits for rank {peer(action, rank, evidence.placement)}")
     within, mend = "", "send before the receive that waits for the answer"
     if evidence.parts:
@@ -274,7 +319,7 @@ def require_parts(evidence: Evidence) -> None:
             start, end = starts[number][rank], evidence.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
-                if isinstance(action, Update | SendTied | ReceiveTied | Reduce):
+                if not isinstance(action, Forward | Backward | Send | Receive):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
                     expected = f"in {_name(evidence, number)} " + (

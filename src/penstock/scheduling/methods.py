@@ -6,6 +6,7 @@ reads, and the verifier holds one against the other. So a new schedule is one fi
 Laws of this file:
   1. A method knows ranks, stages, microbatches and versions: no time, no tensor, no message.
   2. An order is a pure function of its three arguments, and takes time proportional to what it yields.
+  3. Beside actions an order yields marks: moments that lowering needs to know of and that no program holds.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +18,34 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement
 
-__all__ = ["Drain", "Method", "Order", "Part", "Promise", "Shape", "Step", "VersionRule", "accept_any"]
+__all__ = [
+    "Drain",
+    "Entry",
+    "Finished",
+    "Method",
+    "NormRule",
+    "Order",
+    "Part",
+    "Promise",
+    "Shape",
+    "Step",
+    "Summed",
+    "VersionRule",
+    "accept_any",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas."""
+    """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas.
+
+    `waiting`: the stages whose updates need what other stages know, so that an order may not update at once.
+    """
 
     placement: Placement
     microbatches: int
     vertical_sync: bool = False
+    waiting: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         size = self.microbatches
@@ -87,7 +106,30 @@ class Drain:
 
 
 Part: TypeAlias = Step | Drain
-Order: TypeAlias = Callable[[Shape, int, Part], Iterator[Compute]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A mark: all replicas of `stage` have their gradients for the update to `version`, which comes later.
+
+    What others wait for leaves here.
+    """
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A mark: `stage` has made its last update, the one to `version`, before the pipe is empty."""
+
+    stage: int
+    version: int
+
+
+Entry: TypeAlias = Compute | Summed | Finished
+"""What an order yields."""
+Order: TypeAlias = Callable[[Shape, int, Part], Iterator[Entry]]
 
 
 class VersionRule(Enum):
@@ -100,6 +142,14 @@ class VersionRule(Enum):
     INITIAL = "version 0, since nothing is trained"
 
 
+class NormRule(Enum):
+    """Whose norms of gradients a stage knows at an update; see `known_norms`."""
+
+    NONE = "nobody's norms"
+    ALL = "the norms of all stages for this update"
+    LAGGED = "the norms of all stages behind it for this update, and of the stage i before it for the update 2i earlier"
+
+
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What a method costs and keeps to, per stage; `verify` holds every program to it.
@@ -108,6 +158,7 @@ class Promise:
     `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage.
     `rule`: the version that a forward reads. `flushes`: the pipe is empty after every step.
     `microbatches_per_update`: how many backwards one update of a stage sums up, over all its replicas.
+    `gradients`: updates of a stage that have gradients and are not made yet, at once; one each if it is left out.
     """
 
     versions: tuple[int, ...]
@@ -115,6 +166,11 @@ class Promise:
     rule: VersionRule
     flushes: bool
     microbatches_per_update: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.gradients:
+            object.__setattr__(self, "gradients", (1,) * len(self.versions))
 
     @property
     def trains(self) -> bool:
@@ -131,7 +187,8 @@ class Method:
     """A scheduling method: its `name`, the `order` of a rank's actions, and its `promise` for a pipeline of some shape.
 
     `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
-    `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form.
+    `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form. `defers`: the order of
+    a method without a flush makes the updates of waiting stages so late that what they need is there.
     """
 
     name: str
@@ -140,3 +197,4 @@ class Method:
     check: Callable[[Shape], None] = accept_any
     interleaves: bool = False
     syncs: bool = False
+    defers: bool = False

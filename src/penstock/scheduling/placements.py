@@ -103,8 +103,12 @@ class Placement:
         return -(-sum(map(len, behind)) // self.replicas(stage))
 
     def beside(self, stage: int, other: int, rank: int) -> int:
-        """The rank of `other` that has the replica number of `rank` in `stage`."""
-        return self.stages[other][self.stages[stage].index(rank)]
+        """The rank of `other` that has the replica number of `rank` in `stage`, modulo its replicas."""
+        return self.stages[other][self.stages[stage].index(rank) % self.replicas(other)]
+
+    def listeners(self, stage: int, other: int, rank: int) -> tuple[int, ...]:
+        """The ranks of `other` that have `rank` of `stage` beside them."""
+        return tuple(there for there in self.stages[other] if self.beside(other, stage, there) == rank)
 
     def equal(self, stages: Iterable[int]) -> bool:
         """Whether `stages` have equally many replicas."""

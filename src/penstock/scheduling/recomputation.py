@@ -6,7 +6,19 @@ One rule for the simulator, which predicts time and memory, and the worker, whic
 from collections.abc import Iterable
 from typing import assert_never
 
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+)
 
 __all__ = ["find_direct"]
 
@@ -29,7 +41,7 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
                 latest = None
             case Update():
                 latest = None
-            case Send() | Receive() | SendTied() | ReceiveTied() | Reduce():
+            case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
                 pass
             case _:
                 assert_never(action)

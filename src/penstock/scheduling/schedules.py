@@ -11,7 +11,7 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.lowering import lower_row
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step
+from penstock.scheduling.methods import Drain, Method, NormRule, Part, Promise, Shape, Step
 from penstock.scheduling.orders import INFERENCE, METHODS
 from penstock.scheduling.placements import Placement
 from penstock.values.plans import Plan
@@ -28,8 +28,9 @@ class Schedule:
 
     `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries, over all
     replicas. `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
-    `ties`: groups of stages that share weights; flushing methods only, since stages of the others update at different
-    times. `replicated`: where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`.
+    `ties`: groups of stages that share weights; not with '1f1b', whose stages update at different times. `replicated`:
+    where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`. `norms`: whether
+    stages tell each other the norms of their gradients, as `known_norms` says; an inference has none.
     `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
     """
 
@@ -40,13 +41,14 @@ class Schedule:
     vertical_sync: bool = False
     ties: Ties = ()
     replicated: Placement | None = None
+    norms: bool = False
     methods: tuple[Method, ...] = field(default=METHODS, repr=False)
     shape: Shape = field(init=False, repr=False, compare=False)
     promise: Promise = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         method = _find_method(self.method, self.methods)
-        shape = Shape(_place(self), self.microbatches, self.vertical_sync)
+        shape = Shape(_place(self), self.microbatches, self.vertical_sync, _waiting(self))
         if self.stages_per_rank != 1 and not method.interleaves:
             raise ScheduleError(
                 f"schedule {method.name!r}: a rank holds one stage, got stages_per_rank={self.stages_per_rank}; "
@@ -64,15 +66,23 @@ class Schedule:
             object.__setattr__(self, "replicated", None)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "promise", method.promise(shape))
-        _check_ties(self)
+        _check_ties(self, method)
+        _check_norms(self)
 
     @classmethod
     def placed(
-        cls, method: str, placement: Placement, microbatches: int, *, vertical_sync: bool = False, ties: Ties = ()
+        cls,
+        method: str,
+        placement: Placement,
+        microbatches: int,
+        *,
+        vertical_sync: bool = False,
+        ties: Ties = (),
+        norms: bool = False,
     ) -> "Schedule":
         """The schedule of stages that are somewhere else than one on each rank in turn, or have replicas."""
         per_rank = len(placement.stages) // placement.length
-        return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement)
+        return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement, norms)
 
     @property
     def placement(self) -> Placement:
@@ -88,6 +98,20 @@ class Schedule:
     def flushes(self) -> bool:
         """Whether the pipe is empty after every step, so that there is nothing to drain."""
         return self.promise.flushes
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """The stages whose updates come later than their gradients, since they need what other stages know."""
+        (method,) = self.methods
+        return self.shape.waiting if method.defers else frozenset()
+
+    @property
+    def norm_rule(self) -> NormRule:
+        """Whose norms of gradients a stage knows at an update."""
+        (method,) = self.methods
+        if not self.norms or not self.promise.trains:
+            return NormRule.NONE
+        return NormRule.ALL if self.flushes or method.defers else NormRule.LAGGED
 
     @property
     def microbatches_per_update(self) -> int:
@@ -134,7 +158,8 @@ class Schedule:
     def row(self, rank: int, part: Part) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
-        return lower_row(method.order(self.shape, rank, part), rank, self.placement, self.ties)
+        order = method.order(self.shape, rank, part)
+        return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred)
 
     def _rows(self, part: Part) -> Programs:
         return tuple(self.row(rank, part) for rank in range(self.ranks))
@@ -195,18 +220,43 @@ def _place(schedule: Schedule) -> Placement:
     return placement
 
 
-def _check_ties(schedule: Schedule) -> None:
+def _waiting(schedule: Schedule) -> frozenset[int]:
+    if schedule.norms and (stages := len(_place(schedule).stages)) > 1:
+        return frozenset(range(stages))
+    return frozenset(stage for group in schedule.ties for stage in group)
+
+
+def _check_ties(schedule: Schedule, method: Method) -> None:
     for group in schedule.ties:
         if len(group) < 2 or list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < schedule.stages:
             raise ScheduleError(
                 f"schedule: ties {group!r}: expected two or more different stages of 0 to {schedule.stages - 1}, "
                 "ascending; name the stages that share weights"
             )
-        if not schedule.flushes:
+        if not (schedule.flushes or method.defers):
             raise ScheduleError(
-                f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and without a flush "
-                "they update at different times, so that their copies drift apart; choose a flushing schedule (gpipe, "
-                "1f1b-flush, interleaved, spp), untie the weights, or put the layers that share them into one stage"
+                f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and every stage "
+                "updates at its own time, so that their copies drift apart; choose a flushing schedule (gpipe, "
+                "1f1b-flush, interleaved, spp) or 2bw, untie the weights, or put the layers that share them into one "
+                "stage"
+            )
+
+
+def _check_norms(schedule: Schedule) -> None:
+    """What nobody could know in time."""
+    placement = schedule.placement
+    if schedule.norm_rule is NormRule.LAGGED and not placement.split and not placement.equal(range(schedule.stages)):
+        raise ScheduleError(
+            f"schedule {schedule.method!r}: norms need equally many replicas of every stage, got {placement.text()}: "
+            "stages that update after different numbers of microbatches have no common update; give them equal "
+            "numbers, let replicas split microbatches, drop norms, or choose another schedule"
+        )
+    for stage in sorted({stage for group in schedule.ties for stage in group}):
+        if schedule.norm_rule is NormRule.ALL and stage in schedule.deferred and placement.replicas(stage) > 1:
+            raise ScheduleError(
+                f"schedule {schedule.method!r}: stage {stage} shares weights and has {placement.replicas(stage)} "
+                "replicas, so that its gradients are whole only when all stages have theirs, too late for norms; "
+                "choose a flushing schedule, untie the weights, give the stage one rank, or drop norms"
             )
 
 

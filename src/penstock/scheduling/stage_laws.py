@@ -7,6 +7,7 @@ Laws of this file:
   2. A law may rely on the laws before it in `STAGE_LAWS`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import assert_never
 
@@ -170,31 +171,33 @@ def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, adm
 
 
 def _require_updates(evidence: Evidence) -> None:
-    law = "an update makes the next version from all backwards since the last update, and they read one version"
+    law = "an update makes the next version from all backwards of its microbatches, and they read one version"
     named: dict[tuple[int, int], int] = {}
     for replica in evidence.replicas:
         newest = 0
-        own: list[int] = []
+        size = evidence.promise.microbatches_per_update[replica.stage]
+        own: defaultdict[int, list[int]] = defaultdict(list)
         for index, action in replica.turns:
             match action:
                 case Forward():
                     pass
-                case Backward(version=version):
-                    own.append(version)
+                case Backward(microbatch=microbatch, version=version):
+                    own[microbatch // size + 1].append(version)
                 case Update(version=version, gradient_version=gradient_version):
                     if version != newest + 1:
                         expected = f"version {newest + 1}, the next of stage {replica.stage}"
                         report_breach(evidence, law, replica.rank, index, expected, f"make version {newest + 1}")
                     due = _sum_due(evidence, replica, version)
-                    if len(own) != due:
-                        expected = f"{due} backwards of stage {replica.stage} since its last update, found {len(own)}"
+                    taken = own.pop(version, [])
+                    if len(taken) != due:
+                        expected = f"{due} backwards of stage {replica.stage} for it, found {len(taken)}"
                         report_breach(evidence, law, replica.rank, index, expected, "move the update")
-                    read = {named.setdefault((replica.stage, version), gradient_version), *own}
+                    read = {named.setdefault((replica.stage, version), gradient_version), *taken}
                     if read != {gradient_version}:
                         expected = f"gradients at version {', '.join(map(str, sorted(read - {gradient_version})))}"
                         mend = "name the version the backwards read"
                         report_breach(evidence, law, replica.rank, index, expected, mend)
-                    newest, own = version, []
+                    newest = version
                 case _:
                     assert_never(action)
         last = -(-evidence.microbatches // evidence.promise.microbatches_per_update[replica.stage])
@@ -209,6 +212,30 @@ def _sum_due(evidence: Evidence, replica: Replica, version: int) -> int:
     size = evidence.promise.microbatches_per_update[replica.stage]
     stop = min(version * size, evidence.microbatches)
     return len(evidence.placement.taken_by(replica.rank, range((version - 1) * size, stop)))
+
+
+def _require_gradients(evidence: Evidence) -> None:
+    for replica in evidence.replicas:
+        most = evidence.promise.gradients[replica.stage]
+        law = (
+            f"gradients that wait for their update stay within the promise: of {most} at most on stage {replica.stage}"
+        )
+        size = evidence.promise.microbatches_per_update[replica.stage]
+        waiting: set[int] = set()
+        for index, action in replica.turns:
+            match action:
+                case Forward():
+                    pass
+                case Backward(microbatch=microbatch):
+                    waiting.add(microbatch // size + 1)
+                    if len(waiting) > most:
+                        mend = "update first, or promise more"
+                        expected = f"the update of stage {replica.stage} to version {min(waiting)} first"
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                case Update(version=version):
+                    waiting.discard(version)
+                case _:
+                    assert_never(action)
 
 
 def _require_slots(evidence: Evidence) -> None:
@@ -262,6 +289,7 @@ STAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
     _require_stash,
     _require_version,
     _require_updates,
+    _require_gradients,
     _require_slots,
     _require_in_flight,
 )

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
+from penstock.scheduling.actions import (
+    Backward,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+)
 from penstock.scheduling.evidence import Evidence, collect
 from penstock.scheduling.message_laws import MESSAGE_LAWS, require_parts
 from penstock.scheduling.methods import Drain, Part, Step
@@ -102,7 +113,16 @@ def _measure(evidence: Evidence) -> Verification:
                     versions[stage] = max(versions[stage], newest[stage] - version + 1)
                 case Update(stage=stage, version=version):
                     newest[stage] = version
-                case Forward() | Send() | Receive() | SendTied() | ReceiveTied() | Reduce():
+                case (
+                    Forward()
+                    | Send()
+                    | Receive()
+                    | SendTied()
+                    | ReceiveTied()
+                    | SendNorms()
+                    | ReceiveNorms()
+                    | Reduce()
+                ):
                     pass
                 case _:
                     assert_never(action)

@@ -43,8 +43,8 @@ class _Index:
     def __init__(self, timeline: Timeline) -> None:
         self._rows: defaultdict[int, list[Span]] = defaultdict(list)
         self._places: dict[int, int] = {}
-        self._sends: defaultdict[tuple[int, int, int, bool], list[Span]] = defaultdict(list)
-        """By sending stage, receiving stage, number, and whether it is of tied gradients."""
+        self._sends: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
+        """By sending stage, receiving stage, number, and topic."""
         self._makers: dict[tuple[int, int, int, str], Span] = {}
         """Forwards and backwards by rank, stage, microbatch and kind."""
         self._queued: dict[int, Span] = {}
@@ -55,7 +55,7 @@ class _Index:
         for span in sorted(timeline.spans, key=attrgetter("start_seconds")):
             kind, stage, number = span.kind, span.stage, span.number
             if kind == "send":
-                self._sends[stage, span.reference, number, span.ties].append(span)
+                self._sends[stage, span.reference, number, span.topic].append(span)
                 link = span.rank, stage, span.reference
                 if link in latest:
                     self._queued[id(span)] = latest[link]
@@ -82,7 +82,7 @@ class _Index:
                 own = list(self._previous(span))
                 yield from own
                 if span.seconds > 0 or not own:
-                    yield from self._sends[span.reference, span.stage, span.number, span.ties]
+                    yield from self._sends[span.reference, span.stage, span.number, span.topic]
             case "reduce":
                 for other in self._meetings[span.stage, span.number]:
                     yield from self._previous(other)
@@ -92,7 +92,7 @@ class _Index:
     def _before_send(self, span: Span) -> Iterator[Span]:
         kind = "forward" if span.reference > span.stage else "backward"
         maker = self._makers.get((span.rank, span.stage, span.number, kind))
-        if maker is None or span.ties:
+        if maker is None or span.topic:
             row = self._rows[span.rank]
             maker = max(
                 (other for other in row if other.computes and other.stop_seconds <= span.start_seconds),
@@ -113,4 +113,4 @@ class _Index:
         yield own
         if own.kind in ("forward", "backward") and own.stop_seconds < span.start_seconds:
             target = own.stage + (1 if own.kind == "forward" else -1)
-            yield from (send for send in self._sends[own.stage, target, own.number, False] if send.rank == span.rank)
+            yield from (send for send in self._sends[own.stage, target, own.number, ""] if send.rank == span.rank)

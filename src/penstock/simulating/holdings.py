@@ -2,18 +2,18 @@
 
 It follows the runtime: parameters in as many slots as there are versions (an update copies one slot to another and
 needs nothing beside them); the optimizer's state; gradients from the end of the first backward that makes them (what
-that frees makes room for them) to the end of their update; of a microbatch in flight what autograd saves, from the
-start of its forward to the end of its backward; the workspace of a forward or a backward while it runs, the largest of
-the stage's layers; messages from their arrival until they are used up, that is to the start of the forward (from then
-on they belong to what is saved) or the end of the backward, and from when they are made until they have left. What the
-allocator and the device's runtime take on top is not in it.
+that frees makes room for them) to the end of their update, those of two updates at once where one waits for other
+stages; of a microbatch in flight what autograd saves, from the start of its forward to the end of its backward; the
+workspace of a forward or a backward while it runs, the largest of the stage's layers; messages from their arrival until
+they are used up, that is to the start of the forward (from then on they belong to what is saved) or the end of the
+backward, and from when they are made until they have left. What the allocator and the device's runtime take on top is
+not in it.
 
 With recomputation a microbatch keeps its stage's input, and all that the stage saves during its backward alone; a
 backward that directly follows its forward has nothing to recompute, and keeps everything in between. With tensor
 parallelism the numbers are those of each rank of a group, as the profile's are.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
 from penstock.simulating.instructions import RECEIVE, SEND, Mark
 from penstock.simulating.player import Track
@@ -105,39 +106,38 @@ class Sizes:
         return np.array([entries.get(mark, (0.0,) * stages) for mark in Mark], dtype=np.float64).ravel()
 
 
-def hold(track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]) -> RankMemory:
-    """The memory of a rank that holds `stages`, in `versions` each, and did what `track` says."""
-    activations, buffers = _changes(track, sizes, stages)
-    constants = _constants(costs, stages, versions)
+def hold(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> RankMemory:
+    """The memory of the rank of `schedule` that did what `track` says."""
+    activations, buffers = _changes(track, sizes, schedule)
+    constants = _constants(track, costs, schedule)
     return RankMemory(*constants, activations=_course(activations), buffers=_course(buffers))
 
 
-def peak_bytes(
-    track: Track, sizes: Sizes, costs: Costs, stages: Sequence[int], versions: Callable[[int], int]
-) -> float:
+def peak_bytes(track: Track, sizes: Sizes, costs: Costs, schedule: Schedule) -> float:
     """``hold(...).peak_bytes``, without the courses."""
-    activations, buffers = _changes(track, sizes, stages)
+    activations, buffers = _changes(track, sizes, schedule)
     both = np.concatenate([activations[0], buffers[0]]), np.concatenate([activations[1], buffers[1]])
     _, held = _totals(both)
-    return sum(_constants(costs, stages, versions)) + float(held.max(initial=0.0))
+    return sum(_constants(track, costs, schedule)) + float(held.max(initial=0.0))
 
 
-def _constants(costs: Costs, stages: Sequence[int], versions: Callable[[int], int]) -> tuple[float, float, float]:
+def _constants(track: Track, costs: Costs, schedule: Schedule) -> tuple[float, float, float]:
     """Bytes of all weight versions, of optimizer state and of master weights."""
+    stages = schedule.stages_of(track.rank)
     weights = sum(costs.parameter_bytes[stage] for stage in stages)
     return (
-        sum(versions(stage) * costs.parameter_bytes[stage] for stage in stages),
+        sum(schedule.versions(stage) * costs.parameter_bytes[stage] for stage in stages),
         costs.assumptions.optimizer_copies * weights,
         costs.assumptions.master_copies * weights,
     )
 
 
-def _changes(track: Track, sizes: Sizes, stages: Sequence[int]) -> tuple[_Changes, _Changes]:
+def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, _Changes]:
     """Of what is kept for backwards, and of messages and gradients."""
     marks = _marks(track)
     starts, stops, messages = np.array(track.starts), np.array(track.stops), np.array(track.messages)
     backward = _is_backward(marks // len(sizes.saved))
-    made, gone, sums = _gradients(marks, sizes, stages)
+    made, gone, sums = _gradients(track, marks, schedule)
     # An update that takes no time ends with the backward before it; what both hold in between is held all the same.
     weights = np.array(sizes.parameters)[marks % len(sizes.saved)]
     ends = stops.copy()
@@ -152,6 +152,9 @@ def _changes(track: Track, sizes: Sizes, stages: Sequence[int]) -> tuple[_Change
     kinds = np.array(track.instructions.kinds)
     carried = sizes.carried()[marks]
     places = np.flatnonzero((kinds == SEND) | (kinds == RECEIVE))
+    # What updates wait for is not counted: a profile knows no ties, and norms are small.
+    counted = marks[places] // len(sizes.saved) != Mark.OTHER
+    places, messages = places[counted], messages[counted]
     sent = kinds[places] == SEND
     # A send directly follows the action that made its message, a receive directly precedes the one that uses it.
     sends, receives = places[sent], places[~sent]
@@ -161,19 +164,31 @@ def _changes(track: Track, sizes: Sizes, stages: Sequence[int]) -> tuple[_Change
     return kept, _drop_nothing(np.concatenate(moments), np.concatenate(amounts))
 
 
-def _gradients(marks: npt.NDArray[np.int64], sizes: Sizes, stages: Sequence[int]) -> tuple[_Places, _Places, _Places]:
-    """The backwards that make gradients of weights where there were none, the updates that use gradients up, and the
-    last backward before each of these."""
-    kinds, owners = marks // len(sizes.saved), marks % len(sizes.saved)
+def _gradients(track: Track, marks: npt.NDArray[np.int64], schedule: Schedule) -> tuple[_Places, _Places, _Places]:
+    """The backwards that make gradients of weights for another update, the updates that use gradients up, and the last
+    backward before each of these."""
+    kinds, owners = marks // schedule.stages, marks % schedule.stages
     found: list[tuple[_Places, _Places, _Places]] = []
-    for stage in stages:
-        places = np.flatnonzero((owners == stage) & (_is_backward(kinds) | (kinds == Mark.UPDATE)))
-        makes = _is_backward(kinds[places])
-        before = np.concatenate([[False], makes[:-1]])
-        takes = np.flatnonzero(~makes & before)
-        found.append((places[makes & ~before], places[takes], places[takes - 1]))
+    for stage in schedule.stages_of(track.rank):
+        backwards = np.flatnonzero((owners == stage) & _is_backward(kinds))
+        updates = np.flatnonzero((owners == stage) & (kinds == Mark.UPDATE))
+        size = schedule.promise.microbatches_per_update[stage]
+        # Backwards come in the order of their microbatches: where those of each update begin and end.
+        ends = _taken(schedule, track.rank, stage, size * np.arange(len(updates) + len(backwards) + 1))
+        ends = np.minimum(ends, len(backwards))
+        begins, ends = ends[:-1], ends[1:]
+        has = np.flatnonzero(ends > begins)
+        done = has[has < len(updates)]
+        found.append((backwards[begins[has]], updates[done], backwards[ends[done] - 1]))
     made, gone, sums = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return made, gone, sums
+
+
+def _taken(schedule: Schedule, rank: int, stage: int, microbatches: _Places) -> _Places:
+    """How many of so many first microbatches `rank` takes."""
+    stride = schedule.placement.stride(stage)
+    first = 0 if stride == 1 else schedule.placement.stages[stage].index(rank)
+    return (microbatches - first + stride - 1) // stride
 
 
 def _sums(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:

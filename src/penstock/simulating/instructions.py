@@ -6,11 +6,23 @@ Costs and ways are looked up here, once for every action, so that the player's l
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from operator import add
 from typing import Any, TypeAlias, assert_never
 
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, ReceiveTied, Reduce, Send, SendTied, Update
+from penstock.scheduling.actions import (
+    Action,
+    Backward,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+)
+from penstock.scheduling.lowering import peer, peers
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.recomputation import find_direct
 from penstock.simulating.costs import Costs
@@ -22,6 +34,7 @@ __all__ = [
     "REDUCE",
     "SEND",
     "SHARED",
+    "SPREAD",
     "Instructions",
     "Mark",
     "Meeting",
@@ -30,11 +43,18 @@ __all__ = [
     "content_text",
 ]
 
-COMPUTE, SEND, RECEIVE, REDUCE, SHARED = range(5)
+COMPUTE, SEND, RECEIVE, REDUCE, SHARED, SPREAD = range(6)
+
+NORM_BYTES = 8.0
+"""What a message of norms holds of every stage."""
 
 Way: TypeAlias = tuple[int, int, float, float, tuple[tuple[int, float], ...]]
 """Edge (the queue between two ranks), link, seconds on the link, latency seconds; all legs if there are several, and
 the link is then -1."""
+
+
+_TOPICS = ("", "tied gradients for version ", "norms for version ")
+_TIED, _NORMS = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +62,9 @@ class Instructions:
     """The instructions of one rank, in flat lists, which cost the least time and memory.
 
     `kinds` and `details` have an entry for each: seconds of a COMPUTE, or of a SHARED one where ranks share a host, the
-    `Way` of a SEND or RECEIVE, the `Meeting` of a REDUCE. `marks`, too: a `Mark` times the number of stages, plus the
-    stage. `contents`: what each message is, in the order of the row, as a number that `content_text` explains.
+    `Way` of a SEND or RECEIVE, the `Meeting` of a REDUCE; for a SPREAD, a message to any number of ranks, what it is
+    and all its ways. `marks`, too: a `Mark` times the number of stages, plus the stage. `contents`: what each message
+    of a SEND or RECEIVE is, in the order of the row, as a number that `content_text` explains.
     """
 
     kinds: list[int]
@@ -94,8 +115,8 @@ class Writer:
         self._stages = len(placement.stages)
         self._compute = SHARED if costs.assumptions.slowdowns else COMPUTE
         self._routes: dict[tuple[int, int, int, int], Way] = {}
-        self._kinds = 2 * self._stages**2
-        """Of messages: from each stage to each other one, tied or not; the number of one is below it."""
+        self._kinds = len(_TOPICS) * self._stages**2
+        """Of messages: from each stage to each other one, on each topic; the number of one is below it."""
         again = costs.backward_seconds
         if costs.recompute:
             again = tuple(map(add, costs.backward_seconds, costs.forward_seconds))
@@ -146,27 +167,43 @@ class Writer:
                     kinds.append(REDUCE)
                     details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
                     marks.append(reduce + stage)
-                case SendTied() | ReceiveTied():
-                    kind, way, content = self._write_tied(rank, action)
-                    kinds.append(kind)
-                    details.append(way)
+                case SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms():
+                    self._write_exchange(written, rank, action)
                     marks.append(other + action.stage)
-                    contents.append(content)
                 case _:
                     assert_never(action)
         return written
 
-    def _write_tied(self, rank: int, action: SendTied | ReceiveTied) -> tuple[int, Way, int]:
-        """Kind, way and content of a message of tied gradients."""
-        peer = partial(self._placement.beside, action.stage)
+    def _write_exchange(
+        self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms
+    ) -> None:
+        """A message that an update waits for."""
+        there = peer(action, rank, self._placement)
         match action:
             case SendTied(stage, version, target):
-                kind, way, source = SEND, self._tied(rank, peer(target, rank)), stage
-            case ReceiveTied(target, version, source):
-                kind, way = RECEIVE, self._tied(peer(source, rank), rank)
+                kind, detail = SEND, self._direct(rank, there, 0.0)
+                content = self._content(_TIED, version, stage, target)
+            case ReceiveTied(stage, version, source):
+                kind, detail = RECEIVE, self._direct(there, rank, 0.0)
+                content = self._content(_TIED, version, source, stage)
+            case SendNorms(stage, version, target):
+                # Of replicas that do the same one is played.
+                others = (there,) if self._placement.split else peers(action, rank, self._placement)
+                ways = [self._direct(rank, other, NORM_BYTES * self._stages) for other in others]
+                written.kinds.append(SPREAD)
+                written.details.append((self._content(_NORMS, version, stage, target), ways))
+                return
+            case ReceiveNorms(stage, version, source):
+                kind, detail = RECEIVE, self._direct(there, rank, NORM_BYTES * self._stages)
+                content = self._content(_NORMS, version, source, stage)
             case _:
                 assert_never(action)
-        return kind, way, (version + 1) * self._kinds - 1 - source * self._stages - target
+        written.kinds.append(kind)
+        written.details.append(detail)
+        written.contents.append(content)
+
+    def _content(self, topic: int, number: int, source: int, target: int) -> int:
+        return number * self._kinds + topic * self._stages**2 + source * self._stages + target
 
     def _choose(self, rank: int, stage: int, other: int, *, sends: bool) -> list[Way]:
         """The ways between `rank`, for `stage`, and each replica of `other` in the order of the microbatches."""
@@ -207,29 +244,23 @@ class Writer:
         ]
         return _join(lanes, (senders[0] * width, receivers[0] * width))
 
-    def _number(self, rank: int, peer: int, route: Route, cut: int) -> Way:
+    def _number(self, rank: int, peer: int, route: Route, cut: int | None) -> Way:
         edge = self.edges.setdefault((rank, peer), len(self.edges))
         legs = tuple((self.links.setdefault(link, len(self.links)), seconds) for link, seconds in route.legs)
         for link, seconds in legs:
-            self.cuts[link, cut] = seconds
+            if cut is not None:
+                self.cuts[link, cut] = seconds
         if len(legs) == 1:
             ((link, seconds),) = legs
             return edge, link, seconds, route.latency_seconds, legs
         return edge, -1, max(seconds for _, seconds in legs), route.latency_seconds, legs
 
-    def _tied(self, rank: int, peer: int) -> Way:
-        """A profile does not know what is tied, so that it takes no time on the link."""
-        key = -1, rank, -1, peer
+    def _direct(self, rank: int, peer: int, size_bytes: float) -> Way:
+        """Of a message that belongs to no cut. A profile does not know what is tied: such gradients have no bytes."""
+        key = -1, rank, int(size_bytes), peer
         if key not in self._routes:
-            edge = self.edges.setdefault((rank, peer), len(self.edges))
-            route = self._route(0.0, (rank,), (peer,))
-            self._routes[key] = (
-                edge,
-                self.links.setdefault(route.legs[0][0], len(self.links)),
-                0.0,
-                route.latency_seconds,
-                (),
-            )
+            route = self._route(size_bytes, (rank,), (peer,))
+            self._routes[key] = self._number(rank, peer, route, None)
         return self._routes[key]
 
 
@@ -247,7 +278,7 @@ def _join(lanes: list[Route], link: Link) -> Route:
 
 def content_text(content: int, stages: int) -> str:
     """What a message carries, for an error."""
-    number, key = divmod(content, 2 * stages**2)
-    tied = key >= stages**2
-    source, target = divmod(2 * stages**2 - 1 - key if tied else key, stages)
-    return f"{'tied gradients for version ' if tied else ''}{number} from stage {source} to stage {target}"
+    number, key = divmod(content, len(_TOPICS) * stages**2)
+    topic, pair = divmod(key, stages**2)
+    source, target = divmod(pair, stages)
+    return f"{_TOPICS[topic]}{number} from stage {source} to stage {target}"

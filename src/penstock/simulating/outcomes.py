@@ -82,10 +82,7 @@ def evaluate(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[O
     last, more = runs[-1], lengths[-1] - (0 if made.flushes else lengths[0])
     loads = measure_loads(last, more, None if made.flushes else runs[0])
     sizes = Sizes.of(costs, placement)
-    peaks = {
-        rank: peak_bytes(track, sizes, costs, made.stages_of(rank), made.versions)
-        for rank, track in last.tracks.items()
-    }
+    peaks = {rank: peak_bytes(track, sizes, costs, made) for rank, track in last.tracks.items()}
     busy = sum(loads.computing[first] for first in folding.stands) / len(folding.stands)
     longest = max(*loads.occupied.values(), *loads.links.values(), *loads.reduces.values(), 0.0)
     seconds = max(loads.wall, longest)

@@ -24,7 +24,17 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 from penstock.simulating.assumptions import Assumptions
-from penstock.simulating.instructions import COMPUTE, RECEIVE, SEND, SHARED, Instructions, Meeting, Way, content_text
+from penstock.simulating.instructions import (
+    COMPUTE,
+    RECEIVE,
+    SEND,
+    SHARED,
+    SPREAD,
+    Instructions,
+    Meeting,
+    Way,
+    content_text,
+)
 from penstock.simulating.sharing import Sharing
 
 __all__ = ["Player", "Track"]
@@ -44,7 +54,7 @@ class Track:
     starts: list[float] = field(default_factory=list)
     stops: list[float] = field(default_factory=list)
     messages: list[float] = field(default_factory=list)
-    """Of every send when the message has left, of every receive when it has arrived, in the order of the row."""
+    """Of every SEND when the message has left, of every RECEIVE when it has arrived, in the order of the row."""
     ring_free: float = 0.0
 
 
@@ -134,6 +144,11 @@ class Player:
                 now = arrival if arrival > now else now
                 stops.append(now)
                 messages.append(arrival)
+            elif code == SPREAD:
+                if ordered and self._ready and self._ready[0] < (now, track.rank):
+                    heappush(self._ready, (now, track.rank))
+                    break
+                now = self._spread(track, what, now)
             elif code == SHARED:
                 self._begin_shared(track, what, now)
                 break
@@ -176,6 +191,23 @@ class Player:
             self.link_seconds[link] += seconds
             start, left = min(start, begin), max(left, free[link])
         return start, left
+
+    def _spread(self, track: Track, what: tuple[int, Sequence[Way]], now: float) -> float:
+        """One message to several ranks, one after the other; returns when `track` goes on."""
+        content, ways = what
+        track.starts.append(now)
+        stop = now
+        for edge, _, seconds, latency, legs in ways:
+            _, left = self._occupy(legs, now)
+            self._queues[edge].append((left + latency, content))
+            stop = max(stop, left + latency)
+            if not self._assumptions.overlap:
+                now = left
+                track.talking_seconds += seconds
+            if edge in self._waiting:
+                self._wake(self._waiting.pop(edge), left + latency)
+        track.stops.append(stop)
+        return now
 
     def _meet(self, track: Track, meeting: Meeting) -> bool:
         """Whether the all-reduce that `track` has come to is over; the last one to come wakes the others."""

@@ -157,10 +157,7 @@ def _make_span(rank: int, action: str, start: float, stop: float, size: float | 
 
 
 def _remember(result: Played, played: Schedule, costs: Costs, sizes: Sizes) -> dict[int, RankMemory]:
-    return {
-        rank: hold(track, sizes, costs, played.stages_of(rank), played.versions)
-        for rank, track in result.tracks.items()
-    }
+    return {rank: hold(track, sizes, costs, played) for rank, track in result.tracks.items()}
 
 
 def _uniform(schedule: Schedule, layers: int) -> Plan:

@@ -7,7 +7,7 @@
   const pen = canvas.getContext("2d");
   const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
   const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
-  const NAMES = { F: "forward", B: "backward", U: "update", A: "reduce", S: "send", T: "send" };
+  const NAMES = { F: "forward", B: "backward", U: "update", A: "reduce", S: "send", T: "send", N: "send" };
   const end = Math.max(1, ...data.panels.map((panel) => panel.length));
   const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
   let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), lanes = [], height = 0;
@@ -33,8 +33,8 @@
       }));
       row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
       row.busy = sorted(row, "FBUA");
-      row.sends = sorted(row, "ST");
-      row.waits = sorted(row, "Rt");
+      row.sends = sorted(row, "STN");
+      row.waits = sorted(row, "Rtn");
     });
     for (const memory of panel.memory)
       for (const part of [memory.activations, memory.buffers]) part.at = summed(part.at);
@@ -169,7 +169,7 @@
     for (let i = first(list.reach, view.from); i < list.spans.length && list.spans[i].start <= view.to; i++) act(list.spans[i]);
   }
   function outline(lane, span) {
-    const start = x(span.start), sends = "ST".includes(span.kind);
+    const start = x(span.start), sends = "STN".includes(span.kind);
     pen.strokeStyle = colours.ink; pen.lineWidth = 2;
     pen.strokeRect(start, sends ? lane.top + lane.bar : lane.top, Math.max(2, x(span.stop) - start), sends ? lane.strip + 2 : lane.bar);
   }
@@ -202,7 +202,7 @@
   function drawPath(panel) {
     if (!panel.path.length) return;
     const lane = lanes.find((lane) => lane.panel === panel);
-    const foot = (span) => lane.top + span.rank * lane.pitch + lane.bar + ("ST".includes(span.kind) ? lane.strip + 1 : -1);
+    const foot = (span) => lane.top + span.rank * lane.pitch + lane.bar + ("STN".includes(span.kind) ? lane.strip + 1 : -1);
     pen.beginPath();
     panel.path.forEach((span, index) => {
       // A wait counts from the end of what it hangs on, not from when its rank began to wait.

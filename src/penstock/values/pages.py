@@ -30,6 +30,8 @@ _WORDS = {
     "R": ("wait for microbatch {number} from stage {reference}", "for stage {stage}"),
     "T": ("send tied gradients for version {number} to stage {reference}", "from stage {stage}"),
     "t": ("wait for tied gradients for version {number} from stage {reference}", "for stage {stage}"),
+    "N": ("send norms for version {number} to stage {reference}", "from stage {stage}"),
+    "n": ("wait for norms for version {number} from stage {reference}", "for stage {stage}"),
 }
 _HELP = (
     "Wheel: zoom. Drag, or Shift and wheel: move. Wheel over the ranks: scroll. Double click: zoom to a span. Keys: "
@@ -95,7 +97,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         ("backward", "B"),
         ("update", "U"),
         ("reduce", "A"),
-        ("send", "ST"),
+        ("send", "STN"),
     ):
         if letters & set(kinds):
             text = "sum of gradients" if word == "reduce" else word
@@ -201,6 +203,6 @@ def _course(course: Course, origin: float, tick: float) -> dict[str, list[int]]:
 
 
 def _letter(span: Span) -> str:
-    """The kind in one character, as in the action's text; ``t`` is a receive of tied gradients."""
+    """The kind in one character, as in the action's text; ``t`` and ``n`` are receives."""
     letter = span.action.lstrip("0123456789")[0]
-    return "t" if letter == "T" and span.kind == "receive" else letter
+    return letter.lower() if letter in "TN" and span.kind == "receive" else letter

@@ -13,9 +13,9 @@ from penstock.errors import ScheduleError
 
 __all__ = ["Span"]
 
-# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, 3T1<0.
-_FORM = re.compile(r"[0-9]+(?:(?:[FB][0-9]+@|[URT][0-9]+<|[ST][0-9]+>)[0-9]+|A[0-9]+)")
-_MARKS = re.compile(r"[FBUASRT@<>]")
+# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2.
+_FORM = re.compile(r"[0-9]+(?:(?:[FB][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
+_MARKS = re.compile(r"[FBUASRTN@<>]")
 _WORDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}
 
 
@@ -39,8 +39,8 @@ class Span:
             raise ScheduleError(f"span of {self.action}: expected a rank from 0, found {self.rank}")
         if _FORM.fullmatch(self.action) is None:
             raise ScheduleError(
-                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3 or "
-                f"3T1<0, found {self.action!r}: pass str(action)"
+                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, "
+                f"3T1<0, 2N3>1 or 1N3<2, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -59,9 +59,9 @@ class Span:
         return _read(self.action)[0]
 
     @property
-    def ties(self) -> bool:
-        """Whether it passes gradients of weights that stages share."""
-        return "T" in self.action
+    def topic(self) -> str:
+        """What a transfer passes: ``tied gradients``, ``norms``, or nothing special: ''."""
+        return "tied gradients" if "T" in self.action else "norms" if "N" in self.action else ""
 
     @property
     def computes(self) -> bool:
@@ -75,7 +75,7 @@ class Span:
 
     @property
     def number(self) -> int:
-        """The microbatch; for an update, and gradients that are tied or summed for it, the version that it makes."""
+        """The microbatch; for an update, and what is sent or summed for it, the version that it makes."""
         return _read(self.action)[2]
 
     @property
@@ -89,7 +89,7 @@ class Span:
     @property
     def words(self) -> str:
         """What happens, for people: ``forward 0``, ``update 3``, ``send 0 to stage 3``."""
-        what = f"tied gradients for version {self.number}" if self.ties else str(self.number)
+        what = f"{self.topic} for version {self.number}" if self.topic else str(self.number)
         match self.kind:
             case "send":
                 return f"send {what} to stage {self.reference}"
@@ -111,9 +111,9 @@ class Span:
             case "update":
                 names = ("version", "gradient_version")
             case "send":
-                names = ("version" if self.ties else "microbatch", "target")
+                names = ("version" if self.topic else "microbatch", "target")
             case _:
-                names = ("version" if self.ties else "microbatch", "source")
+                names = ("version" if self.topic else "microbatch", "source")
         return {"action": self.action, "stage": self.stage, names[0]: self.number, names[1]: self.reference}
 
 
@@ -121,7 +121,7 @@ class Span:
 def _read(action: str) -> tuple[str, int, int, int]:
     """Kind, stage, number and reference; a picture asks for them often."""
     stage, number, *reference = map(int, _MARKS.split(action))
-    if "T" in action:
+    if "T" in action or "N" in action:
         kind = "send" if ">" in action else "receive"
     else:
         kind = _WORDS[action.lstrip("0123456789")[0]]

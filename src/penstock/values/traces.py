@@ -84,16 +84,16 @@ def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
     Between replicas the same message exists several times; sends and receives of one name are then paired in the order
     in which they end, since each receive ends when its own message is there.
     """
-    sends: dict[tuple[int, int, int, bool], deque[_Placed]] = defaultdict(deque)
+    sends: dict[tuple[int, int, int, str], deque[_Placed]] = defaultdict(deque)
     receives: list[_Placed] = []
     for span, lane in sorted(placed, key=lambda entry: entry[0].stop_seconds):
         if span.kind == "send":
-            sends[span.stage, span.reference, span.number, span.ties].append((span, lane))
+            sends[span.stage, span.reference, span.number, span.topic].append((span, lane))
         elif span.kind == "receive":
             receives.append((span, lane))
     number = 0
     for receive, lane in receives:
-        waiting = sends[receive.reference, receive.stage, receive.number, receive.ties]
+        waiting = sends[receive.reference, receive.stage, receive.number, receive.topic]
         if not waiting:
             continue
         send, track = waiting.popleft()

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.methods import Drain, Entry, Finished, Method, Part, Promise, Shape, Step, VersionRule
 
 __all__ = ["ONE_F_ONE_B"]
 
@@ -23,7 +23,7 @@ __all__ = ["ONE_F_ONE_B"]
 #   rank 0   F0(0) F1(0) F2(0) B0(0) F3(1) B1(0)  |  B2(0) B3(1)
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)
 #   rank 2               F0(0) B0(0) F1(1) B1(1) F2(2) B2(2) F3(3) B3(3)  |
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Entry]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     stride, warm_up = shape.placement.stride(stage), shape.placement.depth(stage) - 1
@@ -50,6 +50,8 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
         round_ = turn // stride - warm_up
         if turn % stride == stride - 1 and round_ >= 0:
             yield Update(stage, round_ + 1, _version(shape, stage, round_))
+    if stage in shape.waiting and isinstance(part, Drain) and part.minibatches > 0:
+        yield Finished(stage, -(-admitted.stop // stride))
 
 
 def _version(shape: Shape, stage: int, round_: int) -> int:

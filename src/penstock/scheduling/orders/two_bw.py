@@ -1,7 +1,8 @@
 """PipeDream-2BW: 1F1B without a flush, one update per minibatch, two weight versions on every stage.
 
 A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward: one update
-behind, the same delay everywhere, so all of training is one delayed gradient descent.
+behind, the same delay everywhere, so all of training is one delayed gradient descent. A new version is so first read by
+the minibatch after the next one: an update that must wait for other stages has a whole minibatch of time.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.
 """
 
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.methods import Drain, Entry, Method, Part, Promise, Shape, Step, Summed, VersionRule
 
 __all__ = ["TWO_BW"]
 
@@ -21,13 +22,23 @@ __all__ = ["TWO_BW"]
 #   rank 0   F0 F1 F2 B0  |  F3 B1 F4 B2 U1 F5 B3  |  B4 B5 U2
 #   rank 1   F0 F1 B0 F2 B1  |  F3 B2 U1 F4 B3 F5 B4  |  B5 U2
 #   rank 2   F0 B0 F1 B1 F2 B2 U1  |  F3 B3 F4 B4 F5 B5 U2  |
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+#
+# The same where stages wait for others: steps 1 and 2, and the drain after them. U1 waits for the first forward that
+# reads it:
+#
+#   rank 0   F3 B1 F4 B2 F5 B3  |  U1 F6 B4 F7 B5 F8 B6  |  B7 B8 U2 U3
+#   rank 1   F3 B2 F4 B3 F5 B4  |  U1 F6 B5 F7 B6 F8 B7  |  B8 U2 U3
+#   rank 2   F3 B3 F4 B4 F5 B5  |  U1 F6 B6 F7 B7 F8 B8  |  U2 U3
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Entry]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     behind = (shape.placement.depth(stage) - 1) * shape.placement.stride(stage)
+    waits = stage in shape.waiting
     match part:
         case Step(minibatch):
             turns = shape.microbatches_of(minibatch)
+            if waits and minibatch > 1:
+                yield _update(stage, minibatch - 1)
         case Drain(minibatches):
             turns = range(minibatches * shape.microbatches, minibatches * shape.microbatches + behind)
         case _:
@@ -42,17 +53,29 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
                 yield Backward(stage, turn - behind, max(due - 1, 0))
         # All replicas update at the turn of the minibatch's last microbatch, so that none waits for a later step.
         if due >= 0 and last == shape.microbatches - 1:
-            yield Update(stage, due + 1, max(due - 1, 0))
+            yield Summed(stage, due + 1) if waits else _update(stage, due + 1)
+    if waits and isinstance(part, Drain):
+        for version in range(max(part.minibatches - 1, 1), part.minibatches + 1):
+            yield _update(stage, version)
+
+
+def _update(stage: int, version: int) -> Update:
+    """The gradients of minibatch t, taken at version max(t - 1, 0), make version t + 1."""
+    return Update(stage, version, max(version - 2, 0))
 
 
 def promise(shape: Shape) -> Promise:
-    """Two versions; p - s microbatches in flight on stage s, where nothing is replicated."""
+    """Two versions; p - s microbatches in flight on stage s, where nothing is replicated.
+
+    A stage whose updates wait has the gradients of two minibatches.
+    """
     return Promise(
         versions=(2,) * shape.stages,
         in_flight=tuple(shape.placement.depth(stage) for stage in range(shape.stages)),
         rule=VersionRule.PREVIOUS_MINIBATCH,
         flushes=False,
         microbatches_per_update=(shape.microbatches,) * shape.stages,
+        gradients=tuple(2 if stage in shape.waiting else 1 for stage in range(shape.stages)),
     )
 
 
@@ -69,4 +92,4 @@ def check(shape: Shape) -> None:
         )
 
 
-TWO_BW = Method("2bw", order, promise, check)
+TWO_BW = Method("2bw", order, promise, check, defers=True)
