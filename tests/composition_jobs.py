@@ -226,7 +226,7 @@ def train(run: Run) -> Outcome:
     pipe = run.make()
     losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
     pipe.drain()
-    transport = pipe._transport
+    transport = pipe._engine.transport
     sent = transport.sent_bytes if isinstance(transport, Lanes) else 0
     evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
     state = pipe.state_dict()["model"]

@@ -31,12 +31,13 @@ FLOW = {
     "rendering": "errors values scheduling simulating",
     "capturing": "errors",
     # The probe measures the links through the transport that the pipeline will use.
-    "profiling": "errors values progress capturing runtime",
+    "profiling": "errors values progress capturing training runtime",
+    "training": "errors",
     "data": "errors capturing",
-    "oracle": "errors values capturing",
-    "runtime": "errors values scheduling capturing",
+    "oracle": "errors values capturing training",
+    "runtime": "errors values scheduling capturing training",
     "autoplans": "errors values planning capturing profiling runtime",
-    "pipeline": "errors values autoplans scheduling capturing profiling runtime",
+    "pipeline": "errors values autoplans scheduling capturing profiling training runtime",
     "commands": "errors values planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
 }
@@ -44,9 +45,9 @@ PURE = ("errors", "progress", "values", "planning", "scheduling", "simulating", 
 STRANGERS = ("executor", "replicas", "transport", "weights")
 ACTIONS = {node.name for node in TREES["penstock.scheduling.actions"].body if isinstance(node, ast.ClassDef)}
 PUBLIC = """
-    CaptureError CheckpointError Cluster LayerProfile PenstockError Pipeline Plan PlanError Profile ProfileError
-    Schedule ScheduleError Stage Timeline Transformer TransportError capture plan probe profile reference_train render
-    schedule simulate verify
+    CaptureError CheckpointError Cluster LayerProfile NamedParameters PenstockError Pipeline Plan PlanError Profile
+    ProfileError Schedule ScheduleError Stage Timeline Transformer TransportError capture plan probe profile
+    reference_train render schedule simulate verify
 """
 
 

@@ -9,7 +9,7 @@ import torch
 import composition_jobs as jobs
 import penstock
 from composition_jobs import Outcome, Run
-from penstock.oracle import Reference
+from penstock.oracle.references import Reference
 from processes import Pool
 
 ROUNDING = 1e-14

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
-from penstock.errors import ProfileError
+from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
 from penstock.profiling.saved_tensors import recording
@@ -228,7 +228,7 @@ def test_the_loss_belongs_to_the_last_layer() -> None:
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ProfileError, match="expected one number as a tensor"):
+    with pytest.raises(PenstockError, match="must return one number as a tensor"):
         quick(nn.Linear(6, 3), torch.randn(4, 6), loss_fn=lambda output, target: output, target=None)
 
 

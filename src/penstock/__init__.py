@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ScheduleError,
         TransportError,
     )
-    from penstock.oracle import reference_train
+    from penstock.oracle.references import reference_train
     from penstock.pipeline import Pipeline
     from penstock.planning.planners import plan
     from penstock.profiling.links import probe
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.scheduling.schedules import Schedule, schedule
     from penstock.scheduling.verifier import verify
     from penstock.simulating.simulator import simulate
+    from penstock.training.optimizers import NamedParameters
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage
     from penstock.values.profiles import LayerProfile, Profile
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "LayerProfile",
+    "NamedParameters",
     "PenstockError",
     "Pipeline",
     "Plan",
@@ -70,6 +72,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Cluster": "values.clusters",
     "LayerProfile": "values.profiles",
+    "NamedParameters": "training.optimizers",
     "PenstockError": "errors",
     "Pipeline": "pipeline",
     "Plan": "values.plans",
@@ -87,7 +90,7 @@ _HOMES = {
     "plan": "planning.planners",
     "probe": "profiling.links",
     "profile": "profiling.profiler",
-    "reference_train": "oracle",
+    "reference_train": "oracle.references",
     "render": "rendering.pictures",
     "schedule": "scheduling.schedules",
     "simulate": "simulating.simulator",

@@ -4,10 +4,9 @@ The facade. It captures the model, makes the plan a schedule, has the schedule p
 then hands programs to the workers step by step. What happens inside a step is the schedule's and the worker's.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from penstock.capturing import capture
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
 from penstock.runtime.agreements import agreed
-from penstock.runtime.buffers import share_buffers
 from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
-from penstock.runtime.forecasts import forecast_of, mark_now
+from penstock.runtime.engines import Engine
+from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.recomputation import Recompute, choose_grains
-from penstock.runtime.reports import Reports
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
     build_stages,
@@ -37,13 +35,15 @@ from penstock.runtime.setup import (
     make_schedule,
 )
 from penstock.runtime.shards import whole
-from penstock.runtime.turns import run_programs
-from penstock.runtime.worker import Pass, Record, Worker
+from penstock.runtime.transport import Transport
+from penstock.runtime.updates import Updater
+from penstock.runtime.worker import Worker
 from penstock.runtime.worlds import World, join_world
-from penstock.scheduling.methods import Drain, Part, Step
-from penstock.scheduling.placements import Placement
-from penstock.scheduling.schedules import Schedule, inference
+from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
+from penstock.training.losses import LossFunction
+from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
+from penstock.training.precisions import autocasting, check_autocast, first_device
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -51,9 +51,6 @@ from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
 
 __all__ = ["Pipeline"]
-
-KEPT_MINIBATCHES = 8
-"""The last minibatches whose spans `Pipeline.timeline` can return."""
 
 
 class Pipeline:
@@ -63,8 +60,10 @@ class Pipeline:
         model: any ``nn.Module`` (or a list of layers), whole and identical on every rank. It is trained in place: its
             parameters on this rank are always the newest weights.
         sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples.
-        optimizer: called once with the list of this process's parameters; returns a ``torch.optim.Optimizer``.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples, or that and a dict of
+            other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
+        optimizer: called once with the list of this process's trained parameters, which knows their names
+            (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``1f1b`` or ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
@@ -75,6 +74,10 @@ class Pipeline:
             kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
             `stages` says how many ranks to plan for, and links are instant.
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
+        autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
+            autocast; the weights, their gradients and the optimizer's state stay as they are.
+        lr_scheduler: called with each optimizer; the scheduler of ``torch.optim.lr_scheduler`` that it returns steps
+            with every update, of every stage by itself. Do not step it yourself.
         scale_learning_rates: with ``1f1b``, multiplies the learning rates of a stage of r replicas with r / r0, where
             r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The papers say
             nothing of it; PipeDream's program does so. Off by default.
@@ -101,13 +104,15 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         sample: tuple[Any, ...] | dict[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        loss_fn: LossFunction,
+        optimizer: MakeOptimizer,
         schedule: str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
+        autocast: torch.dtype | None = None,
+        lr_scheduler: MakeScheduler | None = None,
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
         parallelize: Parallelize | None = None,
@@ -119,11 +124,14 @@ class Pipeline:
         """What ``plan="auto"`` found the links to be; None with another plan."""
         self._world: World = join_world()
         self._failed = ""
-        self._sample = sample
+        self._sample, self._autocast = sample, autocast
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                self._chain = capture(model, sample)
-            self._device = _device(self._chain.parameters)
+                check_autocast(autocast)
+                self._device = first_device(model)
+                # What the model's code decides by types it must decide as it would under autocast.
+                with autocasting(autocast, self._device):
+                    self._chain = capture(model, sample)
             if isinstance(plan, str):
                 choices = Choices(schedule, microbatches, stages, vertical_sync)
                 made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
@@ -141,22 +149,25 @@ class Pipeline:
             check_agreement(self._world, self.plan, self._chain)
             held = parallelize_stages(parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
             self._chain, self._hooked = held.chain, held
-            self._forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
-            self._seed = seed
-            self._transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
+            transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
             self._stages = build_stages(
-                self.plan, self._chain, self.schedule, self._ranks, self._transport, grains, held.modules
+                self.plan, self._chain, self.schedule, self._ranks, transport, grains, held.modules
             )
-            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-            self.optimizer: torch.optim.Optimizer | None = optimizer(trained) if trained else None
-            """Over this process's parameters; None if it has none to train."""
-            self._reports = Reports(self._transport, self._ranks, self._ranks[0])
-            self._workers = tuple(self._worker(rank, loss_fn, scale_learning_rates) for rank in self._ranks)
-        self._minibatch = 0
-        """Minibatches stepped since the last drain: the present run of the schedule."""
-        self._microbatches_before = 0
-        """Microbatches trained before the present run."""
-        self._records: deque[list[Record]] = deque(maxlen=KEPT_MINIBATCHES)
+            self.optimizers = make_optimizers(optimizer, self.named_parameters())
+            """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
+            factors = learning_rate_factors(self.schedule, self._stages, scale_learning_rates)
+            self._updater = Updater(self.optimizers, factors, lr_scheduler)
+            self._engine = self._start(loss_fn, transport, seed)
+
+    def _start(self, loss_fn: LossFunction, transport: Transport, seed: int) -> Engine:
+        """A worker for each rank of this process, and the engine over them."""
+        computing = partial(autocasting, self._autocast, self._device)
+        workers = [
+            Worker(rank, self.schedule, own, self._chain, loss_fn, self._updater, transport, computing)
+            for rank, own in self._stages.items()
+        ]
+        forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
+        return Engine(self.schedule, self._stages, workers, transport, forecast, self._device, seed)
 
     @cached_property
     def profile(self) -> Profile:
@@ -165,7 +176,13 @@ class Pipeline:
         """
         if self._hooked.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        return measure(self._chain, self._sample, progress=False)
+        with autocasting(self._autocast, self._device):
+            return measure(self._chain, self._sample, progress=False)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The first of `optimizers`, of which most pipelines have one."""
+        return self.optimizers[0] if self.optimizers else None
 
     @property
     def rank(self) -> int:
@@ -184,18 +201,7 @@ class Pipeline:
             parts = max(map(len, placement.stages)) if placement.split else 1
             microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts)
         with self._guarded("in a step"):
-            first = self._minibatch * self.schedule.microbatches
-            current = self._training_pass(first + self.schedule.microbatches)
-            measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
-            start = mark_now(self._device) if measured else 0.0
-            self._run(current, microbatches, first, self.schedule, Step(self._minibatch))
-            self._minibatch += 1
-            if self._forecast:
-                if measured:
-                    self._forecast.add(start, mark_now(self._device), self._records[-1])
-                self._forecast.compare()
-            numbers = range(first, first + len(microbatches))
-            return StepResult(self._reports.loss(current, self.schedule.placement, numbers))
+            return StepResult(self._engine.train(microbatches))
 
     def drain(self) -> None:
         """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
@@ -205,12 +211,7 @@ class Pipeline:
         this returns all that this rank had to send has been sent, so that its process may leave the process group.
         """
         with self._guarded("in a drain"):
-            if not self.schedule.flushes and self._minibatch > 0:
-                microbatches = self._minibatch * self.schedule.microbatches
-                self._run(self._training_pass(microbatches), (), 0, self.schedule, Drain(self._minibatch))
-                self._restart(self._microbatches_before + microbatches)
-            share_buffers(self._stages, self.schedule.placement, self._transport)
-            self._transport.flush()
+            self._engine.drain()
 
     def evaluate(self, inputs: Any, target: Any) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
@@ -218,9 +219,9 @@ class Pipeline:
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
-        current, microbatches = self._infer(inputs, target, keeps_outputs=False)
+        microbatches = self._cut(inputs, target)
         with self._guarded("in an evaluation"):
-            return StepResult(self._reports.loss(current, self._in_turn, range(len(microbatches))))
+            return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
         """What the model returns in evaluation mode with the newest weights, on every rank, for a batch of any size.
@@ -229,10 +230,10 @@ class Pipeline:
         concatenated, others are stacked.
         """
         self.drain()
-        current, microbatches = self._infer(inputs, None, keeps_outputs=True)
+        microbatches = self._cut(inputs, None)
         with self._guarded("in a prediction"):
+            values = self._engine.predict(microbatches)
             form = self._chain.evaluation().output
-            values = self._reports.outputs(current, self._in_turn, microbatches)
             outputs = [form.build(dict(zip(form.values, value, strict=True))) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
@@ -248,7 +249,7 @@ class Pipeline:
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         # The lanes of a rank do the same; the first one tells of it.
-        told = list(self._records)[-minibatches:] if self._world.rank % self.plan.tensor_parallel == 0 else []
+        told = list(self._engine.records)[-minibatches:] if self._world.rank % self.plan.tensor_parallel == 0 else []
         mine = [record for records in told for record in records]
         records = [record for some in self._world.gather(mine) for record in some]
         zero = min((start for _, _, start, _ in records), default=0.0)
@@ -264,8 +265,7 @@ class Pipeline:
         ``penstock`` logger, as a warning if they are more than 20 % apart. In a single process, where the ranks take
         turns, the prediction is the work of all ranks.
         """
-        comparison = self._forecast.compare() if self._forecast else None
-        return None if comparison is None else comparison.error
+        return self._engine.prediction_error()
 
     def state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.
@@ -273,11 +273,14 @@ class Pipeline:
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
-        trained = self._microbatches_before + self._minibatch * self.schedule.microbatches
         return {
             "model": {name: whole(tensor.detach()) for name, tensor in self._held().items()},
-            "optimizer": named_state(self.optimizer, self.named_parameters()),
-            "pipeline": {"microbatches": trained, "seed": self._seed},
+            "optimizer": named_state(self.optimizers, self.named_parameters()),
+            "pipeline": {
+                "microbatches": self._engine.trained,
+                "seed": self._engine.seed,
+                **self._updater.state(),
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -286,11 +289,12 @@ class Pipeline:
         Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
         """
         self.drain()
-        progress = restore(state, self._held(), self.optimizer, self.named_parameters())
-        self._seed = progress["seed"]
-        self._restart(progress["microbatches"])
+        progress = restore(state, self._held(), self.optimizers, self.named_parameters())
+        self._updater.load_state(progress)
+        self._engine.seed = progress["seed"]
+        self._engine.restart(progress["microbatches"])
         # Replicas in this process hold buffers that no state dict names.
-        share_buffers(self._stages, self.schedule.placement, self._transport)
+        self._engine.share_buffers()
 
     def save(self, directory: str | Path) -> None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
@@ -314,65 +318,19 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
-        self._transport.close()
+        self._engine.transport.close()
         self._world.leave()
-
-    def _training_pass(self, admitted: int) -> Pass:
-        return Pass(training=True, seed=self._seed, microbatches_before=self._microbatches_before, admitted=admitted)
-
-    def _restart(self, microbatches: int) -> None:
-        """Begins a new run of the schedule after so many `microbatches` of training, from the newest weights."""
-        for stages in self._stages.values():
-            for stage in stages.values():
-                stage.weights.restart()
-        self._microbatches_before, self._minibatch = microbatches, 0
-
-    def _worker(self, rank: int, loss_fn: Callable[[Any, Any], Tensor], scale_learning_rates: bool) -> Worker:
-        return Worker(
-            rank,
-            self.schedule,
-            self._stages[rank],
-            self._chain,
-            loss_fn,
-            self.optimizer,
-            self._transport,
-            learning_rate_factors(self.schedule, scale_learning_rates),
-        )
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
         held = {stage for stages in self._stages.values() for stage in stages}
         return held_tensors(self._chain, (self.plan.stages[stage] for stage in held))
 
-    def _infer(self, inputs: Any, target: Any, keeps_outputs: bool) -> tuple[Pass, tuple[Microbatch, ...]]:
-        """Forwards of a batch in evaluation mode, in as many microbatches as the captured size makes of it."""
+    def _cut(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
+        """A batch to be evaluated, in as many microbatches as the captured size makes of it."""
         with self._guarded("reading a batch", harmless=True):
             count = chunks(self._chain.inputs, inputs)
-            microbatches = split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
-        with self._guarded("in an evaluation"):
-            current = Pass(training=False, keeps_outputs=keeps_outputs)
-            made = self.schedule
-            forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._in_turn)
-            self._run(current, microbatches, 0, forwards, Step(0))
-            return current, microbatches
-
-    @property
-    def _in_turn(self) -> Placement:
-        """The stages with replicas that take microbatches in turn, as in evaluations of any batch size."""
-        return Placement(self.schedule.placement.stages)
-
-    def _run(
-        self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
-    ) -> None:
-        """Has the workers of this process carry out `part` of `schedule`; `microbatches` are numbered from `first`."""
-        programs = {rank: schedule.row(rank, part) for rank in self._ranks}
-        numbered = dict(enumerate(microbatches, first))
-        for worker in self._workers:
-            worker.begin(current, schedule, numbered, programs[worker.rank])
-        run_programs(self._workers, programs)
-        records = [record for worker in self._workers for record in worker.end()]
-        if current.training:
-            self._records.append(records)
+            return split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
 
     @contextmanager
     def _guarded(self, place: str, harmless: bool = False) -> Iterator[None]:
@@ -392,7 +350,3 @@ class Pipeline:
                 self._failed = f"{type(error).__name__} {place}"
             self._world.report(place, error)
             raise
-
-
-def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
-    return next((parameter.device for parameter in parameters.values()), torch.device("cpu"))

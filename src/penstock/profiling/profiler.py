@@ -41,7 +41,7 @@ from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import WorkspaceMeter
 from penstock.progress import progress_line
-from penstock.values.documents import text_of
+from penstock.training.losses import LossFunction, compute_loss
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
@@ -57,7 +57,7 @@ def profile(
     model: Model,
     sample: Sample,
     *,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFunction | None = None,
     target: Any = None,
     iterations: int = 10,
     warmup: int = 2,
@@ -145,10 +145,10 @@ class _Bench:
         if run == 0:
             self._survey(index)
         elif run <= self.warmup:
-            self.pilots[index].append(self._sample(index, 1, *[self.clock.seconds] * 2))
+            self.pilots[index].append(self._time(index, 1))
         else:
             calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
-            self.samples[index].append(self._sample(index, calls, *[self.clock.seconds] * 2))
+            self.samples[index].append(self._time(index, calls))
 
     def result(self, index: int) -> LayerProfile:
         """What all runs found of layer `index`."""
@@ -174,6 +174,9 @@ class _Bench:
         meter = WorkspaceMeter()
         self.workspace_bytes.append(max(self._sample(index, 1, meter.forward, meter.backward)))
         self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
+
+    def _time(self, index: int, calls: int) -> tuple[float, float]:
+        return self._sample(index, calls, self.clock.seconds, self.clock.seconds)
 
     def _sample(self, index: int, calls: int, forward_gauge: Gauge, backward_gauge: Gauge) -> tuple[float, float]:
         """What the gauges find of one forward and of one backward, each the mean over `calls`; then moves on."""
@@ -243,14 +246,8 @@ class _Result:
     roots: list[Tensor]
 
 
-def _loss(
-    chain: LayerChain, loss_fn: Callable[[Any, Any], Tensor], target: Any, values: Mapping[str, Tensor]
-) -> Tensor:
-    loss = loss_fn(chain.output.build(values), target)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ProfileError(
-            f"loss_fn(output, target): expected one number as a tensor, found {text_of(loss)}: reduce it"
-        )
+def _loss(chain: LayerChain, loss_fn: LossFunction, target: Any, values: Mapping[str, Tensor]) -> Tensor:
+    loss, _ = compute_loss(loss_fn, chain.output.build(values), target)
     return loss
 
 

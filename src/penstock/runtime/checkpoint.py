@@ -6,7 +6,7 @@ are those of ``torch.distributed.checkpoint``.
 
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,38 +43,39 @@ def held_tensors(chain: LayerChain, stages: Iterable[Stage]) -> dict[str, Tensor
     }
 
 
-def named_state(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """``{"state": {name: ...}, "options": {name: ...}}`` of the optimizer of `parameters`."""
+def named_state(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """``{"state": {name: ...}, "options": {name: ...}}`` of the optimizers of `parameters`."""
     result: dict[str, Any] = {"state": {}, "options": {}}
-    if optimizer is None:
-        return result
     names = {id(parameter): name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            result["options"][name] = options
-            if parameter in optimizer.state:
-                result["state"][name] = {key: whole(value) for key, value in optimizer.state[parameter].items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                result["options"][name] = options
+                if parameter in optimizer.state:
+                    result["state"][name] = {key: whole(value) for key, value in optimizer.state[parameter].items()}
     return result
 
 
 def restore(
     state: Mapping[str, Any],
     held: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
 ) -> Mapping[str, Any]:
-    """Copies ``state["model"]`` into the tensors of `held`, gives the optimizer of `parameters` what `named_state`
+    """Copies ``state["model"]`` into the tensors of `held`, gives the optimizers of `parameters` what `named_state`
     collected, and returns ``state["pipeline"]``.
 
     `CheckpointError`, before anything is changed, if a part is missing or of another shape.
     """
     model, progress = _part(state, "model"), _part(state, "pipeline")
     _check_tensors(model, held)
-    if optimizer is not None:
+    # All are laid out before one of them is changed.
+    laid = [_by_position(_part(state, "optimizer"), optimizer, parameters) for optimizer in optimizers]
+    for optimizer, own in zip(optimizers, laid, strict=True):
         # Through the optimizer's own loader, which moves and casts the state as this optimizer wants it.
-        optimizer.load_state_dict(_by_position(_part(state, "optimizer"), optimizer, parameters))
+        optimizer.load_state_dict(own)
     with torch.no_grad():
         for name, tensor in held.items():
             assign(tensor, model[name])

@@ -4,13 +4,14 @@ Only reading a result waits. The ranks of the last stage send at once, each what
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from penstock.errors import PenstockError
 from penstock.runtime.microbatches import Microbatch
-from penstock.runtime.results import Loss, LossPart
+from penstock.runtime.results import Figures, Loss, Report
 from penstock.runtime.transport import Edge, Ticket, Transport
 from penstock.runtime.worker import Pass
 from penstock.scheduling.placements import Placement
@@ -25,23 +26,25 @@ class Reports:
     transport: Transport
     local: Sequence[int]
     rank: int
+    names: dict[bool, tuple[str, ...]] = field(default_factory=dict)
+    """Of the metrics, in training and in evaluation: they shape the messages, so they must not change."""
 
     def loss(self, current: Pass, placement: Placement, microbatches: range) -> Loss:
         """The loss of a pass over `microbatches`; perhaps on its way."""
-        parts = []
+        reports = []
         for last in placement.stages[-1]:
             taken = placement.taken_by(last, microbatches)
-            form = ("loss", len(taken))
+            form = ("figures", current.training, len(taken))
             if not taken:
                 continue
             if last in self.local:
-                shares = torch.stack([current.losses[last, k] for k in taken])
+                message = self._message(current, [current.figures[last, k] for k in taken])
                 for edge in self._edges(last, placement):
-                    self.transport.send(edge, form, (shares,))
-                parts.append(LossPart(taken, shares))
+                    self.transport.send(edge, form, message)
+                reports.append(Report(taken, message))
             else:
-                parts.append(LossPart(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
-        return Loss(parts)
+                reports.append(Report(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
+        return Loss(reports)
 
     def outputs(self, current: Pass, placement: Placement, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each microbatch. Waits for them."""
@@ -59,3 +62,15 @@ class Reports:
 
     def _edges(self, last: int, placement: Placement) -> list[Edge]:
         return [Edge(last, rank, "reports") for rank in range(placement.ranks) if rank not in self.local]
+
+    def _message(self, current: Pass, figures: Sequence[Figures]) -> tuple[Tensor, Tensor]:
+        names = self.names.setdefault(current.training, figures[0].names)
+        for each in figures:
+            if each.names != names:
+                raise PenstockError(
+                    f"loss_fn returned the metrics {names} before and {each.names} now: return the same names for "
+                    "every microbatch"
+                )
+        shares = torch.stack([each.shares for each in figures])
+        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=shares.device)
+        return shares, text

@@ -1,31 +1,45 @@
 """What a step returns: handles that wait only when they are read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from torch import Tensor
 
+from penstock.errors import PenstockError
 from penstock.runtime.transport import Ticket
 
-__all__ = ["Loss", "LossPart", "StepResult"]
+__all__ = ["Figures", "Loss", "Metrics", "Report", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True)
-class LossPart:
-    """What one replica of the last stage found: the loss of each of its `microbatches` times its share of the samples.
+class Figures:
+    """What the last stage found of one microbatch, or of the part that one of its replicas has."""
 
-    `shares`: float64, one number for each, in their order; perhaps still on its way.
-    """
+    names: tuple[str, ...]
+    """Of the metrics that `loss_fn` returned."""
+    shares: Tensor
+    """The loss and the metrics, each times the share of the minibatch that it is the mean over; float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The figures of one replica of the last stage for each of its `microbatches`, in their order."""
 
     microbatches: Sequence[int]
-    shares: Tensor | Ticket
+    message: tuple[Tensor, Tensor] | Ticket
+    """The shares, one row for each microbatch, and the names as UTF-8, one line for each; perhaps on their way."""
 
-    def read(self) -> Iterator[tuple[int, float]]:
-        """Microbatch and share, one by one; waits."""
-        shares = self.shares if isinstance(self.shares, Tensor) else self.shares.wait()[0]
+    def ready(self) -> bool:
+        """Whether `read` would return at once."""
+        return isinstance(self.message, tuple) or self.message.ready()
+
+    def read(self) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
+        """The names, and the shares by microbatch; waits."""
+        shares, text = self.message if isinstance(self.message, tuple) else self.message.wait()
         assert shares is not None
-        yield from zip(self.microbatches, shares.tolist(), strict=True)
+        assert text is not None
+        names = tuple(bytes(text.tolist()).decode().splitlines())
+        return names, list(zip(self.microbatches, shares.tolist(), strict=True))
 
 
 class Loss:
@@ -35,25 +49,37 @@ class Loss:
     costs anything.
     """
 
-    def __init__(self, parts: Sequence[LossPart]) -> None:
-        self._parts = tuple(parts)
-        self._value: float | None = None
+    def __init__(self, reports: Sequence[Report]) -> None:
+        self._reports = tuple(reports)
+        self._values: dict[str, float] = {}
 
     def ready(self) -> bool:
         """Whether ``float`` would return at once."""
-        return all(isinstance(part.shares, Tensor) or part.shares.ready() for part in self._parts)
+        return all(report.ready() for report in self._reports)
 
     def item(self) -> float:
         """The loss as a number."""
         return float(self)
 
+    def means(self) -> Mapping[str, float]:
+        """The loss under the name "", and the metrics under theirs; waits."""
+        if not self._values:
+            read = [report.read() for report in self._reports]
+            if len(found := {names for names, _ in read}) > 1:
+                raise PenstockError(
+                    f"loss_fn returned other metrics on one replica of the last stage than on another one: {found}. "
+                    "Return the same names for every microbatch"
+                )
+            rows = [row for _, rows in read for row in rows]
+            # In the order of the microbatches, whoever computed them: the sums have the same bits for any placement.
+            rows.sort(key=lambda row: row[0])
+            sums = [sum(column) for column in zip(*(shares for _, shares in rows), strict=True)]
+            self._values = dict(zip(("", *read[0][0]), sums, strict=True))
+            self._reports = ()
+        return self._values
+
     def __float__(self) -> float:
-        if self._value is None:
-            shares = [pair for part in self._parts for pair in part.read()]
-            # In the order of the microbatches, whoever computed them: the sum has the same bits for any placement.
-            self._value = sum(share for _, share in sorted(shares, key=itemgetter(0)))
-            self._parts = ()
-        return self._value
+        return self.means()[""]
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
@@ -65,8 +91,37 @@ class Loss:
         return f"Loss({float(self)})" if self.ready() else "Loss(on its way)"
 
 
+class Metrics(Mapping[str, float]):
+    """What `loss_fn` returned beside the loss, each the mean over the samples of the minibatch, on every rank.
+
+    A mapping from name to number. Reading it waits, as reading the loss does.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def __getitem__(self, name: str) -> float:
+        if not name:
+            raise KeyError(name)
+        return self._loss.means()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._loss.means() if name)
+
+    def __len__(self) -> int:
+        return len(self._loss.means()) - 1
+
+    def __repr__(self) -> str:
+        return f"Metrics({dict(self)})" if self._loss.ready() else "Metrics(on their way)"
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of `Pipeline.step` or `Pipeline.evaluate`."""
 
     loss: Loss
+
+    @property
+    def metrics(self) -> Metrics:
+        """What `loss_fn` returned beside the loss."""
+        return Metrics(self.loss)

@@ -6,7 +6,7 @@ supported ends with its reason instead of a hang.
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -293,10 +293,11 @@ def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
 
 
-def learning_rate_factors(schedule: Schedule, scaled: bool) -> dict[int, float]:
-    """By stage: r / r0 if rates are to be `scaled` by how many microbatches an update sums up, else 1."""
+def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
+    """For the stages of the ranks `local`: r / r0 if rates are `scaled` by how many microbatches an update is of."""
     sizes = schedule.promise.microbatches_per_update
-    return {stage: size / sizes[0] if scaled else 1.0 for stage, size in enumerate(sizes)}
+    held = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
+    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in held}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ Laws of this file:
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,10 @@ from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
 from penstock.runtime.recomputation import Grain, Recomputation
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.results import Figures
 from penstock.runtime.shards import whole
 from penstock.runtime.transport import Message, Transport
+from penstock.runtime.updates import Updater
 from penstock.runtime.weights import VersionedWeights
 from penstock.scheduling.actions import (
     Action,
@@ -47,11 +49,15 @@ from penstock.scheduling.methods import VersionRule
 from penstock.scheduling.norms import Norm, carried_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
+from penstock.training.losses import LossFunction, compute_loss
 
 __all__ = ["LocalStage", "Pass", "Record", "Worker"]
 
 Record: TypeAlias = tuple[int, Action, float, float]
 """The rank, what it did, and from when to when, in seconds of ``time.perf_counter``."""
+
+
+Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,10 +89,8 @@ class Pass:
     """In evaluation: whether the model's output is wanted, and not its loss."""
     admitted: int = 0
     """Microbatches admitted in the present run of the schedule, those of this pass included."""
-    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """By rank and microbatch: the mean over the rank's samples of it, times their share of the minibatch's samples;
-    float64, dimension 0.
-    """
+    figures: dict[tuple[int, int], Figures] = field(default_factory=dict)
+    """By rank and microbatch: what the last stage found of the rank's samples of it."""
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """In evaluation, by microbatch: the values of the model's output."""
 
@@ -100,19 +104,19 @@ class Worker:
         schedule: Schedule,
         stages: Mapping[int, LocalStage],
         chain: LayerChain,
-        loss_fn: Callable[[Any, Any], Tensor],
-        optimizer: torch.optim.Optimizer | None,
+        loss_fn: LossFunction,
+        updater: Updater,
         transport: Transport,
-        learning_rates: Mapping[int, float],
+        computing: Computing = nullcontext,
     ) -> None:
-        """`learning_rates`: by stage, what the optimizer's learning rates are multiplied with."""
+        """Forwards and losses are computed inside of ``computing()``."""
         self.rank = rank
         self.stages = stages
         self._schedule = schedule
         self._chain = chain
         self._loss_fn = loss_fn
-        self._optimizer = optimizer
-        self._learning_rates = learning_rates
+        self._updater = updater
+        self._computing = computing
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
@@ -218,7 +222,7 @@ class Worker:
         found = self._mailbox.take(action.stage, k, action.stage - 1)
         received = [tensor for tensor in found if tensor is not None]
         if not self._pass.training:
-            with torch.no_grad():
+            with torch.no_grad(), self._computing():
                 outputs = stage.evaluation()(received, microbatch.inputs)
                 if self._is_last(action.stage):
                     self._finish(k, microbatch, outputs)
@@ -231,18 +235,21 @@ class Worker:
         recomputation = None if (action.stage, k) in self._direct else self._recomputations.get(action.stage)
         around = recomputation.around if recomputation else None
 
+        metrics: dict[str, Tensor] = {}
+
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
-            if not self._is_last(action.stage):
-                return outputs
-            # The loss is one layer more.
-            loss = partial(self._loss, self._chain.output, microbatch)
-            return around(None, loss, outputs) if around else loss(*outputs)
+            with self._computing():
+                outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
+                if not self._is_last(action.stage):
+                    return outputs
+                # The loss is one layer more.
+                loss = partial(self._loss, self._chain.output, microbatch, metrics)
+                return around(None, loss, outputs) if around else loss(*outputs)
 
         again = recomputation.remember(module, (*received, *microbatch.tensors)) if recomputation else None
         outputs = stage.executor.forward(k, received, compute, again)
         if self._is_last(action.stage):
-            self._note_loss(k, outputs[0], microbatch)
+            self._note(k, microbatch, outputs[0], metrics)
             # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
             # update divides by the microbatches that it is taken over, which are not the same number for all stages.
             alone = microbatch.samples / microbatch.whole
@@ -293,13 +300,8 @@ class Worker:
             if (count := self._averaged_over(*key)) > 1:
                 for gradient in gradients.values():
                     gradient.div_(count)
-            if self._optimizer is not None:
-                with ExitStack() as stack:
-                    stack.enter_context(_scaled(self._optimizer, self._learning_rates[action.stage]))
-                    for other, held in self.stages.items():
-                        if other != action.stage:
-                            stack.enter_context(held.weights.hidden_gradients())
-                    self._optimizer.step()
+            others = (held.weights for other, held in self.stages.items() if other != action.stage)
+            self._updater.step(action.stage, others)
             weights.end_update()
 
     def _averaged_over(self, stage: int, version: int) -> int:
@@ -341,27 +343,28 @@ class Worker:
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1
 
-    def _loss(self, form: ModelOutput, microbatch: Microbatch, *outputs: Tensor) -> tuple[Tensor]:
-        loss = self._loss_fn(form.build(dict(zip(form.values, outputs, strict=True))), microbatch.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise PenstockError(
-                "loss_fn(output, target) must return one number as a tensor, the mean over the microbatch's samples; "
-                f"it returned {found}. Reduce it, for instance with .mean()"
-            )
+    def _loss(
+        self, form: ModelOutput, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor
+    ) -> tuple[Tensor]:
+        """The loss; what `loss_fn` returns beside it goes to `metrics`."""
+        output = form.build(dict(zip(form.values, outputs, strict=True)))
+        loss, beside = compute_loss(self._loss_fn, output, microbatch.target)
+        metrics.update(beside)
         # A loss may be a DTensor where the layers before it are split over processes.
         return (whole(loss),)
 
-    def _note_loss(self, k: int, loss: Tensor, microbatch: Microbatch) -> None:
-        self._pass.losses[self.rank, k] = loss.detach().double().reshape(()) * microbatch.weight
+    def _note(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        values = torch.stack([whole(value.detach()).double().reshape(()) for value in (loss, *metrics.values())])
+        self._pass.figures[self.rank, k] = Figures(tuple(metrics), values * microbatch.weight)
 
     def _finish(self, k: int, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
         """The end of an evaluation forward."""
         if self._pass.keeps_outputs:
             self._pass.outputs[k] = tuple(map(whole, outputs))
         else:
-            (loss,) = self._loss(self._chain.evaluation().output, microbatch, *outputs)
-            self._note_loss(k, loss, microbatch)
+            metrics: dict[str, Tensor] = {}
+            (loss,) = self._loss(self._chain.evaluation().output, microbatch, metrics, *outputs)
+            self._note(k, microbatch, loss, metrics)
 
 
 def _explained(error: BaseException, stage: int) -> BaseException:
@@ -374,19 +377,3 @@ def _explained(error: BaseException, stage: int) -> BaseException:
         f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
         f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
     )
-
-
-@contextmanager
-def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Multiplies the learning rates of `optimizer` in its body."""
-    if factor == 1:
-        yield
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate

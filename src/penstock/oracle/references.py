@@ -1,0 +1,186 @@
+"""The mathematics that a schedule promises, in one process and without the runtime.
+
+`reference_train` is what "correct" means: the runtime must equal it bit for bit (float64, CPU). It runs one microbatch
+after the other through the whole model, keeps every stage's weights of each version in a list, and reads them by the
+formulas of the papers. No stage module, no slots, no messages, no schedule.
+"""
+
+import copy
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing import capture
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.randomness import microbatch_seed
+from penstock.errors import PlanError
+from penstock.oracle.batches import Microbatch, cut, pieces_of, sizes_of
+from penstock.oracle.weights import Training
+from penstock.training.losses import LossFunction, compute_loss
+from penstock.training.optimizers import MakeOptimizer, MakeScheduler
+from penstock.training.precisions import autocasting, first_device
+from penstock.values.plans import Plan
+
+__all__ = ["Reference", "reference_train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What `reference_train` returns."""
+
+    losses: tuple[float, ...]
+    """Of every minibatch, the mean over its samples."""
+    state: dict[str, Tensor]
+    """The final parameters and buffers, by the keys of the model's state dict."""
+
+
+def reference_train(
+    model: nn.Module | Sequence[nn.Module],
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    sample: tuple[Any, ...] | dict[str, Any],
+    loss_fn: LossFunction,
+    optimizer: MakeOptimizer,
+    schedule: str = "1f1b-flush",
+    stages: int = 1,
+    microbatches: int = 1,
+    plan: Plan | None = None,
+    vertical_sync: bool = False,
+    autocast: torch.dtype | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    scale_learning_rates: bool = False,
+    seed: int = 0,
+    drain_after: Collection[int] = (),
+) -> Reference:
+    """Trains a copy of `model` on `batches` of (inputs, target) as the schedule promises.
+
+    Arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the pipeline
+    is drained. With W(x) for version x, k for the microbatch and t for the minibatch since the last drain, s for the
+    stage:
+
+    ========================  =====================================================================
+    gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
+    interleaved, spp
+    1f1b                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
+    1f1b with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
+    2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
+    ========================  =====================================================================
+
+    Where stage s has r replicas that take microbatches in turn, the updates of `1f1b` are of r microbatches, k counts
+    these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in flight.
+    The last round before a drain may be of fewer. Where replicas split microbatches, r counts as 1, and a stage is
+    computed part by part. Either way the gradients of replicas are summed in their order.
+
+    Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
+    section III.
+    """
+    device = first_device(model)
+    with autocasting(autocast, device):
+        chain = capture(copy.deepcopy(model), sample)
+    if plan is None:
+        plan = Plan.uniform(len(chain.layers), stages, microbatches=microbatches)
+    else:
+        schedule, microbatches, vertical_sync = plan.schedule, plan.microbatches, plan.vertical_sync
+    if plan.layers != len(chain.layers):
+        raise PlanError(
+            f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
+        )
+    training = Training(chain, plan, optimizer, lr_scheduler, scale_learning_rates and schedule == "1f1b")
+    run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, loss_fn, autocast, device, seed)
+    losses = []
+    for number, (inputs, target) in enumerate(batches):
+        losses.append(run.step(inputs, target))
+        if number in drain_after:
+            run.drain()
+    run.drain()
+    return Reference(tuple(losses), training.state())
+
+
+@dataclass(slots=True)
+class _Run:
+    """One training: what is fixed, and how far it has come."""
+
+    chain: LayerChain
+    plan: Plan
+    schedule: str
+    microbatches: int
+    vertical_sync: bool
+    training: Training
+    loss_fn: LossFunction
+    autocast: torch.dtype | None
+    device: torch.device
+    seed: int
+    before: int = 0
+    """Microbatches before the present run of the schedule."""
+    minibatch: int = 0
+    """Minibatches in it."""
+    versions: Sequence[int] = ()
+    """Of each stage, at the last microbatch."""
+
+    def step(self, inputs: Any, target: Any) -> float:
+        """One minibatch; its loss."""
+        total = 0.0
+        parts = cut(self.chain, inputs, target, self.microbatches)
+        samples = sum(part.size for part in parts)
+        for k, part in enumerate(parts, self.minibatch * self.microbatches):
+            self.versions = _versions(self.plan, self.schedule, self.vertical_sync, k, self.minibatch)
+            # A microbatch weighs as much as it has samples; under 1f1b, where an update takes one of a replica, one.
+            losses = self._forward(k, part)
+            weighs = part.size if self.schedule == "1f1b" else samples
+            torch.autograd.backward(
+                [loss for loss, _ in losses], [torch.full_like(loss, size / weighs) for loss, size in losses]
+            )
+            for loss, size in losses:
+                total += float(loss.detach().double()) * (size / samples)
+            if self.schedule == "1f1b":
+                self.training.update_rounds(self.versions, k + 1)
+        if self.schedule != "1f1b":
+            self.training.update(dict(enumerate(self.versions)))
+        self.minibatch += 1
+        return total
+
+    def drain(self) -> None:
+        """The last updates of a run of the schedule; the next one begins with the newest weights."""
+        seen = self.minibatch * self.microbatches
+        if self.schedule == "1f1b":
+            self.training.update_rounds(self.versions, seen, last=True)
+        self.training.share_buffers()
+        if self.schedule in ("1f1b", "2bw"):
+            self.training.restart()
+            self.before, self.minibatch = self.before + seen, 0
+
+    def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, int]]:
+        """The loss of each part of a microbatch that a replica of the last stage has, with its number of samples."""
+        with autocasting(self.autocast, self.device):
+            seed = microbatch_seed(self.seed, self.before + k)
+            outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
+            targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
+            losses = [
+                compute_loss(self.loss_fn, output, target)[0] for output, target in zip(outputs, targets, strict=True)
+            ]
+        return list(zip(losses, sizes, strict=True))
+
+
+def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, minibatch: int) -> list[int]:
+    """The version of each stage's weights that a microbatch uses."""
+    stages = range(len(plan.stages))
+    strides = [1 if plan.routing == "split" else count for count in plan.replicas]
+    behind = [math.ceil(sum(strides[stage:]) / strides[stage]) - 1 for stage in stages]
+    rounds = [microbatch // stride for stride in strides]
+    match schedule:
+        case "gpipe" | "1f1b-flush" | "interleaved" | "spp":
+            return [minibatch for _ in stages]
+        case "1f1b" if vertical_sync:
+            return [max(0, rounds[0] - behind[0]) for _ in stages]
+        case "1f1b":
+            return [max(0, rounds[stage] - behind[stage]) for stage in stages]
+        case "2bw":
+            return [max(minibatch - 1, 0) for _ in stages]
+        case _:
+            raise PlanError(
+                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, spp, 1f1b or 2bw"
+            )

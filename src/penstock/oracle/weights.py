@@ -1,0 +1,197 @@
+"""Every stage's weights in every version, kept in lists: what the formulas of the papers read."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LRScheduler
+
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.randomness import part_seed, seeded
+from penstock.oracle.batches import sizes_of
+from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
+from penstock.values.plans import Plan
+
+__all__ = ["Training"]
+
+Weights = dict[str, nn.Parameter]
+
+
+@dataclass(slots=True)
+class _Stage:
+    """All the versions of one stage's weights, and what each replica has of its own."""
+
+    newest: Weights
+    """What the optimizer steps."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: list[LRScheduler]
+    rate: float
+    """What learning rates are multiplied with."""
+    buffers: list[dict[int, Tensor]]
+    """Of each replica: the tensor that stands for each of the model's buffers, which are given by id."""
+    replicas: int
+    split: bool
+    versions: list[list[Weights]] = field(default_factory=list)
+    """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
+
+    @property
+    def stride(self) -> int:
+        return 1 if self.split else self.replicas
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * self.rate
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def publish(self) -> None:
+        self.versions.append([_copy(self.newest) for _ in range(self.replicas)])
+
+    def runners(self, microbatch: int) -> list[int]:
+        """The replicas that take `microbatch`."""
+        return list(range(self.replicas)) if self.split else [microbatch % self.replicas]
+
+
+class Training:
+    """The weights of every stage in every version."""
+
+    def __init__(
+        self,
+        chain: LayerChain,
+        plan: Plan,
+        optimizer: MakeOptimizer,
+        lr_scheduler: MakeScheduler | None,
+        scales: bool,
+    ) -> None:
+        self._chain = chain
+        self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+        self._names: dict[int, str] = {}
+        for name, parameter in chain.parameters.items():
+            self._names.setdefault(id(parameter), name)
+        self._stages: list[_Stage] = []
+        for index, replicas in enumerate(plan.replicas):
+            modules = [
+                layer.module for layer, stage in zip(chain.layers, self._stage_of, strict=True) if stage == index
+            ]
+            used = {id(p) for module in modules for p in module.parameters()}
+            newest = _copy({n: p for n, p in chain.parameters.items() if id(p) in used and self._names[id(p)] == n})
+            own = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+            buffers = [own, *({key: buffer.clone() for key, buffer in own.items()} for _ in range(1, replicas))]
+            split = plan.routing == "split" and max(plan.replicas) > 1
+            made = make_optimizers(optimizer, newest)
+            schedulers = [lr_scheduler(each) for each in made if lr_scheduler]
+            rate = replicas / plan.replicas[0] if scales and not split else 1.0
+            stage = _Stage(newest, made, schedulers, rate, buffers, replicas, split)
+            stage.publish()
+            self._stages.append(stage)
+
+    def forward(
+        self, inputs: dict[str, Tensor], samples: int, versions: Sequence[int], microbatch: int, seed: int
+    ) -> list[Any]:
+        """The model's output for one microbatch: one, or one for each part that the last stage's replicas take."""
+        # Of every value its parts: the rows that each of the replicas of the stage at hand takes.
+        values = {name: [tensor] for name, tensor in inputs.items()}
+        parts = 1
+        for index, layer in enumerate(self._chain.layers):
+            stage = self._stages[self._stage_of[index]]
+            runners = stage.runners(microbatch)
+            if len(runners) != parts:
+                parts = len(runners)
+                values = {name: self._part(name, pieces, samples, parts) for name, pieces in values.items()}
+            results = []
+            for part, replica in enumerate(runners):
+                arguments = tuple(values[name][part] for name in layer.inputs)
+                with seeded(part_seed(seed, part), index, arguments) if layer.random else nullcontext():
+                    results.append(self._run(layer.module, stage, replica, versions[self._stage_of[index]], arguments))
+            values.update(zip(layer.outputs, map(list, zip(*results, strict=True)), strict=True))
+        return [
+            self._chain.output.build({name: values[name][part] for name in self._chain.output.values})
+            for part in range(parts)
+        ]
+
+    def _part(self, name: str, pieces: list[Tensor], samples: int, parts: int) -> list[Tensor]:
+        """The value `name`, so far in `pieces`, in `parts`; an input without a batch dimension goes whole to each."""
+        if name in self._chain.inputs.names and name not in self._chain.inputs.batched:
+            return pieces[:1] * parts
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return list(torch.split(whole, sizes_of(samples, parts)))
+
+    def _run(
+        self, module: nn.Module, stage: _Stage, replica: int, version: int, arguments: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        weights, buffers = stage.versions[version][replica], stage.buffers[replica]
+        local: dict[str, Tensor] = {name: buffers[id(b)] for name, b in module.named_buffers(remove_duplicate=False)}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            local[name] = weights[self._names[id(parameter)]]
+        return tuple(functional_call(module, local, arguments))
+
+    def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
+        """The updates of the stages for which a round ends after so many microbatches since the last drain.
+
+        `last`: no more come, so that rounds that are not full end too; the full ones have been updated before.
+        """
+        for index, stage in enumerate(self._stages):
+            rest = microbatches % stage.stride
+            if bool(rest) == last:
+                self.update({index: versions[index]}, rest or stage.stride)
+
+    def update(self, versions: Mapping[int, int], count: int = 1) -> None:
+        """One optimizer step of the stages in `versions` on their newest weights, with the gradients accumulated there
+        divided by `count`.
+        """
+        gradients: dict[str, Tensor] = {}
+        replicas = max(self._stages[index].replicas for index in versions)
+        for replica in range(replicas):
+            own: dict[str, Tensor] = {}
+            for index, version in versions.items():
+                if replica < self._stages[index].replicas:
+                    for name, weight in self._stages[index].versions[version][replica].items():
+                        if weight.grad is not None:
+                            # Weights that several stages share take the sum of their gradients, in the stages' order.
+                            own[name] = own[name] + weight.grad if name in own else weight.grad
+            for name, gradient in own.items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        for index, version in versions.items():
+            stage = self._stages[index]
+            for name, parameter in stage.newest.items():
+                parameter.grad = gradients[name] / count if name in gradients else None
+            stage.step()
+            for weights in stage.versions[version]:
+                for weight in weights.values():
+                    weight.grad = None
+            stage.publish()
+
+    def share_buffers(self) -> None:
+        """Replicas take over the buffers of the first one."""
+        for stage in self._stages:
+            for buffers in stage.buffers[1:]:
+                for key, buffer in buffers.items():
+                    buffer.copy_(stage.buffers[0][key])
+
+    def restart(self) -> None:
+        """The newest version becomes version 0: the pipeline was drained."""
+        for stage in self._stages:
+            del stage.versions[:-1]
+
+    def state(self) -> dict[str, Tensor]:
+        """The final weights and buffers under all the model's names."""
+        weights = {name: p.detach() for stage in self._stages for name, p in stage.newest.items()}
+        # What no layer uses is as it was.
+        named = {name: weights.get(self._names[id(p)], p.detach()) for name, p in self._chain.parameters.items()}
+        return {**named, **self._chain.buffers}
+
+
+def _copy(weights: Mapping[str, nn.Parameter]) -> Weights:
+    return {
+        name: nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        for name, weight in weights.items()
+    }

@@ -1,0 +1,147 @@
+"""The stages of this process at work: minibatch after minibatch, drains and evaluations.
+
+The engine has the workers of this process carry out the parts of the schedule and counts how far training has come.
+
+Laws of this file:
+  1. It knows neither the user's batches nor files: microbatches come in, handles of results go out.
+  2. Every rank calls the same methods in the same order.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.buffers import share_buffers
+from penstock.runtime.forecasts import Forecast, mark_now
+from penstock.runtime.microbatches import Microbatch
+from penstock.runtime.reports import Reports
+from penstock.runtime.results import Loss
+from penstock.runtime.transport import Transport
+from penstock.runtime.turns import run_programs
+from penstock.runtime.worker import LocalStage, Pass, Record, Worker
+from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule, inference
+
+__all__ = ["Engine", "LocalStages"]
+
+KEPT_MINIBATCHES = 8
+"""The last minibatches whose records are kept."""
+
+LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
+"""What this process holds: for each of its ranks its stages."""
+
+
+class Engine:
+    """Runs `schedule` on the `stages` of this process with one worker for each of its ranks.
+
+    `forecast`: is told how long steps take on `device`. `seed`: of the random layers.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: LocalStages,
+        workers: Sequence[Worker],
+        transport: Transport,
+        forecast: Forecast | None,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.seed = seed
+        self.transport = transport
+        self.records: deque[list[Record]] = deque(maxlen=KEPT_MINIBATCHES)
+        """What was done in the last minibatches."""
+        self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
+        self._ranks = tuple(stages)
+        self._reports = Reports(transport, self._ranks, self._ranks[0])
+        self._forecast, self._device = forecast, device
+        self._minibatch = 0
+        """Minibatches trained since the last drain: the present run of the schedule."""
+        self._microbatches_before = 0
+        """Microbatches trained before the present run."""
+
+    @property
+    def trained(self) -> int:
+        """The microbatches trained so far."""
+        return self._microbatches_before + self._minibatch * self._schedule.microbatches
+
+    def train(self, microbatches: Sequence[Microbatch]) -> Loss:
+        """One training step on a minibatch; its loss, perhaps on its way."""
+        first = self._minibatch * self._schedule.microbatches
+        current = self._training_pass(first + self._schedule.microbatches)
+        measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
+        start = mark_now(self._device) if measured else 0.0
+        self._run(current, microbatches, first, self._schedule, Step(self._minibatch))
+        self._minibatch += 1
+        if self._forecast:
+            if measured:
+                self._forecast.add(start, mark_now(self._device), self.records[-1])
+            self._forecast.compare()
+        return self._reports.loss(current, self._schedule.placement, range(first, first + len(microbatches)))
+
+    def drain(self) -> None:
+        """Finishes what is in flight, and waits until what this process had to send has been sent."""
+        if not self._schedule.flushes and self._minibatch > 0:
+            microbatches = self._minibatch * self._schedule.microbatches
+            self._run(self._training_pass(microbatches), (), 0, self._schedule, Drain(self._minibatch))
+            self.restart(self._microbatches_before + microbatches)
+        self.share_buffers()
+        self.transport.flush()
+
+    def restart(self, microbatches: int) -> None:
+        """Begins a new run of the schedule after so many `microbatches` of training, from the newest weights."""
+        for stages in self._stages.values():
+            for stage in stages.values():
+                stage.weights.restart()
+        self._microbatches_before, self._minibatch = microbatches, 0
+
+    def share_buffers(self) -> None:
+        """The replicas of every stage take over the buffers of the first one."""
+        share_buffers(self._stages, self._schedule.placement, self.transport)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:
+        """The mean loss of `microbatches` in evaluation mode with the newest weights; perhaps on its way."""
+        current = self._infer(microbatches, keeps_outputs=False)
+        return self._reports.loss(current, self._in_turn, range(len(microbatches)))
+
+    def predict(self, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
+        """The values of the model's output for each of `microbatches`. Waits for them."""
+        current = self._infer(microbatches, keeps_outputs=True)
+        return self._reports.outputs(current, self._in_turn, microbatches)
+
+    def prediction_error(self) -> float | None:
+        """By how much steps take longer than predicted; None without a prediction, or until all have measured."""
+        comparison = self._forecast.compare() if self._forecast else None
+        return None if comparison is None else comparison.error
+
+    def _training_pass(self, admitted: int) -> Pass:
+        return Pass(training=True, seed=self.seed, microbatches_before=self._microbatches_before, admitted=admitted)
+
+    def _infer(self, microbatches: Sequence[Microbatch], keeps_outputs: bool) -> Pass:
+        current = Pass(training=False, keeps_outputs=keeps_outputs)
+        made = self._schedule
+        forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._in_turn)
+        self._run(current, microbatches, 0, forwards, Step(0))
+        return current
+
+    @property
+    def _in_turn(self) -> Placement:
+        """The stages with replicas that take microbatches in turn, as in evaluations of any batch size."""
+        return Placement(self._schedule.placement.stages)
+
+    def _run(
+        self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
+    ) -> None:
+        """Has the workers carry out `part` of `schedule`; `microbatches` are numbered from `first`."""
+        programs = {rank: schedule.row(rank, part) for rank in self._ranks}
+        numbered = dict(enumerate(microbatches, first))
+        for worker in self._workers:
+            worker.begin(current, schedule, numbered, programs[worker.rank])
+        run_programs(self._workers, programs)
+        records = [record for worker in self._workers for record in worker.end()]
+        if current.training:
+            self.records.append(records)

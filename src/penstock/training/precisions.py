@@ -1,0 +1,32 @@
+"""In which types a model computes: PyTorch's autocast around every forward and its loss."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+
+__all__ = ["autocasting", "check_autocast", "first_device"]
+
+KINDS = (torch.bfloat16, torch.float16)
+
+
+def check_autocast(autocast: torch.dtype | None) -> None:
+    """Raises `PenstockError` if `autocast` is neither None nor a type that autocast knows."""
+    if autocast is not None and autocast not in KINDS:
+        raise PenstockError(
+            f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, or None for the model's own types"
+        )
+
+
+def autocasting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
+    """The context in which a forward on `device` computes."""
+    return nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+
+
+def first_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """Where the first parameter of `model`, which may be a list of layers, lives; the CPU if there is none."""
+    modules = [model] if isinstance(model, nn.Module) else model
+    return next((parameter.device for module in modules for parameter in module.parameters()), torch.device("cpu"))

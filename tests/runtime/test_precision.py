@@ -1,0 +1,88 @@
+"""Autocast: the same numbers as a plain loop under autocast, for every schedule, recomputed or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+import penstock
+from precision_jobs import CAST, cast_options, run_cast
+from processes import Pool
+
+SCHEDULES = ("gpipe", "1f1b-flush", "1f1b", "vertical", "2bw")
+
+
+def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[float]:
+    """Of a loop in one process."""
+    optimizer = models.momentum(list(model.parameters()))
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("subject", CAST)
+def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: torch.dtype) -> None:
+    pipe = penstock.Pipeline(CAST[subject](), **cast_options("gpipe", 3, 1, dtype))
+
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    assert [float(pipe.step(x, y).loss) for x, y in batches] == plain_losses(CAST[subject](), batches, dtype)
+
+
+@pytest.mark.parametrize("subject", CAST)
+@pytest.mark.parametrize("recompute", [None, True, "layers"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_autocast_equals_the_oracle(schedule: str, recompute: object, subject: str) -> None:
+    losses, state = run_cast(subject, schedule, 3, 4, recompute)
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    expected = penstock.reference_train(CAST[subject](), batches, **cast_options(schedule, 3, 4, torch.bfloat16))
+
+    assert tuple(losses) == expected.losses
+    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+
+
+def test_autocast_in_several_processes(pool: Pool) -> None:
+    expected, _ = run_cast("linear", "2bw", 3, 4, None)
+    for losses, _ in pool.run(3, run_cast, "linear", "2bw", 3, 4, None):
+        assert losses == expected
+
+
+def test_half_of_the_bytes_cross_a_cut() -> None:
+    pipe = penstock.Pipeline(CAST["linear"](), **cast_options("gpipe", 3, 4, torch.bfloat16))
+    plain = penstock.Pipeline(CAST["linear"](), **{**cast_options("gpipe", 3, 4, torch.bfloat16), "autocast": None})
+
+    assert pipe.profile.layers[0].cut_bytes * 2 == plain.profile.layers[0].cut_bytes
+
+
+def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    options = cast_options("1f1b", 3, 4, torch.bfloat16)
+    pipe = penstock.Pipeline(CAST["linear"](), **{**options, "autocast": None})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [float(pipe.step(x, y).loss) for x, y in batches]
+
+    assert losses == run_cast("linear", "1f1b", 3, 4, None)[0]
+
+
+def test_weights_and_gradients_keep_their_type() -> None:
+    pipe = penstock.Pipeline(CAST["linear"](), **cast_options("2bw", 3, 4, torch.bfloat16))
+    x, y = models.LAYERED.batches[0]
+    pipe.step(x.float(), y)
+
+    assert {p.dtype for p in pipe.parameters()} == {torch.float32}
+    assert pipe.optimizer is not None
+    assert {state["momentum_buffer"].dtype for state in pipe.optimizer.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("autocast", [torch.float32, "bf16", True])
+def test_a_wrong_type_is_explained(autocast: object) -> None:
+    options = {**cast_options("gpipe", 3, 4, torch.bfloat16), "autocast": autocast}
+    with pytest.raises(penstock.PenstockError, match=r"expected torch.bfloat16, torch.float16, or None"):
+        penstock.Pipeline(CAST["linear"](), **options)
