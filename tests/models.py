@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LAYERED", "SUBJECTS", "Subject", "adamw", "momentum", "plain"]
+__all__ = ["LAYERED", "SUBJECTS", "Recurrent", "Subject", "UNet", "adamw", "momentum", "plain"]
 
 
 class Perceptron(nn.Module):
@@ -88,6 +88,57 @@ class Centred(nn.Module):
         if self.training:
             self.mean.lerp_(y.detach().mean(0), 0.1)
         return x + self.dropout(y - self.mean)
+
+
+class Level(nn.Module):
+    """One level down or up of a U-Net: a convolution with normalization, at another resolution."""
+
+    def __init__(self, inputs: int, outputs: int, upward: bool) -> None:
+        super().__init__()
+        kind = nn.ConvTranspose2d if upward else nn.Conv2d
+        self.convolution = kind(inputs, outputs, 2, stride=2)
+        self.norm = nn.GroupNorm(2, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.convolution(x)))
+
+
+class UNet(nn.Module):
+    """Every level up reads what its level down made: skip connections across all stages."""
+
+    def __init__(self, width: int = 4, levels: int = 3, classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(Level(width, width, upward=False) for _ in range(levels))
+        self.up = nn.ModuleList(Level(width * (1 + (level > 0)), width, upward=True) for level in range(levels))
+        self.head = nn.Conv2d(2 * width, classes, 1)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(samples, 3, height, width) to classes behind the pixels: (samples, height, width, classes)."""
+        x, skips = self.stem(pixel_values), []
+        for level in self.down:
+            skips.append(x)
+            x = level(x)
+        for level, skip in zip(self.up, reversed(skips), strict=True):
+            x = torch.cat([level(x), skip], dim=1)
+        return self.head(x).movedim(1, -1)
+
+
+class Recurrent(nn.Module):
+    """A language model of LSTMs with dropout between them."""
+
+    def __init__(self, vocabulary: int = 50, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(depth))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = self.dropout(layer(x)[0])
+        return self.head(x)
 
 
 def layered() -> nn.Sequential:

@@ -1,8 +1,10 @@
-"""Hugging Face models as they are, and their training runs: by the pipeline, by the oracle and by a plain loop.
+"""Models as their users have them, most of them from Hugging Face, and their training runs: by the pipeline, by the
+oracle and by a plain loop.
 
 Also jobs for the processes of the pool. Sizes are small, the weights random, everything in float64.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -39,8 +41,8 @@ class Subject:
     """A model, its batches and its loss."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[int], Inputs]
-    """Of as many samples."""
+    inputs: Callable[..., Inputs]
+    """Of as many samples, and perhaps of another length."""
     classes: int
     """The target is a class of as many, for each position of the output."""
     positions: tuple[int, ...] = ()
@@ -80,11 +82,13 @@ class Run:
     cuts: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     split: bool = False
+    microbatches: int = MICROBATCHES
 
 
 def loss_fn(output: Any, target: Tensor) -> Tensor:
     """Cross entropy on the model's own output object."""
-    return F.cross_entropy(output.logits.flatten(0, -2), target.flatten())
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
@@ -140,8 +144,8 @@ def run_plainly(subject: str) -> Outcome:
 
 def _options(run: Run) -> dict[str, Any]:
     options = {"loss_fn": loss_fn, "optimizer": models.adamw, "seed": 5}
-    if not run.cuts and not run.replicas and run.stages_per_rank == 1:
-        return {**options, "schedule": run.schedule, "stages": run.stages, "microbatches": MICROBATCHES}
+    if not run.cuts and not run.replicas:
+        return {**options, "schedule": run.schedule, "stages": run.stages, "microbatches": run.microbatches}
     layers = LAYERS[run.subject]
     bounds = (0, *run.cuts, layers)
     if not run.cuts:
@@ -150,57 +154,58 @@ def _options(run: Run) -> dict[str, Any]:
     groups = [tuple(range(*span)) for span in pairwise(accumulate(run.replicas or (1,) * ranks, initial=0))]
     stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[s % ranks]) for s in range(run.stages))
     routing = "split" if run.split else "round-robin"
-    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=MICROBATCHES, routing=routing)
+    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=run.microbatches, routing=routing)
     return {**options, "plan": plan}
 
 
-def _text(samples: int) -> Inputs:
-    return {"input_ids": torch.randint(0, VOCABULARY, (samples, LENGTH))}
+def _text(samples: int, length: int = LENGTH) -> Inputs:
+    return {"input_ids": torch.randint(0, VOCABULARY, (samples, length))}
 
 
-def _padded(samples: int) -> Inputs:
+def _padded(samples: int, length: int = LENGTH) -> Inputs:
     """Every sample of another length."""
-    lengths = 2 + torch.arange(samples) % (LENGTH - 1)
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    return {**_text(samples), "attention_mask": mask}
+    lengths = 2 + torch.arange(samples) % (length - 1)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return {**_text(samples, length), "attention_mask": mask}
 
 
-def _translation(samples: int) -> Inputs:
-    return {**_text(samples), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, 6))}
+def _translation(samples: int, length: int = LENGTH) -> Inputs:
+    return {**_text(samples, length), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, length - 2))}
 
 
 def _image(samples: int) -> Inputs:
     return {"pixel_values": torch.randn(samples, 3, 16, 16, dtype=torch.float64)}
 
 
-def _gpt2(tied: bool) -> nn.Module:
+def _gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied,
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=layers, n_head=2, n_positions=32, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, tie_word_embeddings=tied,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(key_value_heads: int) -> nn.Module:
+def _llama(key_value_heads: int, layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=key_value_heads, max_position_embeddings=64,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=key_value_heads, max_position_embeddings=64,
+        attention_dropout=dropout,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
-def _bert(tied: bool, **dropout: float) -> nn.Module:
+def _bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, tie_word_embeddings=tied, **dropout,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, tie_word_embeddings=tied, **dropout,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
 
-def _vit() -> nn.Module:
+def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
-        patch_size=8, num_labels=5,
+        hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
@@ -215,6 +220,16 @@ def _resnet() -> nn.Module:
         embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
     )
     return transformers.ResNetForImageClassification(config)
+
+
+def _lora() -> nn.Module:
+    """The model itself is frozen; beside some of its matrices are two small ones to train."""
+    import peft  # takes seconds, which most runs need not wait for
+
+    # It asks transformers by a name of old.
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing` is deprecated")
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(_gpt2(tied=True, layers=4, dropout=0.1), config)
 
 
 class Sharing(nn.Module):
@@ -242,6 +257,7 @@ SUBJECTS = {
     "gpt2": Subject(lambda: _gpt2(tied=False), _text, **_WORDS),
     "llama": Subject(lambda: _llama(key_value_heads=4), _text, **_WORDS),
     "llama-grouped": Subject(lambda: _llama(key_value_heads=2), _text, **_WORDS),
+    "llama-padded": Subject(lambda: _llama(key_value_heads=2), _padded, **_WORDS),
     "bert": Subject(lambda: _bert(tied=False, **_NO_DROPOUT), _padded, **_WORDS),
     "bert-dropout": Subject(lambda: _bert(tied=False), _padded, **_WORDS),
     "vit": Subject(_vit, _image, classes=5),
@@ -252,6 +268,16 @@ SUBJECTS = {
     "neighbours": Subject(lambda: Sharing(4, (2, 3)), _text, **_WORDS),
     "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), _text, **_WORDS),
     "every-second": Subject(lambda: Sharing(4, (0, 2)), _text, **_WORDS),
+    # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
+    "GPT2LMHeadModel": Subject(lambda: _gpt2(tied=True, layers=4, dropout=0.1), _text, **_WORDS),
+    "LlamaForCausalLM": Subject(lambda: _llama(key_value_heads=2, layers=4, dropout=0.1), _padded, **_WORDS),
+    "T5ForConditionalGeneration": Subject(_t5, _translation, classes=VOCABULARY, positions=(6,)),
+    "BertForMaskedLM": Subject(lambda: _bert(tied=True, layers=4), _padded, **_WORDS),
+    "ViTForImageClassification": Subject(lambda: _vit(layers=4, dropout=0.1), _image, classes=5),
+    "ResNetForImageClassification": Subject(_resnet, _image, classes=5),
+    "UNet": Subject(models.UNet, _image, classes=5, positions=(16, 16)),
+    "Recurrent": Subject(models.Recurrent, _text, **_WORDS),
+    "PeftModel": Subject(_lora, _text, **_WORDS),
 }
 
 LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6}
