@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import models
 import penstock
 from penstock.capturing import capture
-from penstock.runtime.compilation import compile_chain
+from penstock.runtime.compilation import compile_chain, read_compilation
 from training import Case, run_reference
+
+# PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 reference = cache(run_reference)
 
@@ -38,13 +43,14 @@ def counter() -> Iterator[Counter]:
 
 
 @contextmanager
-def compiling(**options: Any) -> Iterator[pytest.MonkeyPatch]:
+def compiling(**options: Any) -> Iterator[None]:
+    """Has every Pipeline that is built in its body compile its stages."""
     with pytest.MonkeyPatch.context() as patch:
         apart = options.pop("apart", ())
         patch.setattr(
             "penstock.pipeline.capture", lambda model, sample: compile_chain(capture(model, sample), options, apart)
         )
-        yield patch
+        yield
 
 
 def train(case: Case, counter: Counter, **options: Any) -> tuple[tuple[float, ...], dict[str, Tensor]]:
@@ -81,3 +87,160 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
     assert_equals_oracle(case, *train(case, counter))
 
     assert counter.graphs == graphs
+
+
+@pytest.mark.parametrize(
+    ("case", "recompute", "graphs"),
+    [
+        # Each of the seven random layers is a part of its own; the linear one at the end is another.
+        (Case("layered", "1f1b", 2, 4), True, 8),
+        (Case("layered", "2bw", 2, 4), "layers", 8),
+        (Case("normalized", "1f1b", 2, 4), None, 8),
+        (Case("perceptron", "gpipe", 2, 4), True, 2),
+    ],
+    ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
+)
+def test_random_layers_and_recomputation_keep_their_numbers(
+    case: Case, recompute: object, graphs: int, counter: Counter
+) -> None:
+    assert_equals_oracle(case, *train(case, counter, recompute=recompute))
+
+    assert counter.graphs == graphs
+
+
+def train_layers(
+    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], options: dict[str, Any] | None, **wishes: Any
+) -> tuple[list[float], dict[str, Tensor], float]:
+    """Losses, weights, and the loss of an evaluation."""
+    chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, **wishes}
+    arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum, **chosen}
+    if options is None:
+        pipe = penstock.Pipeline(layers, **arguments)
+    else:
+        with compiling(**options):
+            pipe = penstock.Pipeline(layers, **arguments)
+    losses = [float(pipe.step(x, y).loss) for x, y in batches]
+    pipe.drain()
+    return losses, pipe.state_dict()["model"], float(pipe.evaluate(*batches[0]).loss)
+
+
+def assert_alike(build: Callable[[], list[nn.Module]], sizes: list[int], counter: Counter, **wishes: Any) -> None:
+    """Compiled or not, the numbers are the same."""
+    found = []
+    for options in (None, {"backend": counter}):
+        torch.manual_seed(5)
+        layers = [layer.double() for layer in build()]
+        batches = [(x[:size], y[:size]) for (x, y), size in zip(models.LAYERED.batches, sizes, strict=False)]
+        found.append(train_layers(layers, batches, options, **wishes))
+    assert found[0][0] == found[1][0]
+    assert found[0][2] == found[1][2]
+    for name, tensor in found[0][1].items():
+        assert torch.equal(tensor, found[1][1][name]), name
+
+
+class Writing(nn.Module):
+    """Writes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5).add_(1.0)
+        return self.linear(F.relu_(x))
+
+
+class Several(nn.Module):
+    """Returns a tensor that needs a gradient, one that needs none, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.detach().abs(), y.argmax(1)
+
+
+class Gathering(nn.Module):
+    """Takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6)
+
+    def forward(self, y: Tensor, size: Tensor, index: Tensor) -> Tensor:
+        return torch.tanh(y * size) + self.table(index)
+
+
+class Deciding(nn.Module):
+    """Its code depends on the numbers, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.tanh(y) if float(y.detach().sum()) > 0 else torch.sin(y)
+
+
+def unusual() -> list[nn.Module]:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    first.weight.requires_grad_(False)
+    last.weight = first.weight
+    return [first, Writing(), nn.ReLU(inplace=True), Several(), Gathering(), last, nn.BatchNorm1d(6), nn.Linear(6, 3)]
+
+
+def test_unusual_layers_keep_their_numbers(counter: Counter) -> None:
+    assert_alike(unusual, [16, 16, 16], counter)
+
+    # Two stages in training, two in evaluation.
+    assert counter.graphs == 4
+
+
+def test_what_cannot_be_one_graph_runs_as_several(counter: Counter) -> None:
+    assert_alike(lambda: [Deciding(), nn.Linear(6, 6), Deciding(), nn.Linear(6, 3)], [16, 16], counter)
+
+
+def test_another_batch_size_takes_one_more_graph(counter: Counter) -> None:
+    """The first other size makes the graph one for all sizes."""
+    assert_alike(lambda: [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)], [16, 12, 8, 16, 13], counter, schedule="1f1b")
+
+    # Two of each stage in training, one in evaluation.
+    assert counter.graphs == 6
+
+
+def test_evaluations_between_steps_do_not_compile_again(counter: Counter) -> None:
+    subject = models.LAYERED
+    with compiling(backend=counter):
+        pipe = penstock.Pipeline(
+            [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()],
+            sample=(subject.batches[0][0][:4],),
+            loss_fn=F.cross_entropy,
+            optimizer=models.momentum,
+            schedule="2bw",
+            stages=2,
+            microbatches=4,
+        )
+    for x, y in subject.batches:
+        pipe.step(x, y)
+        pipe.evaluate(x, y)
+
+    assert counter.graphs == 4
+
+
+def test_options_are_read() -> None:
+    assert read_compilation(False) is None
+    assert read_compilation(True) == {}
+    assert read_compilation({"mode": "default", "dynamic": True}) == {"mode": "default", "dynamic": True}
+    for wish, words in (
+        ("inductor", "expected True, False or the arguments"),
+        ({"speed": 2}, "'speed': expected arguments of torch.compile"),
+        ({"mode": "reduce-overhead"}, "asks for CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, "asks for CUDA graphs"),
+    ):
+        with pytest.raises(penstock.PlanError, match=words):
+            read_compilation(wish)  # type: ignore[arg-type]
+    with pytest.raises(penstock.PlanError, match="compile= and parallelize="):
+        read_compilation(True, parallelized=True)

@@ -37,10 +37,18 @@ Compilation: TypeAlias = Mapping[str, Any]
 _GRAPH_REPLAYS = ("reduce-overhead", "max-autotune")
 
 
-def read_compilation(wish: bool | Mapping[str, Any]) -> Compilation | None:
-    """What ``compile=`` asks for: None for False, no arguments for True. Raises `PlanError` for what cannot be done."""
+def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False) -> Compilation | None:
+    """What ``compile=`` asks for: None for False, no arguments for True. `parallelized`: whether there is a hook.
+
+    Raises `PlanError` for what cannot be done.
+    """
     if wish is False:
         return None
+    if parallelized:
+        raise PlanError(
+            "compile= and parallelize= are both given: expected one of them, since a hook changes the modules that the "
+            "compiled code was generated for. Leave compile= out"
+        )
     if wish is not True and not isinstance(wish, Mapping):
         raise PlanError(
             f"compile={wish!r}: expected True, False or the arguments of torch.compile as a dict, such as "
@@ -130,6 +138,7 @@ class CompiledStage(StageModule):
             run = torch.compile(type(program).forward, **options)
             parts.append(_Part(start, self.random[start], reads, returns, kept, run))
         self.parts = tuple(parts)
+        self.apart = apart
 
     def forward(
         self,
@@ -139,6 +148,7 @@ class CompiledStage(StageModule):
         around: Around | None = None,
     ) -> tuple[Tensor, ...]:
         """As `StageModule.forward`; `around` runs each part, so it wants a stage that was compiled `apart`."""
+        assert around is None or self.apart, "layers that are to run again one by one are compiled one by one"
         values = dict(zip(self.received, received, strict=True))
         values.update((name, inputs[name]) for name in self.model_inputs)
         for index, part in enumerate(self.parts):
