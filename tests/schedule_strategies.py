@@ -1,11 +1,14 @@
 """Random schedules for hypothesis."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["replicated_schedules", "schedules"]
+__all__ = ["replicated_schedules", "schedules", "waiting_schedules"]
 
 
 @st.composite
@@ -19,6 +22,22 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
     least = ranks if method == "2bw" else 1
     sync = method == "1f1b" and draw(st.booleans())
     return Schedule(method, ranks, draw(st.integers(least, max(least, most_microbatches))), vertical_sync=sync)
+
+
+@st.composite
+def waiting_schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
+    """Schedules without replicas whose updates need what other stages know: tied gradients, or norms."""
+    made = draw(schedules(most_ranks, most_microbatches))
+    norms = made.method == "1f1b" or draw(st.booleans())
+    return replace(made, norms=norms, ties=() if made.method == "1f1b" else draw(_ties(range(made.stages))))
+
+
+def _ties(stages: Sequence[int]) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Groups of these stages that share weights."""
+    if len(stages) < 2:
+        return st.just(())
+    group = st.lists(st.sampled_from(stages), min_size=2, max_size=len(stages), unique=True)
+    return st.lists(group.map(lambda members: tuple(sorted(members))), max_size=2).map(tuple)
 
 
 @st.composite

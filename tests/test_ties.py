@@ -8,11 +8,20 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import format_programs, parse_programs
+from penstock.scheduling.methods import Step
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify, verify_programs
+from penstock.simulating import simulate
+from penstock.simulating.costs import Costs
+from penstock.simulating.simulator import execute
+from penstock.values.clusters import Cluster
+from penstock.values.profiles import LayerProfile, Profile
 
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved")
+SHARING = ("gpipe", "1f1b-flush", "interleaved", "spp", "2bw")
 TIED = Schedule("gpipe", 3, 1, ties=((0, 2),))
+DELAYED = Schedule("2bw", 3, 3, ties=((0, 2),))
+NEIGHBOURS = Schedule("2bw", 2, 2, ties=((0, 1),))
 
 
 def test_gradients_are_exchanged_before_the_update() -> None:
@@ -43,7 +52,7 @@ def test_stages_of_one_rank_need_no_message() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_tie_verifies(data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from(FLUSHING))
+    method = data.draw(st.sampled_from(SHARING))
     ranks = data.draw(st.integers(1, 5))
     per_rank = data.draw(st.integers(1, 3)) if method == "interleaved" else 1
     stages = st.lists(st.integers(0, ranks * per_rank - 1), min_size=2, unique=True).map(
@@ -52,7 +61,92 @@ def test_every_tie_verifies(data: st.DataObject) -> None:
     ties = tuple(data.draw(st.lists(stages, max_size=4))) if ranks * per_rank > 1 else ()
     made = Schedule(method, ranks, ranks * data.draw(st.integers(1, 2)), per_rank, ties=ties)
 
-    verify(made, minibatches=2)
+    verify(made, minibatches=data.draw(st.integers(1, 4)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_tie_of_equally_replicated_stages_verifies(data: st.DataObject) -> None:
+    stages, replicas, split = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3)), data.draw(st.booleans())
+    dealt = iter(data.draw(st.permutations(range(stages * replicas))))
+    placement = Placement(tuple(tuple(next(dealt) for _ in range(replicas)) for _ in range(stages)), split)
+    tie = tuple(sorted(data.draw(st.sets(st.integers(0, stages - 1), min_size=2))))
+    microbatches = stages * replicas + data.draw(st.integers(0, 4))
+    for method in ("1f1b-flush", "2bw"):
+        verify(Schedule.placed(method, placement, microbatches, ties=(tie,)), minibatches=3)
+
+
+def test_without_a_flush_updates_wait_for_the_forward_that_reads_them() -> None:
+    """Stages 0 and 2 share: U1 opens step 2, and its gradients have left in step 1 (and 0 at stage 2)."""
+    assert format_programs(DELAYED.step(1)) == (
+        "rank 0: 0F3@0 0S3>1 0R1<1 0B1@0 0F4@0 0S4>1 0R2<1 0B2@0 0T1>2 0F5@0 0S5>1 0R3<1 0B3@0\n"
+        "rank 1: 1R3<0 1F3@0 1S3>2 1R2<2 1B2@0 1S2>0 1U1<0 1R4<0 1F4@0 1S4>2 1R3<2 1B3@0 1S3>0 1R5<0 1F5@0 1S5>2 "
+        "1R4<2 1B4@0 1S4>0\n"
+        "rank 2: 2R3<1 2F3@0 2B3@0 2S3>1 2R4<1 2F4@0 2B4@0 2S4>1 2R5<1 2F5@0 2B5@0 2S5>1 2T2>0"
+    )
+    opening = [row.split()[2:6] for row in format_programs(DELAYED.step(2)).splitlines()]
+    assert opening == [
+        ["0T1<2", "0U1<0", "0F6@1", "0S6>1"],
+        ["1R6<0", "1F6@1", "1S6>2", "1R5<2"],
+        ["2T1<0", "2U1<0", "2R6<1", "2F6@1"],
+    ]
+    assert format_programs(DELAYED.drain(3)) == (
+        "rank 0: 0R7<1 0B7@1 0R8<1 0B8@1 0T3>2 0T2<2 0U2<0 0T3<2 0U3<1\n"
+        "rank 1: 1R8<2 1B8@1 1S8>0 1U3<1\n"
+        "rank 2: 2T2<0 2U2<0 2T3<0 2U3<1"
+    )
+
+
+def test_between_neighbours_gradients_keep_their_place_in_the_queue() -> None:
+    """What goes back is received behind the last gradient, what goes on is sent before the first activation."""
+    first, second = format_programs(NEIGHBOURS.program(2)).splitlines()
+
+    assert first == (
+        "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0F2@0 0S2>1 0R1<1 0B1@0 0T1<1 0F3@0 0S3>1 0R2<1 0B2@0 0R3<1 "
+        "0B3@0 0T2<1 0T1>1 0T2>1 0U1<0 0U2<0"
+    )
+    assert second == (
+        "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1T1>0 1R2<0 1F2@0 1B2@0 1S2>0 1R3<0 1F3@0 1B3@0 "
+        "1S3>0 1T2>0 1T1<0 1U1<0 1T2<0 1U2<0"
+    )
+    late = format_programs(NEIGHBOURS.program(2)).replace(
+        "0B1@0 0T1<1 0F3@0 0S3>1 0R2<1", "0B1@0 0F3@0 0S3>1 0R2<1 0T1<1"
+    )
+    with pytest.raises(ScheduleError, match="expected: 0T1<1, since 1T1>0 is what rank 1 sends next to rank 0"):
+        verify_programs(parse_programs(late), NEIGHBOURS, 2)
+
+
+def test_stages_that_share_nothing_stay_as_they_are() -> None:
+    bare = Schedule("2bw", 4, 4)
+
+    assert replace(bare, ties=((0, 2),)).row(1, Step(3)) == bare.row(1, Step(3))
+    assert replace(bare, ties=((0, 2),)).row(2, Step(3)) != bare.row(2, Step(3))
+    assert (bare.promise.gradients, DELAYED.promise.gradients) == ((1, 1, 1, 1), (2, 1, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_waiting_for_tied_gradients_adds_no_stall(data: st.DataObject) -> None:
+    """Whatever forwards and backwards take: every one of them starts when it does without ties."""
+    stages = data.draw(st.integers(2, 4))
+    tie = tuple(sorted(data.draw(st.sets(st.integers(0, stages - 1), min_size=2))))
+    seconds = st.tuples(*[st.integers(1, 9).map(float)] * stages)
+    costs = Costs(data.draw(seconds), data.draw(seconds))
+    bare = Schedule("2bw", stages, stages + data.draw(st.integers(0, 3)))
+
+    def starts(schedule: Schedule) -> dict[str, float]:
+        spans = execute(schedule.program(4), schedule.placement, costs).spans
+        return {span.action: span.start_seconds for span in spans if span.kind in ("forward", "backward")}
+
+    assert starts(replace(bare, ties=(tie,))) == starts(bare)
+
+
+def test_a_stage_that_waits_holds_the_gradients_of_two_minibatches() -> None:
+    profile = Profile(tuple(LayerProfile("", 1.0, 2.0, 0.0, 0.0, 10.0) for _ in range(3)), 1)
+    for schedule, expected in ((DELAYED, [20, 10, 20]), (replace(DELAYED, ties=()), [10, 10, 10])):
+        memory = simulate(schedule, profile, Cluster.uniform(3, float("inf")), 4).memory
+        assert [max(size for _, size in rank.buffers) for rank in memory] == expected
+        assert all(rank.buffers[-1][1] == 0 for rank in memory)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +163,12 @@ def test_every_tie_verifies(data: st.DataObject) -> None:
             "0T1>2 0B0@0",
             "an action comes after what it needs",
             "the backward of microbatch 0 on stage 0 before 0T1>2",
+        ),
+        (
+            "0T1>2 0T1<2 0U1<0",
+            "0T1<2 0U1<0 0T1>2",
+            "an action comes after what it needs",
+            "it before the update of stage 0 to version 1",
         ),
         (
             "2T1>0 2T1<0",
@@ -109,8 +209,8 @@ def test_a_schedule_that_updates_behind_every_microbatch_refuses() -> None:
 
     assert str(caught.value) == (
         "schedule '1f1b': stages 0, 2 share weights, and every stage updates at its own time, so that their copies "
-        "drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp) or 2bw, untie the weights, or put the "
-        "layers that share them into one stage"
+        "drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp) or 2bw, untie the weights, or "
+        "put the layers that share them into one stage"
     )
 
 

@@ -12,10 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Forward, Receive, Send, Update, parse_programs
+from penstock.scheduling.actions import (
+    Backward,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+    parse_programs,
+)
+from penstock.scheduling.lowering import partners
+from penstock.scheduling.norms import carried_norms, known_norms
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verifier import verify_programs
-from schedule_strategies import schedules
+from schedule_strategies import schedules, waiting_schedules
 
 
 def interpret(programs: Programs, schedule: Schedule) -> list[object]:
@@ -23,12 +36,20 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
     stages, last = range(schedule.stages), schedule.stages - 1
     slots: list[list[object]] = [[("initial", s)] * schedule.versions(s) for s in stages]
     newest = [0] * schedule.stages
-    sums: list[list[object]] = [[] for _ in stages]
+    size = schedule.microbatches_per_update
+    sums: defaultdict[tuple[int, int], list[object]] = defaultdict(list)  # by stage and version of the update
+    tied: dict[tuple[int, int, int], object] = {}  # to stage, from stage, version
+    norms: list[dict[tuple[int, int], object]] = [{} for _ in range(schedule.ranks)]
     saved: dict[tuple[int, int], object] = {}
     made: dict[tuple[int, int, int], object] = {}  # by stage, to stage, microbatch
     queues: defaultdict[tuple[int, int], deque[object]] = defaultdict(deque)
     position = [0] * schedule.ranks
     blocked = False
+
+    def recall(rank: int, norm: tuple[int, int]) -> object:
+        """The norm of a stage here, as its gradients are now, or what this rank was told."""
+        return tuple(sums[norm]) if schedule.rank_of(norm[0]) == rank else norms[rank][norm]
+
     while not blocked:
         blocked = True
         for rank, row in enumerate(programs):
@@ -43,22 +64,40 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         weights = slots[s][version % len(slots[s])]
                         gradient = hash(("backward", weights, saved.pop((s, k)), upstream))
                         made[s, s - 1, k] = gradient
-                        sums[s].append(gradient)
+                        sums[s, k // size + 1].append(gradient)
                     case Update(s, version, _):
                         before = slots[s][newest[s] % len(slots[s])]
-                        slots[s][version % len(slots[s])] = hash(("update", before, tuple(sums[s])))
-                        newest[s], sums[s] = version, []
+                        parts = {s: tuple(sums[s, version])}
+                        for other in partners(s, schedule.ties):
+                            here = rank == schedule.rank_of(other)
+                            parts[other] = tuple(sums[other, version]) if here else tied.pop((s, other, version))
+                        known = tuple(recall(rank, norm) for norm in known_norms(schedule, s, version))
+                        made_of = tuple(parts[stage] for stage in sorted(parts))
+                        slots[s][version % len(slots[s])] = hash(("update", before, made_of, known))
+                        newest[s] = version
+                    case SendTied(s, version, target):
+                        queues[rank, schedule.rank_of(target)].append(tuple(sums[s, version]))
+                    case SendNorms(s, version, target):
+                        told = [recall(rank, norm) for norm in carried_norms(schedule, s, version, target)]
+                        queues[rank, schedule.rank_of(target)].append(told)
                     case Send(s, k, target):
                         queues[rank, schedule.rank_of(target)].append(made.pop((s, target, k)))
-                    case Receive(s, k, source):
+                    case Receive(s, k, source) | ReceiveTied(s, k, source) | ReceiveNorms(s, k, source) as action:
                         queue = queues[schedule.rank_of(source), rank]
                         if not queue:
                             break
-                        made[source, s, k] = queue.popleft()
+                        if isinstance(action, ReceiveTied):
+                            tied[s, source, k] = queue.popleft()
+                        elif isinstance(action, ReceiveNorms):
+                            told = carried_norms(schedule, source, k, s)
+                            norms[rank].update(zip(told, queue.popleft(), strict=True))
+                        else:
+                            made[source, s, k] = queue.popleft()
                 position[rank] += 1
                 blocked = False
     assert position == [len(row) for row in programs]
-    assert not saved and not any(queues.values()) and not any(sums)
+    assert not saved and not any(queues.values()) and not tied
+    assert all(version <= newest[s] for s, version in sums)
     return [slots[s][newest[s] % len(slots[s])] for s in stages]
 
 
@@ -67,6 +106,7 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
     p, m = schedule.stages, schedule.microbatches
     weights: list[list[object]] = [[("initial", s)] for s in range(p)]
     sums: list[list[object]] = [[] for _ in range(p)]
+    summed: list[list[object]] = [[] for _ in range(p)]
     every = 1 if schedule.method == "1f1b" else m
     for k in range(minibatches * m):
         if schedule.method == "1f1b":
@@ -83,13 +123,26 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
             sums[s].append(upstream)
         if (k + 1) % every == 0:
             for s in range(p):
-                weights[s].append(hash(("update", weights[s][-1], tuple(sums[s]))))
+                summed[s].append(tuple(sums[s]))
                 sums[s] = []
+            for s in range(p):
+                sharing = {s, *(other for group in schedule.ties if s in group for other in group)}
+                made_of = tuple(summed[stage][-1] for stage in sorted(sharing))
+                weights[s].append(hash(("update", weights[s][-1], made_of, told_norms(schedule, s, summed))))
     return [versions[-1] for versions in weights]
 
 
+def told_norms(schedule: Schedule, stage: int, summed: list[list[object]]) -> tuple[object, ...]:
+    """What `stage` knows of gradients at the newest update of all: by stage, all that were `summed` up to then."""
+    if not schedule.norms:
+        return ()
+    update = len(summed[stage]) - 1
+    lags = [2 * max(stage - other, 0) if schedule.method == "1f1b" else 0 for other in range(schedule.stages)]
+    return tuple(summed[other][update - lag] for other, lag in enumerate(lags) if lag <= update)
+
+
 @settings(max_examples=500, deadline=None)
-@given(schedules(6, 12), st.integers(1, 4))
+@given(st.one_of(schedules(6, 12), waiting_schedules(5, 8)), st.integers(1, 4))
 def test_programs_come_to_the_promised_weights(schedule: Schedule, minibatches: int) -> None:
     assert interpret(schedule.program(minibatches), schedule) == promised_weights(schedule, minibatches)
 
@@ -112,7 +165,7 @@ def mutate(data: st.DataObject, programs: Programs) -> Programs:
 
 
 @settings(max_examples=2000, deadline=None)
-@given(schedules(3, 4), st.integers(1, 3), st.integers(1, 2), st.data())
+@given(st.one_of(schedules(3, 4), waiting_schedules(3, 4)), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, data: st.DataObject) -> None:
     """Whatever is done to a program: if the verifier accepts it, it runs to its end and to the promised weights."""
     programs = schedule.program(minibatches)
@@ -132,10 +185,19 @@ SMALL = [
     Schedule("1f1b", 2, 1, vertical_sync=True),
     Schedule("2bw", 2, 2),
     Schedule("interleaved", 2, 2, 2),
+    Schedule("2bw", 2, 2, ties=((0, 1),)),
+    Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
+    Schedule("1f1b", 3, 2, norms=True),
+    Schedule("interleaved", 2, 2, 2, ties=((0, 3),), norms=True),
 ]
 
 
-@pytest.mark.parametrize("schedule", SMALL, ids=lambda schedule: f"{schedule.method}-{schedule.vertical_sync}")
+def ident(schedule: Schedule) -> str:
+    facts = {"sync": schedule.vertical_sync, "tied": schedule.ties, "norms": schedule.norms}
+    return "-".join([schedule.method, str(schedule.ranks), *(name for name, there in facts.items() if there)])
+
+
+@pytest.mark.parametrize("schedule", SMALL, ids=ident)
 def test_no_action_can_be_dropped_or_repeated_and_no_number_changed(schedule: Schedule) -> None:
     """Every single one, in three minibatches."""
     programs = schedule.program(3)

@@ -35,9 +35,9 @@ from penstock.scheduling.norms import Norm, carried_norms, known_norms
 __all__ = ["MESSAGE_LAWS", "require_parts"]
 
 Need: TypeAlias = tuple[str, int, int, int]
-"""What a rank has done: F or B of a stage and a microbatch, or the receive of an activation (A) or gradient (G) of a
-microbatch, or of the gradients of tied weights (T) for a version, an all-reduce (R) for a version, or to know the norm
-(N) of a stage for a version; then the stage that it came from, else -1."""
+"""What a rank has done: F or B of a stage and a microbatch, U or an all-reduce (R) of a stage for a version, or the
+receive of an activation (A) or gradient (G) of a microbatch, of the gradients of tied weights (T) for a version, or of
+the norm (N) of a stage for a version; then the stage that it came from, else -1."""
 
 _NAMES = {
     "F": "forward",
@@ -86,6 +86,9 @@ def _require_data(evidence: Evidence) -> None:
                     expected = f"{_describe(need)} on stage {need[1]} before {action}"
                     mend = "put it before, or let lower() derive the messages"
                     report_breach(evidence, law, rank, index, expected, mend)
+            if isinstance(action, SendTied | SendNorms | Reduce) and ("U", action.stage, action.version, -1) in done:
+                expected = f"it before the update of stage {action.stage} to version {action.version}"
+                report_breach(evidence, law, rank, index, expected, "put it before the update")
             match action:
                 case Forward(stage, microbatch):
                     done.add(("F", stage, microbatch, -1))
@@ -102,7 +105,9 @@ def _require_data(evidence: Evidence) -> None:
                     # A sum over replicas that lacks gradients is none.
                     if done.issuperset(_summands(stage, version, rank, evidence)):
                         done.add(("R", stage, version, -1))
-                case Send() | SendTied() | SendNorms() | Update():
+                case Update(stage, version):
+                    done.add(("U", stage, version, -1))
+                case Send() | SendTied() | SendNorms():
                     pass
                 case _:
                     assert_never(action)
