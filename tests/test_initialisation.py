@@ -5,12 +5,13 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import models
 import penstock
 from penstock.capturing.initialisation import InitFn, initialise, named_tensors, reset_parameters
-from penstock.capturing.weightless import capture_weightless, is_weightless
+from penstock.capturing.weightless import asks_for_weights, capture_weightless, is_weightless
 from penstock.errors import CaptureError, PenstockError
 
 
@@ -253,3 +254,35 @@ def test_a_model_that_reads_numbers_is_refused_and_left_as_it_was() -> None:
 def test_a_sample_without_a_device_is_refused() -> None:
     with pytest.raises(CaptureError, match="nothing says where the weights are to be"):
         capture_weightless(on_meta(models.Perceptron), (torch.ones(2, 6, device="meta"),))
+
+
+def test_weights_are_asked_for_where_there_are_none() -> None:
+    assert asks_for_weights(on_meta(models.layered), draw)
+    assert not asks_for_weights(models.layered(), None)
+    with pytest.raises(CaptureError, match=r"0.linear.weight, 0.linear.bias, .* and 20 more: on the meta device"):
+        asks_for_weights(on_meta(models.layered), None)
+    with pytest.raises(CaptureError, match="no parameter or buffer of the model is on the meta device"):
+        asks_for_weights(models.layered(), draw)
+
+
+def test_a_transformer_initialises_itself() -> None:
+    """Tied weights, and buffers outside of the state dict that its constructor computes."""
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return transformers.GPT2LMHeadModel(config)
+
+    tokens = torch.arange(10).reshape(2, 5)
+    model, alone = build(), build()
+    weightless = capture_weightless(model, {"input_ids": tokens})
+    count = len(weightless.chain.layers)
+    chain = weightless.materialise(range(count), reset_parameters(model), 0).evaluation()
+    expected = initialise(alone, reset_parameters(alone)).eval()(input_ids=tokens)
+
+    assert torch.equal(chain.stage(0, count)((), {"kwargs['input_ids']": tokens})[0], expected.logits)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert 0.01 < float(model.transformer.wte.weight.detach().std()) < 0.03  # the 0.02 of its configuration
+    assert [layer.random for layer in weightless.chain.layers] == [True] * (count - 1) + [False]

@@ -23,7 +23,7 @@ from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
 
-__all__ = ["Weightless", "capture_weightless", "is_weightless"]
+__all__ = ["Weightless", "asks_for_weights", "capture_weightless", "is_weightless"]
 
 _META = torch.device("meta")
 _SILENT_WRITERS = ("batch_norm", "instance_norm")
@@ -32,6 +32,23 @@ _SILENT_WRITERS = ("batch_norm", "instance_norm")
 def is_weightless(model: nn.Module | Sequence[Any]) -> bool:
     """Whether a parameter or buffer of `model` is on the meta device."""
     return any(tensor.is_meta for tensor in named_tensors(rooted(model)).values())
+
+
+def asks_for_weights(model: nn.Module | Sequence[Any], init_fn: InitFn | None) -> bool:
+    """Whether `init_fn` is to make the weights of `model`. Raises `CaptureError` if one of the two says otherwise."""
+    without = [name for name, tensor in named_tensors(rooted(model)).items() if tensor.is_meta]
+    if without and init_fn is None:
+        raise CaptureError(
+            f"{', '.join(without[:3])}{f' and {len(without) - 3} more' if len(without) > 3 else ''}: on the meta "
+            "device, and nothing says what their values are. Pass init_fn=penstock.reset_parameters(model), which asks "
+            "the modules themselves, or a function init_fn(name, tensor) that writes each in place"
+        )
+    if init_fn is not None and not without:
+        raise CaptureError(
+            "init_fn= is given and no parameter or buffer of the model is on the meta device: expected a model without "
+            "weights, built under `with torch.device('meta'):`. Leave init_fn= out to keep the weights that it has"
+        )
+    return bool(without)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +175,11 @@ def _completed(
     known = {id(tensor) for tensor in named_tensors(model).values()}
     for module in _modules(chain):
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and id(buffer) not in known:
+            if buffer is None or not buffer.is_meta or id(buffer) in known:
+                continue
+            if buffer.numel() == 0:
+                module._buffers[name] = place(buffer, device)
+            else:
                 raise CaptureError(
                     f"the model's code makes a constant of shape {tuple(buffer.shape)} ({name}) on the meta device, "
                     "where its values are lost: register it as a buffer, which init_fn writes, or make it on the CPU"

@@ -69,11 +69,14 @@ def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False)
     return options
 
 
-def compile_chain(chain: LayerChain, options: Compilation, apart: Collection[int] = ()) -> LayerChain:
+def compile_chain(chain: LayerChain, options: Compilation | None, apart: Collection[int] = ()) -> LayerChain:
     """`chain`, whose stages are compiled with `options` when they first run; in evaluation mode, too.
 
-    `apart`: the first layers of the stages that recompute layer by layer, of which every layer is a part of its own.
+    `options`: None compiles nothing. `apart`: the first layers of the stages that recompute layer by layer, of which
+    every layer is a part of its own.
     """
+    if options is None:
+        return chain
     result: LayerChain
 
     @cache
