@@ -99,15 +99,15 @@ class Mailbox:
         """Waits for such gradients."""
         return self._receive_one(action)
 
-    def send_norms(self, action: SendNorms, norms: Sequence[Tensor]) -> None:
+    def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
         """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
         for rank in peers(action, self.rank, self._placement):
             form = ("norms", action.stage, action.target, len(norms))
             self._transport.send(Edge(self.rank, rank), form, tuple(norms))
 
-    def receive_norms(self, action: ReceiveNorms) -> tuple[Tensor, ...]:
+    def receive_norms(self, action: ReceiveNorms) -> Message:
         """Waits to be told."""
-        return tuple(norm for norm in self._receive_one(action) if norm is not None)
+        return self._receive_one(action)
 
     def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
         ((edge, ticket),) = self._tickets.pop(action).items()

@@ -111,11 +111,9 @@ def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
 
     Norms go from replica i mod r of a stage of r replicas to replica i of its neighbour: to none, one or several ranks.
     """
-    match message:
-        case SendNorms(stage, _, other):
-            return placement.listeners(stage, other, rank)
-        case _:
-            return (peer(message, rank, placement),)
+    if isinstance(message, SendNorms):
+        return placement.listeners(message.stage, message.target, rank)
+    return (peer(message, rank, placement),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,30 +131,30 @@ class _Lowering:
                 yield from self._lower_updates(updates)
                 continue
             for entry in entries:
-                match entry:
-                    case Summed(stage, version):
-                        yield from self._leave(stage, version)
-                    case Finished(stage, version):
-                        yield from self._hear(stage, version)
-                    case _:
-                        yield from self._lower_action(entry)
+                yield from self._lower_entry(entry)
 
-    def _lower_action(self, action: Forward | Backward | Update) -> Iterator[Action]:
-        match action:
-            case Forward(stage, microbatch):
-                source, target = stage - 1, stage + 1
-            case Backward(stage, microbatch):
-                source, target = stage + 1, stage - 1
+    def _lower_entry(self, entry: Entry) -> Iterator[Action]:
+        match entry:
+            case Forward(stage):
+                yield from self._compute(entry, stage - 1, stage + 1)
+            case Backward(stage):
+                yield from self._compute(entry, stage + 1, stage - 1)
             case Update():
-                yield action
-                return
+                yield from self._lower_updates([entry])
+            case Summed(stage, version):
+                yield from self._leave(stage, version)
+            case Finished(stage, version):
+                yield from self._hear(stage, version)
             case _:
-                assert_never(action)
+                assert_never(entry)
+
+    def _compute(self, action: Forward | Backward, source: int, target: int) -> Iterator[Action]:
+        """A forward or backward between what it needs of `source` and what `target` needs of it."""
         if self._is_apart(source):
-            yield Receive(stage, microbatch, source)
+            yield Receive(action.stage, action.microbatch, source)
         yield action
         if self._is_apart(target):
-            yield Send(stage, microbatch, target)
+            yield Send(action.stage, action.microbatch, target)
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
         """A run of updates and what they wait for; `updates` at once only if all of them know the norms of all."""

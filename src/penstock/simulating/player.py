@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
+from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
@@ -144,22 +145,31 @@ class Player:
                 now = arrival if arrival > now else now
                 stops.append(now)
                 messages.append(arrival)
-            elif code == SPREAD:
-                if ordered and self._ready and self._ready[0] < (now, track.rank):
-                    heappush(self._ready, (now, track.rank))
-                    break
-                now = self._spread(track, what, now)
-            elif code == SHARED:
-                self._begin_shared(track, what, now)
-                break
             else:
                 track.now = now
-                if not self._meet(track, what):
+                if not self._has_done(track, code, what):
                     break
-                starts.append(now)
-                now = self._met.pop(track.rank)[1]
-                stops.append(now)
+                now = track.now
         track.now, track.busy_seconds = now, track.busy_seconds + busy
+
+    def _has_done(self, track: Track, code: int, what: Any) -> bool:
+        """An instruction that is rare, or takes long to play anyway; False if `track` must wait."""
+        now = track.now
+        if code == SPREAD:
+            if self._assumptions.shared_nic and self._ready and self._ready[0] < (now, track.rank):
+                heappush(self._ready, (now, track.rank))
+                return False
+            track.now = self._spread(track, what, now)
+            return True
+        if code == SHARED:
+            self._begin_shared(track, what, now)
+            return False
+        if not self._meet(track, what):
+            return False
+        track.starts.append(now)
+        track.now = self._met.pop(track.rank)[1]
+        track.stops.append(track.now)
+        return True
 
     def _begin_shared(self, track: Track, work: float, now: float) -> None:
         """At `now`, or comes back to it then: what others do until then changes what it shares."""
