@@ -24,6 +24,7 @@ __all__ = [
     "SUBJECTS",
     "Run",
     "Subject",
+    "logits_of",
     "make_pipeline",
     "run_in_pipeline",
     "run_plainly",
@@ -85,10 +86,14 @@ class Run:
     microbatches: int = MICROBATCHES
 
 
+def logits_of(output: Any) -> Tensor:
+    """Those in a model's own output object."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
 def loss_fn(output: Any, target: Tensor) -> Tensor:
     """Cross entropy on the model's own output object."""
-    logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    return F.cross_entropy(logits_of(output).flatten(0, -2), target.flatten())
 
 
 def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:

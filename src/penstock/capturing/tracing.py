@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import ModelInputs
 from penstock.capturing.explanations import explained
+from penstock.capturing.recurrence import recurrence_in_one_step
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -92,7 +93,7 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
     names = tuple(name for name, _ in pairs)
     tensors = tuple(leaf.detach() for _, leaf in pairs)
     flat = FlatModel(model, inputs)
-    with explained(model), _known_warnings_ignored():
+    with explained(model), _known_warnings_ignored(), recurrence_in_one_step():
         program = _export_as_freely_as_possible(flat, names, tensors, inputs)
     return _read(program, model, names)
 
