@@ -23,6 +23,7 @@ from penstock.runtime.engines import Engine
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
+from penstock.runtime.norms import Norms
 from penstock.runtime.recomputation import Recompute, choose_grains
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
@@ -31,6 +32,7 @@ from penstock.runtime.setup import (
     check_plan,
     choose_plan,
     connect,
+    counted_parameters,
     learning_rate_factors,
     make_schedule,
 )
@@ -41,6 +43,7 @@ from penstock.runtime.worker import Worker
 from penstock.runtime.worlds import World, join_world
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
+from penstock.training.clipping import check_clip
 from penstock.training.losses import LossFunction
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.precisions import autocasting, check_autocast, first_device
@@ -76,6 +79,9 @@ class Pipeline:
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast; the weights, their gradients and the optimizer's state stay as they are.
+        clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
+            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``1f1b`` an update does not
+            wait for the stages before its own: of these it takes the latest norms that have come.
         lr_scheduler: called with each optimizer; the scheduler of ``torch.optim.lr_scheduler`` that it returns steps
             with every update, of every stage by itself. Do not step it yourself.
         scale_learning_rates: with ``1f1b``, multiplies the learning rates of a stage of r replicas with r / r0, where
@@ -112,6 +118,7 @@ class Pipeline:
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
+        clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
@@ -128,6 +135,7 @@ class Pipeline:
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
                 check_autocast(autocast)
+                check_clip(clip_grad_norm)
                 self._device = first_device(model)
                 # What the model's code decides by types it must decide as it would under autocast.
                 with autocasting(autocast, self._device):
@@ -142,7 +150,7 @@ class Pipeline:
                 """The plan that runs."""
                 self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
-                self.schedule: Schedule = make_schedule(self.plan, self._chain)
+                self.schedule: Schedule = make_schedule(self.plan, self._chain, clip_grad_norm is not None)
                 """The schedule that runs."""
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
@@ -157,13 +165,24 @@ class Pipeline:
             """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
             factors = learning_rate_factors(self.schedule, self._stages, scale_learning_rates)
             self._updater = Updater(self.optimizers, factors, lr_scheduler)
-            self._engine = self._start(loss_fn, transport, seed)
+            self._engine = self._start(loss_fn, transport, seed, clip_grad_norm)
 
-    def _start(self, loss_fn: LossFunction, transport: Transport, seed: int) -> Engine:
+    def _start(self, loss_fn: LossFunction, transport: Transport, seed: int, clip: float | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
         computing = partial(autocasting, self._autocast, self._device)
+        counted = counted_parameters(self.plan, self._chain)
         workers = [
-            Worker(rank, self.schedule, own, self._chain, loss_fn, self._updater, transport, computing)
+            Worker(
+                rank,
+                self.schedule,
+                own,
+                self._chain,
+                loss_fn,
+                self._updater,
+                transport,
+                computing,
+                None if clip is None else Norms(self.schedule, counted, self._chain.parameters, clip),
+            )
             for rank, own in self._stages.items()
         ]
         forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
@@ -255,6 +274,13 @@ class Pipeline:
         zero = min((start for _, _, start, _ in records), default=0.0)
         spans = (Span(rank, str(action), start - zero, stop - zero) for rank, action, start, stop in records)
         return Timeline(tuple(spans), self.schedule.ranks)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm that the last update of this process was clipped by, before clipping; None without
+        ``clip_grad_norm`` or before the first update.
+        """
+        return self._engine.gradient_norm()
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.

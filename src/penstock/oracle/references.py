@@ -51,6 +51,7 @@ def reference_train(
     plan: Plan | None = None,
     vertical_sync: bool = False,
     autocast: torch.dtype | None = None,
+    clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
     scale_learning_rates: bool = False,
     seed: int = 0,
@@ -75,6 +76,9 @@ def reference_train(
     The last round before a drain may be of fewer. Where replicas split microbatches, r counts as 1, and a stage is
     computed part by part. Either way the gradients of replicas are summed in their order.
 
+    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `1f1b` stage s takes for it the
+    gradients of update k of the stages from s on, and of stage s-i those of update k-2i: what has come to it by then.
+
     Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
     section III.
     """
@@ -89,7 +93,8 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
-    training = Training(chain, plan, optimizer, lr_scheduler, scale_learning_rates and schedule == "1f1b")
+    scales = scale_learning_rates and schedule == "1f1b"
+    training = Training(chain, plan, optimizer, lr_scheduler, scales, clip_grad_norm)
     run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, loss_fn, autocast, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):

@@ -1,6 +1,6 @@
 """Every stage's weights in every version, kept in lists: what the formulas of the papers read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.capturing.chain import LayerChain
@@ -42,6 +43,9 @@ class _Stage:
     def stride(self) -> int:
         return 1 if self.split else self.replicas
 
+    norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """By update, the norms of the gradients by parameter name."""
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             rates = [group["lr"] for group in optimizer.param_groups]
@@ -71,7 +75,9 @@ class Training:
         optimizer: MakeOptimizer,
         lr_scheduler: MakeScheduler | None,
         scales: bool,
+        clip: float | None = None,
     ) -> None:
+        self._clip = clip
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         self._names: dict[int, str] = {}
@@ -139,14 +145,17 @@ class Training:
 
         `last`: no more come, so that rounds that are not full end too; the full ones have been updated before.
         """
+        due: dict[int, dict[int, int]] = {}
         for index, stage in enumerate(self._stages):
             rest = microbatches % stage.stride
             if bool(rest) == last:
-                self.update({index: versions[index]}, rest or stage.stride)
+                due.setdefault(rest or stage.stride, {})[index] = versions[index]
+        for count, together in due.items():
+            self.update(together, count, apart=True)
 
-    def update(self, versions: Mapping[int, int], count: int = 1) -> None:
+    def update(self, versions: Mapping[int, int], count: int = 1, apart: bool = False) -> None:
         """One optimizer step of the stages in `versions` on their newest weights, with the gradients accumulated there
-        divided by `count`.
+        divided by `count`. `apart`: in the pipeline, stages come to it one after the other.
         """
         gradients: dict[str, Tensor] = {}
         replicas = max(self._stages[index].replicas for index in versions)
@@ -160,15 +169,42 @@ class Training:
                             own[name] = own[name] + weight.grad if name in own else weight.grad
             for name, gradient in own.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        for index in versions:
+            for name, parameter in self._stages[index].newest.items():
+                parameter.grad = gradients[name] / count if name in gradients else None
+        self._note_norms(versions)
         for index, version in versions.items():
             stage = self._stages[index]
-            for name, parameter in stage.newest.items():
-                parameter.grad = gradients[name] / count if name in gradients else None
+            if self._clip is not None:
+                trained = [parameter for parameter in stage.newest.values() if parameter.grad is not None]
+                clip_grads_with_norm_(trained, self._clip, self._norm(index, apart))
             stage.step()
             for weights in stage.versions[version]:
                 for weight in weights.values():
                     weight.grad = None
             stage.publish()
+
+    def _note_norms(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            found = {
+                name: torch.linalg.vector_norm(parameter.grad)
+                for name, parameter in self._stages[index].newest.items()
+                if parameter.grad is not None
+            }
+            self._stages[index].norms[len(self._stages[index].versions)] = found
+
+    def _norm(self, index: int, apart: bool) -> Tensor:
+        """The norm of all gradients as the stage `index` knows it at its next update.
+
+        Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
+        """
+        update = len(self._stages[index].versions)
+        known: dict[str, Tensor] = {}
+        for other, stage in enumerate(self._stages):
+            lag = 2 * (index - other) if apart and other < index else 0
+            known.update(stage.norms.get(update - lag, {}))
+        ordered = [known[name] for name in self._chain.parameters if name in known]
+        return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""
@@ -181,6 +217,7 @@ class Training:
         """The newest version becomes version 0: the pipeline was drained."""
         for stage in self._stages:
             del stage.versions[:-1]
+            stage.norms.clear()
 
     def state(self) -> dict[str, Tensor]:
         """The final weights and buffers under all the model's names."""

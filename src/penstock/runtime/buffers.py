@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
+from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.transport import Edge, Transport
-from penstock.runtime.worker import LocalStage
 from penstock.scheduling.placements import Placement
 
 __all__ = ["share_buffers"]

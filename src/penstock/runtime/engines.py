@@ -16,12 +16,13 @@ from torch import Tensor
 
 from penstock.runtime.buffers import share_buffers
 from penstock.runtime.forecasts import Forecast, mark_now
+from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.reports import Reports
 from penstock.runtime.results import Loss
 from penstock.runtime.transport import Transport
 from penstock.runtime.turns import run_programs
-from penstock.runtime.worker import LocalStage, Pass, Record, Worker
+from penstock.runtime.worker import Pass, Record, Worker
 from penstock.scheduling.methods import Drain, Part, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
@@ -97,6 +98,8 @@ class Engine:
         for stages in self._stages.values():
             for stage in stages.values():
                 stage.weights.restart()
+        for worker in self._workers:
+            worker.restart()
         self._microbatches_before, self._minibatch = microbatches, 0
 
     def share_buffers(self) -> None:
@@ -112,6 +115,11 @@ class Engine:
         """The values of the model's output for each of `microbatches`. Waits for them."""
         current = self._infer(microbatches, keeps_outputs=True)
         return self._reports.outputs(current, self._in_turn, microbatches)
+
+    def gradient_norm(self) -> float | None:
+        """The norm at the last update; None if there was none, or norms are not exchanged."""
+        found = [worker.norms.newest for worker in self._workers if worker.norms is not None]
+        return float(found[0]) if found and found[0] is not None else None
 
     def prediction_error(self) -> float | None:
         """By how much steps take longer than predicted; None without a prediction, or until all have measured."""

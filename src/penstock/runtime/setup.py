@@ -19,6 +19,7 @@ from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
 from penstock.runtime.hooks import InPlace, sharded_modules
 from penstock.runtime.lanes import connect_lanes
+from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.meshes import processes_of
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
@@ -26,7 +27,6 @@ from penstock.runtime.sharded_sums import ShardedReducer
 from penstock.runtime.shards import dimensions_of
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.weights import VersionedWeights
-from penstock.runtime.worker import LocalStage
 from penstock.runtime.worlds import World
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.schedules import Schedule
@@ -40,6 +40,7 @@ __all__ = [
     "check_plan",
     "choose_plan",
     "connect",
+    "counted_parameters",
     "edges_of",
     "groups_of",
     "learning_rate_factors",
@@ -134,8 +135,9 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
         )
 
 
-def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
-    """The schedule of `plan`, which knows the stages of this model that share weights.
+def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False) -> Schedule:
+    """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
+    tell each other the norms of their gradients.
 
     `PlanError` if they do under 1f1b, or the stages that share have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit it.
@@ -157,7 +159,7 @@ def make_schedule(plan: Plan, chain: LayerChain) -> Schedule:
                 "since replica q of one exchanges its gradients with replica q of the other. Give them equally many "
                 "ranks, or plan the layers that share the weight into one stage"
             )
-    return replace(schedule, ties=tuple(sorted(set(shared.values()))))
+    return replace(schedule, ties=tuple(sorted(set(shared.values()))), norms=norms)
 
 
 def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
@@ -171,6 +173,17 @@ def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
         if len(stages) > 1 and parameter.requires_grad:
             result[name] = stages
     return result
+
+
+def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.Parameter]]:
+    """By stage, the trained parameters that it uses and no stage before it: its share of a norm over all."""
+    counted: dict[int, dict[str, nn.Parameter]] = {index: {} for index in range(len(plan.stages))}
+    for name, parameter in _distinct(chain.parameters).items():
+        first = min(chain.readers[name], default=None)
+        if first is not None and parameter.requires_grad:
+            (index,) = (index for index, stage in enumerate(plan.stages) if stage.start <= first < stage.stop)
+            counted[index][name] = parameter
+    return counted
 
 
 def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:

@@ -101,7 +101,8 @@ class _Sum:
     def wait(self) -> Message:
         if self.total is None:
             self.total = reduce(torch.add, [self.parts[rank] for rank in self.group])
-        return (self.total,)
+        # As from another process: each rank may change what it got.
+        return (self.total.clone(),)
 
 
 @dataclass(slots=True)

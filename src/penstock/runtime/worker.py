@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import TypeAlias, assert_never
 
 import torch
@@ -22,16 +22,16 @@ from torch import Tensor
 from penstock.capturing.chain import LayerChain, ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.executor import StageExecutor
+from penstock.runtime.gradients import Gradients
+from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
-from penstock.runtime.recomputation import Grain, Recomputation
-from penstock.runtime.reductions import Reducer
+from penstock.runtime.norms import Norms
+from penstock.runtime.recomputation import Recomputation
 from penstock.runtime.results import Figures
 from penstock.runtime.shards import whole
 from penstock.runtime.transport import Message, Transport
 from penstock.runtime.updates import Updater
-from penstock.runtime.weights import VersionedWeights
 from penstock.scheduling.actions import (
     Action,
     Backward,
@@ -46,34 +46,18 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.methods import VersionRule
-from penstock.scheduling.norms import Norm, carried_norms
+from penstock.scheduling.norms import known_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossFunction, compute_loss
 
-__all__ = ["LocalStage", "Pass", "Record", "Worker"]
+__all__ = ["Computing", "Pass", "Record", "Worker"]
 
 Record: TypeAlias = tuple[int, Action, float, float]
 """The rank, what it did, and from when to when, in seconds of ``time.perf_counter``."""
 
 
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(slots=True, eq=False)
-class LocalStage:
-    """What a rank holds of one stage."""
-
-    weights: VersionedWeights
-    evaluation: Callable[[], Callable[[Sequence[Tensor], Mapping[str, Tensor]], tuple[Tensor, ...]]]
-    """The stage in evaluation mode over the newest weights. Captured on the first call."""
-    ties: Mapping[int, tuple[str, ...]]
-    """For every stage that shares weights with this one, the names of these weights."""
-    reducer: Reducer | None = None
-    """Sums gradients over the replicas of the stage; None if there is one only."""
-    recomputes: Grain | None = None
-    """Whether what a backward needs is computed again then, and for how many layers at a time."""
-    executor: StageExecutor = field(default_factory=StageExecutor)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +92,9 @@ class Worker:
         updater: Updater,
         transport: Transport,
         computing: Computing = nullcontext,
+        norms: Norms | None = None,
     ) -> None:
-        """Forwards and losses are computed inside of ``computing()``."""
+        """Forwards and losses are computed inside of ``computing()``. `norms`: if the schedule has them."""
         self.rank = rank
         self.stages = stages
         self._schedule = schedule
@@ -117,6 +102,7 @@ class Worker:
         self._loss_fn = loss_fn
         self._updater = updater
         self._computing = computing
+        self.norms = norms
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
@@ -131,18 +117,7 @@ class Worker:
         self._records: list[Record] = []
         self._microbatches: dict[int, Microbatch] = {}
         self._loss_gradients: dict[int, Tensor] = {}
-        self._tied: dict[tuple[int, int, int], Mapping[str, Tensor | None]] = {}
-        """What a stage (first) has got from another one (second) for an update to a version (third): gradients of the
-        weights that they share.
-        """
-        self._whole: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """The gradients that this rank has for an update of a stage (first) to a version (second), once its last
-        backward for it is done. Not left with the weights, since those of the next update may be taken at one version.
-        """
-        self._norms: dict[Norm, Tensor] = {}
-        """What this rank knows of the gradients of stages, for exchange: see `known_norms`."""
-        self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """The gradients for an update of a stage (first) to a version (second), summed over its replicas."""
+        self._gradients = Gradients(rank, schedule, stages)
 
     def begin(
         self, current: Pass, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Sequence[Action]
@@ -165,11 +140,18 @@ class Worker:
         records, self._records = self._records, []
         return records
 
+    def restart(self) -> None:
+        """A new run of the schedule begins: versions are counted anew."""
+        if self.norms is not None:
+            self.norms.restart()
+
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
         if isinstance(action, Receive | ReceiveTied | ReceiveNorms):
             return self._mailbox.ready(action)
-        return not isinstance(action, Reduce) or self._start_reduce(action).ready(action.version)
+        if not isinstance(action, Reduce):
+            return True
+        return self._gradients.start_reduce(action.stage, action.version).ready(action.version)
 
     def execute(self, action: Action) -> None:
         """Carries out one action."""
@@ -186,21 +168,18 @@ class Worker:
                     self._mailbox.send(action)
                 case Receive():
                     self._mailbox.receive(action)
-                case SendTied():
-                    self._send_tied(action)
-                case ReceiveTied():
-                    names = self.stages[action.stage].ties[action.source]
-                    message = self._mailbox.receive_tied(action)
-                    self._tied[action.stage, action.source, action.version] = dict(zip(names, message, strict=True))
-                case SendNorms():
-                    norms = carried_norms(self._schedule, action.stage, action.version, action.target)
-                    self._mailbox.send_norms(action, tuple(self._norms[norm] for norm in norms))
-                case ReceiveNorms():
-                    norms = carried_norms(self._schedule, action.source, action.version, action.stage)
-                    self._norms.update(zip(norms, self._mailbox.receive_norms(action), strict=True))
-                case Reduce():
+                case SendTied(stage, version, target):
+                    self._mailbox.send_tied(action, self._gradients.tied(stage, version, target))
+                case ReceiveTied(stage, version, source):
+                    self._gradients.add_tied(stage, version, source, self._mailbox.receive_tied(action))
+                case SendNorms(stage, version, target):
+                    self._mailbox.send_norms(action, self._known(stage, version).told(stage, version, target))
+                case ReceiveNorms(stage, version, source):
+                    assert self.norms is not None
+                    self.norms.hear(stage, version, source, self._mailbox.receive_norms(action))
+                case Reduce(stage, version):
                     # The sum goes on beside the backward that makes the gradients: it began with the first bucket.
-                    start = min(start, self._reduce(action))
+                    start = min(start, self._gradients.reduce(stage, version))
                 case _:
                     assert_never(action)
         except BaseException as found:
@@ -263,46 +242,38 @@ class Worker:
             gradients: Message = (self._loss_gradients.pop(k),)
         else:
             gradients = self._mailbox.take(action.stage, k, action.stage + 1)
-        update = k // self._schedule.promise.microbatches_per_update[action.stage] + 1
-        last = k == self._schedule.last_taken(self.rank, action.stage, update)
-        # A late update with tied weights sums after backwards of the next one, which not all replicas have had then.
-        if last and stage.reducer is not None and not (stage.ties and action.stage in self._schedule.deferred):
-            stage.reducer.arm(update, stage.weights.leaves(action.version))
+        update = self._gradients.prepare(action.stage, k, action.version)
         result = stage.executor.backward(k, gradients)
-        if last:
-            self._whole[action.stage, update] = stage.weights.take_gradients(action.version)
+        if update is not None:
+            self._gradients.take(action.stage, update, action.version)
         if action.stage > 0:
             self._mailbox.put(action.stage, k, action.stage - 1, result)
         if action.stage == min(self.stages):
             del self._microbatches[k]
 
-    def _start_reduce(self, action: Reduce) -> Reducer:
-        """Gives away this rank's gradients for the update to ``action.version``."""
-        key, stage = (action.stage, action.version), self.stages[action.stage]
-        assert stage.reducer is not None
-        if key not in self._sums:
-            self._sums[key] = self._own_gradients(*key)
-            stage.reducer.start(action.version, self._sums[key])
-        return stage.reducer
-
-    def _reduce(self, action: Reduce) -> float:
-        """Waits for the sums; returns when the first gradients left."""
-        reducer = self._start_reduce(action)
-        began = reducer.began(action.version)
-        self._sums[action.stage, action.version] = reducer.finish(action.version)
-        return began
-
     def _update(self, action: Update) -> None:
-        key, weights = (action.stage, action.version), self.stages[action.stage].weights
-        gradients = self._sums.pop(key) if key in self._sums else self._own_gradients(*key)
-        self._whole.pop(key, None)
-        if weights.begin_update(action.version, gradients):
-            if (count := self._averaged_over(*key)) > 1:
-                for gradient in gradients.values():
-                    gradient.div_(count)
-            others = (held.weights for other, held in self.stages.items() if other != action.stage)
-            self._updater.step(action.stage, others)
+        stage, version = action.stage, action.version
+        weights, gradients = self.stages[stage].weights, self._finished(stage, version)
+        if self.norms is not None:
+            gradients = self._known(stage, version).clip(stage, version, gradients)
+        if weights.begin_update(version, gradients):
+            others = (held.weights for other, held in self.stages.items() if other != stage)
+            self._updater.step(stage, others)
             weights.end_update()
+        self._gradients.forget(stage, version)
+
+    def _known(self, stage: int, version: int) -> Norms:
+        """The norms, with those of the stages that this rank holds."""
+        assert self.norms is not None
+        # Neighbours on this rank send each other no message.
+        for other, of in known_norms(self._schedule, stage, version):
+            if other in self.stages and (of == version or other == stage):
+                self.norms.know(other, of, self._finished(other, of))
+        return self.norms
+
+    def _finished(self, stage: int, version: int) -> dict[str, Tensor]:
+        """The gradients that `stage` updates with, unless they are clipped."""
+        return self._gradients.mean(stage, version, self._averaged_over(stage, version))
 
     def _averaged_over(self, stage: int, version: int) -> int:
         """How many microbatches' gradients, each of weight one, an update divides by; 1 where weights are shares."""
@@ -310,35 +281,6 @@ class Worker:
             return 1
         size = self._schedule.promise.microbatches_per_update[stage]
         return min(version * size, self._pass.admitted) - (version - 1) * size
-
-    def _own_gradients(self, stage: int, version: int) -> dict[str, Tensor]:
-        """This rank's gradients for the update of `stage` to `version`, with those of tied weights; {} if it has none,
-        which is when it had no microbatch of those.
-        """
-        return self._add_tied(stage, version, self._whole.get((stage, version), {}))
-
-    def _add_tied(self, stage: int, version: int, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`own` gradients with those of tied weights summed over the stages that share them, in the stages' order."""
-        ties = self.stages[stage].ties
-        parts: dict[int, Mapping[str, Tensor | None]] = {stage: own}
-        for partner, names in ties.items():
-            if partner in self.stages and (stage, partner, version) not in self._tied:
-                # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
-                self._tied[partner, stage, version] = {name: own.get(name) for name in names}
-                self._tied[stage, partner, version] = self._whole.get((partner, version), {})
-            parts[partner] = self._tied.pop((stage, partner, version))
-        sums = dict(own)
-        for name in {name for names in ties.values() for name in names}:
-            sharing = sorted(s for s in parts if s == stage or name in ties[s])
-            gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
-            if gradients:
-                sums[name] = reduce(torch.add, gradients)
-        return sums
-
-    def _send_tied(self, action: SendTied) -> None:
-        gradients = self._whole.get((action.stage, action.version), {})
-        names = self.stages[action.stage].ties[action.target]
-        self._mailbox.send_tied(action, tuple(gradients.get(name) for name in names))
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._schedule.stages - 1

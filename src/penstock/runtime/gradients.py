@@ -1,0 +1,115 @@
+"""The gradients of a rank's stages, from their last backward for an update to what the update steps with.
+
+First a rank has those of its own microbatches; then, for weights that stages share, the sums over these stages; then
+the sums over the replicas of the stage; and last the mean, where each microbatch had weight one.
+
+Laws of this file:
+  1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
+  2. Gradients of several updates may be alive at once; none is left with the weights, since those of the next update
+     may be taken at the same version.
+"""
+
+from collections.abc import Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.local_stages import LocalStage
+from penstock.runtime.reductions import Reducer
+from penstock.runtime.transport import Message
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Of the `stages` that `rank` holds under `schedule`. Updates are named by stage and version."""
+
+    def __init__(self, rank: int, schedule: Schedule, stages: Mapping[int, LocalStage]) -> None:
+        self._rank, self._schedule, self._stages = rank, schedule, stages
+        self._whole: dict[tuple[int, int], dict[str, Tensor]] = {}
+        """This rank's own gradients for an update, once its last backward for it is done."""
+        self._tied: dict[tuple[int, int, int], Mapping[str, Tensor | None]] = {}
+        """What a stage (first) has got from another one (second) for an update to a version (third)."""
+        self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
+        """With those of the other stages and replicas."""
+        self._means: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def prepare(self, stage: int, microbatch: int, version: int) -> int | None:
+        """Before a backward at `version`: if it is the last one of an update, that update's version.
+
+        The sums over replicas then begin while it runs.
+        """
+        update = microbatch // self._schedule.promise.microbatches_per_update[stage] + 1
+        if microbatch != self._schedule.last_taken(self._rank, stage, update):
+            return None
+        held = self._stages[stage]
+        # A late update with tied weights sums after backwards of the next one, which not all replicas have had then.
+        if held.reducer is not None and not (held.ties and stage in self._schedule.deferred):
+            held.reducer.arm(update, held.weights.leaves(version))
+        return update
+
+    def take(self, stage: int, update: int, version: int) -> None:
+        """Takes those for `update` from the weights of `version`."""
+        self._whole[stage, update] = self._stages[stage].weights.take_gradients(version)
+
+    def tied(self, stage: int, update: int, target: int) -> Message:
+        """What `stage` sends `target` of the weights that both use."""
+        own = self._whole.get((stage, update), {})
+        return tuple(own.get(name) for name in self._stages[stage].ties[target])
+
+    def add_tied(self, stage: int, update: int, source: int, message: Message) -> None:
+        """What `stage` has got from `source`."""
+        self._tied[stage, source, update] = dict(zip(self._stages[stage].ties[source], message, strict=True))
+
+    def start_reduce(self, stage: int, update: int) -> Reducer:
+        """Gives away this rank's part of the sums over replicas."""
+        reducer = self._stages[stage].reducer
+        assert reducer is not None
+        if (stage, update) not in self._sums:
+            self._sums[stage, update] = self._over_stages(stage, update)
+            reducer.start(update, self._sums[stage, update])
+        return reducer
+
+    def reduce(self, stage: int, update: int) -> float:
+        """Waits for the sums over replicas; returns when the first gradients left."""
+        reducer = self.start_reduce(stage, update)
+        began = reducer.began(update)
+        self._sums[stage, update] = reducer.finish(update)
+        return began
+
+    def mean(self, stage: int, update: int, count: int) -> dict[str, Tensor]:
+        """The sums divided by `count`."""
+        if (stage, update) not in self._means:
+            sums = self._sums.pop((stage, update), None)
+            if sums is None:
+                sums = self._over_stages(stage, update)
+            if count > 1:
+                for gradient in sums.values():
+                    gradient.div_(count)
+            self._means[stage, update] = sums
+        return self._means[stage, update]
+
+    def forget(self, stage: int, update: int) -> None:
+        """The update is made."""
+        self._means.pop((stage, update), None)
+        self._whole.pop((stage, update), None)
+
+    def _over_stages(self, stage: int, update: int) -> dict[str, Tensor]:
+        """This rank's own gradients, with those of tied weights summed over the stages that share them."""
+        own, ties = self._whole.get((stage, update), {}), self._stages[stage].ties
+        parts: dict[int, Mapping[str, Tensor | None]] = {stage: own}
+        for partner, names in ties.items():
+            if partner in self._stages and (stage, partner, update) not in self._tied:
+                # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
+                self._tied[partner, stage, update] = {name: own.get(name) for name in names}
+                self._tied[stage, partner, update] = self._whole.get((partner, update), {})
+            parts[partner] = self._tied.pop((stage, partner, update))
+        sums = dict(own)
+        for name in {name for names in ties.values() for name in names}:
+            sharing = sorted(s for s in parts if s == stage or name in ties[s])
+            gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
+            if gradients:
+                sums[name] = reduce(torch.add, gradients)
+        return sums

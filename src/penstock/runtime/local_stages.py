@@ -1,0 +1,29 @@
+"""What a rank holds of one stage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from penstock.runtime.executor import StageExecutor
+from penstock.runtime.recomputation import Grain
+from penstock.runtime.reductions import Reducer
+from penstock.runtime.weights import VersionedWeights
+
+__all__ = ["LocalStage"]
+
+
+@dataclass(slots=True, eq=False)
+class LocalStage:
+    """Its weights, and what makes outputs and gradients of them."""
+
+    weights: VersionedWeights
+    evaluation: Callable[[], Callable[[Sequence[Tensor], Mapping[str, Tensor]], tuple[Tensor, ...]]]
+    """The stage in evaluation mode over the newest weights. Captured on the first call."""
+    ties: Mapping[int, tuple[str, ...]]
+    """For every stage that shares weights with this one, the names of these weights."""
+    reducer: Reducer | None = None
+    """Sums gradients over the replicas of the stage; None if there is one only."""
+    recomputes: Grain | None = None
+    """Whether what a backward needs is computed again then, and for how many layers at a time."""
+    executor: StageExecutor = field(default_factory=StageExecutor)

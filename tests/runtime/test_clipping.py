@@ -1,0 +1,121 @@
+"""Clipping by the norm over all stages: PyTorch's own number where an update can wait, the latest known where not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import models
+import penstock
+from clipping_jobs import MOST, run_clipped
+from penstock.scheduling import Update, schedule
+from penstock.scheduling.norms import known_norms
+from processes import Pool
+from training import Case, Outcome
+
+FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp")
+CASES = [
+    *(
+        Case("layered", schedule, ranks, 4, stages_per_rank=2 if schedule == "interleaved" else 1)
+        for schedule in (*FLUSHING, "1f1b", "vertical", "2bw")
+        for ranks in (1, 2, 4)
+    ),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
+    *(Case("layered", schedule, 2, 6, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "2bw")),
+    *(Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
+    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "1f1b", "2bw")),
+    Case("layered", "1f1b", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
+]
+
+
+def reference(case: Case, most: float | None = MOST) -> Outcome:
+    options = {**case.options, "clip_grad_norm": most}
+    found = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **options)
+    return Outcome(found.losses, found.state)
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    assert found.losses == expected.losses
+    for name, tensor in found.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clipping_equals_the_oracle(case: Case) -> None:
+    assert_equal(run_clipped(case), reference(case))
+    assert reference(case).losses != reference(case, None).losses
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
+    cases = {
+        2: [Case("layered", "interleaved", 2, 4, stages_per_rank=2), Case("skipping", "1f1b", 2, 4)],
+        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "1f1b", "2bw")],
+        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")],
+    }
+    for case in cases[ranks]:
+        for outcome in pool.run(ranks, run_clipped, case):
+            assert_equal(outcome, reference(case))
+
+
+@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> None:
+    ranks = stages // 2 if schedule == "interleaved" and stages > 1 else stages
+    case = Case("perceptron", schedule, ranks, 1, stages_per_rank=stages // ranks)
+    case = replace(case, microbatches=ranks) if schedule == "interleaved" else case
+    model, options = case.build(), case.options
+    optimizer = models.momentum(list(model.parameters()))
+    losses, norms = [], []
+    for x, y in case.batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for xs, ys in zip(x.tensor_split(case.microbatches), y.tensor_split(case.microbatches), strict=True):
+            loss = options["loss_fn"](model(xs), ys)
+            loss.backward(torch.full_like(loss, len(xs) / len(x)))
+            total += loss.item() * (len(xs) / len(x))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MOST))
+        optimizer.step()
+        losses.append(total)
+
+    assert run_clipped(case).losses == tuple(losses)
+    assert max(norms) > MOST
+
+
+def test_large_norms_change_nothing() -> None:
+    case = Case("layered", "2bw", 3, 4)
+
+    assert_equal(run_clipped(case, 1e9), reference(case, None))
+
+
+def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:
+    made = replace(schedule(penstock.Plan.uniform(8, 4, schedule="1f1b", microbatches=1)), norms=True)
+
+    assert known_norms(made, 0, 9) == ((0, 9), (1, 9), (2, 9), (3, 9))
+    assert known_norms(made, 2, 9) == ((0, 5), (1, 7), (2, 9), (3, 9))
+    assert known_norms(made, 3, 3) == ((2, 1), (3, 3))
+    updates = [action for row in made.program(12) for action in row if isinstance(action, Update)]
+    assert len(updates) == 4 * 12
+
+
+def test_unequal_replicas_under_1f1b_are_refused() -> None:
+    case = Case("layered", "1f1b", 2, 4, replicas=(2, 1))
+    with pytest.raises(penstock.ScheduleError, match="norms need equally many replicas of every stage"):
+        run_clipped(case)
+
+
+@pytest.mark.parametrize("most", [0, -1.0, "1", float("nan")])
+def test_a_wrong_norm_is_explained(most: object) -> None:
+    with pytest.raises(penstock.PenstockError, match="expected the largest norm that gradients may have"):
+        run_clipped(Case("layered", "gpipe", 2, 4), most)
+
+
+def test_the_norm_can_be_read() -> None:
+    case = Case("perceptron", "gpipe", 2, 1)
+    model, pipe = case.build(), penstock.Pipeline(case.build(), **case.options, clip_grad_norm=MOST)
+    x, y = case.batches[0]
+
+    assert pipe.gradient_norm is None
+    pipe.step(x, y)
+    case.options["loss_fn"](model(x), y).backward()
+    assert pipe.gradient_norm == torch.nn.utils.clip_grad_norm_(model.parameters(), MOST).item()
