@@ -92,7 +92,8 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
         (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank from 0, found -1"),
         (
             lambda: Span(0, "F0", 0, 1),
-            "span of rank 0: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3 or 3T1<0, found "
+            "span of rank 0: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, 3T1<0, 2N3>1 "
+            "or 1N3<2, found "
             "'F0': pass str(action)",
         ),
         (
@@ -134,6 +135,7 @@ def test_what_is_wrong_is_refused(build: object, message: str) -> None:
         ("2S0>3", "send 0 to stage 3", {"stage": 2, "microbatch": 0, "target": 3}),
         ("3R0<2", "receive 0 from stage 2", {"stage": 3, "microbatch": 0, "source": 2}),
         ("0T1>3", "send tied gradients for version 1 to stage 3", {"stage": 0, "version": 1, "target": 3}),
+        ("1N3<2", "receive norms for version 3 from stage 2", {"stage": 1, "version": 3, "source": 2}),
         ("3T1<0", "receive tied gradients for version 1 from stage 0", {"stage": 3, "version": 1, "source": 0}),
     ],
 )
