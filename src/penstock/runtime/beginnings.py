@@ -1,0 +1,57 @@
+"""What a pipeline begins with: the captured model, and where it computes, with weights or with a way to make them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capturing import capture
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.initialisation import InitFn
+from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
+from penstock.runtime.agreements import agreed
+from penstock.runtime.worlds import World
+from penstock.training.precisions import autocasting, check_autocast, first_device
+from penstock.values.stages import Stage
+
+__all__ = ["Beginning", "begin"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """A captured model."""
+
+    chain: LayerChain
+    device: torch.device
+    weightless: Weightless | None
+    """None for a model that has its weights."""
+    init_fn: InitFn | None
+
+    def give_weights(self, world: World, stages: Iterable[Stage], seed: int) -> LayerChain:
+        """The chain, in which `stages`, those of this process, have weights. Collective where it makes them.
+
+        Raises `PenstockError` on every process if `init_fn` fails on one.
+        """
+        if self.weightless is None or self.init_fn is None:
+            return self.chain
+        layers = [layer for stage in stages for layer in range(stage.start, stage.stop)]
+        with agreed(world, "while it made its weights"):
+            return self.weightless.materialise(layers, self.init_fn, seed)
+
+
+def begin(
+    model: nn.Module | Sequence[nn.Module], sample: Any, init_fn: InitFn | None, autocast: torch.dtype | None
+) -> Beginning:
+    """Captures `model` with `sample`, under `autocast`; one on the meta device only with `init_fn`, and another one
+    only without.
+    """
+    check_autocast(autocast)
+    if asks_for_weights(model, init_fn):
+        weightless = capture_weightless(model, sample)
+        return Beginning(weightless.chain, weightless.device, weightless, init_fn)
+    device = first_device(model)
+    # What the model's code decides by types it must decide as it would under autocast.
+    with autocasting(autocast, device):
+        return Beginning(capture(model, sample), device, None, None)
