@@ -46,6 +46,30 @@ class Careful(Two):
         return y.tanh() if torch.compiler.is_exporting() or bool((x < 1e9).all()) else y
 
 
+class Single(Two):
+    """Does something else with a single token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.tanh() if x.shape[1] == 1 else y
+
+
+class Alone(Two):
+    """Returns another shape for a single sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y[0] if x.shape[0] == 1 else y
+
+
+class Typed(Two):
+    """A mask means something else if it is boolean."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.masked_fill(mask, 0.0) if mask.dtype == torch.bool else y * mask
+
+
 def data(*sizes: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
 
@@ -82,3 +106,35 @@ def test_a_trace_does_what_the_eager_model_does_and_says_nothing(
     assert torch.equal(run(chain, data(4, *sizes[1:])), model(data(4, *sizes[1:])))
     assert torch.compiler.is_exporting is truth
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_size_of_one_at_which_the_model_branches_is_refused() -> None:
+    model = Single()
+    chain = capture(model, (data(2, 5, 4),))
+
+    assert torch.equal(run(chain, data(1, 2, 4)), model(data(1, 2, 4)))
+    with pytest.raises(CaptureError, match=r"has shape \(2, 1, 4\), but the capture holds for \(any, at least 2, 4\)"):
+        run(chain, data(2, 1, 4))
+    lonely = capture(Alone(), (data(2, 5, 4),)).inputs
+    lonely.check_samples(2)
+    with pytest.raises(CaptureError, match=r"has 1 sample\(s\) in a microbatch, but the capture holds for at least 2"):
+        lonely.check_samples(1)
+
+
+def test_another_type_is_refused() -> None:
+    inputs = capture(Typed(), (data(2, 4), torch.zeros(2, 4, dtype=torch.bool))).inputs
+
+    with pytest.raises(
+        CaptureError, match=r"args\[1\] was torch.bool in sample= and is now torch.int64, .*to\(torch.bool\)"
+    ):
+        inputs.read((data(2, 4), torch.zeros(2, 4, dtype=torch.long)))
+
+
+def test_an_error_about_the_batch_says_what_was_taken_for_it() -> None:
+    class Biased(Two):
+        def forward(self, bias: Tensor, x: Tensor) -> Tensor:
+            return super().forward(x + bias)
+
+    with pytest.raises(CaptureError, match=r"the number of samples was taken to be 4, dimension 0 of args\[0\]"):
+        capture(Biased(), (data(4), data(2, 4)))
+    assert capture(Biased(), (data(4), data(2, 4)), microbatch_size=2).inputs.batched == {"args[1]"}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -64,6 +65,8 @@ class ModelInputs:
     """For a tensor's dimensions: the least and the greatest size that the capture holds for, None where none is."""
     equal: tuple[tuple[tuple[str, int], ...], ...] = ()
     """Groups of dimensions, as tensor and index, that the capture holds for only if they are of one size."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The types that the capture holds for; the model's code may ask whether a mask is boolean."""
 
     def read(self, batch: Any) -> dict[str, Tensor]:
         """The tensors of `batch` by value name.
@@ -112,6 +115,11 @@ class ModelInputs:
                 )
             else:
                 tensors[name] = leaf
+                if leaf.dtype != self.dtypes.get(name, leaf.dtype):
+                    raise CaptureError(
+                        f"{name} was {self.dtypes[name]} in sample= and is now {leaf.dtype}, for which the model's "
+                        f"code may do something else: pass it as .to({self.dtypes[name]}), or capture again"
+                    )
                 _check_sizes(name, self.sizes.get(name, ()), leaf, free=name in self.batched)
         for group in self.equal:
             found = {f"dimension {index} of {name}": tensors[name].shape[index] for name, index in group}

@@ -5,7 +5,7 @@ happens once. So the chain proves itself on the sample before anything trusts it
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
-__all__ = ["check_chain"]
+__all__ = ["agrees", "check_chain"]
 
 _SEED = 20_011
 
@@ -26,31 +26,50 @@ def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
     Both run from the same state of the generators, so dropout draws the same masks. Buffers and generators are
     left as they were. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stage = chain.stage(0, len(chain.layers))
+    _compare_with(_run_model(model, call), model, chain, call)
 
-    def whole(own: Call) -> Any:
-        return model(*own.args, **own.kwargs)
+
+def agrees(model: nn.Module, chain: LayerChain, call: Call) -> bool:
+    """Whether `chain` computes what `model` does on `call`; so it does where the model itself fails."""
+    try:
+        expected = _run_model(model, call)
+    except Exception:
+        return True
+    try:
+        _compare_with(expected, model, chain, call)
+    except Exception:
+        return False
+    return True
+
+
+_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None]]
+
+
+def _run_model(model: nn.Module, call: Call) -> _Outcome:
+    return _run(lambda own: model(*own.args, **own.kwargs), model, call)
+
+
+def _compare_with(expected: _Outcome, model: nn.Module, chain: LayerChain, call: Call) -> None:
+    stage = chain.stage(0, len(chain.layers))
 
     def chained(own: Call) -> Any:
         results = stage((), chain.inputs.bind(own.args, own.kwargs))
         return chain.output.build(dict(zip(stage.sent, results, strict=True)))
 
-    expected, wanted = _run(whole, model, call, parameters)
-    found, got = _run(chained, model, call, parameters)
-    for index, (a, b) in enumerate(zip(expected, found, strict=True)):
+    outputs, gradients = expected
+    found, got = _run(chained, model, call)
+    for index, (a, b) in enumerate(zip(outputs, found, strict=True)):
         _compare(f"output {index}", a, b, model)
-    for name in parameters:
-        if (wanted[name] is None) != (got[name] is None):
+    for name, gradient in gradients.items():
+        if (gradient is None) != (got[name] is None):
             raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
-        if wanted[name] is not None:
-            _compare(f"the gradient of parameter {name}", wanted[name], got[name], model)
+        if gradient is not None:
+            _compare(f"the gradient of parameter {name}", gradient, got[name], model)
 
 
-def _run(
-    function: Callable[[Call], Any], model: nn.Module, call: Call, parameters: dict[str, nn.Parameter]
-) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+def _run(function: Callable[[Call], Any], model: nn.Module, call: Call) -> _Outcome:
     """The output tensors and the gradients of one pass."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
     with preserved([model]), torch.enable_grad():
         torch.manual_seed(_SEED)

@@ -23,15 +23,17 @@ __all__ = ["explained", "source_line"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PENSTOCK = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
+_BATCH = "it fixes the batch size, which must stay free"
+
 _REASONS = (
-    (r"is invalid for input of size|must match the size", "it fixes the batch size, which must stay free"),
+    (r"is invalid for input of size|must match the size", _BATCH),
     (
         r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
         "its Python control flow depends on the values in a tensor",
     ),
     (
         r"marked .* as dynamic|specialized it to be a constant|Constraints violated",
-        "it fixes the batch size, which must stay free",
+        _BATCH,
     ),
     (
         r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)",
@@ -41,8 +43,11 @@ _REASONS = (
 
 
 @contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
-    """Turns what its body raises into a `CaptureError` that names the line of `model`."""
+def explained(model: nn.Module, samples: str) -> Iterator[None]:
+    """Turns what its body raises into a `CaptureError` that names the line of `model`.
+
+    `samples` says which dimensions were taken to count samples, for an error that comes from that.
+    """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     silent = logger.disabled
     # Before it raises, export logs the graph so far, often several times.
@@ -55,9 +60,9 @@ def explained(model: nn.Module) -> Iterator[None]:
         where = source_line(error.__traceback__) or _line_in_text(str(error))
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error)}. Rewrite that line "
-            "with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a list of "
-            "layers, which run as they are"
+            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error, samples)}. Rewrite "
+            "that line with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a "
+            "list of layers, which run as they are"
         ) from error
     finally:
         logger.disabled = silent
@@ -92,11 +97,12 @@ def _line_in_text(text: str) -> tuple[str, int, str] | None:
     return found
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, samples: str) -> str:
     text = str(error)
     for pattern, reason in _REASONS:
         if re.search(pattern, text):
-            return f"{reason} ({type(error).__name__})"
+            batch = f"; {samples}" if reason is _BATCH else ""
+            return f"{reason} ({type(error).__name__}{batch})"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else "no reason given"
     return f"{type(error).__name__}: {first[:200].rstrip('.')}"

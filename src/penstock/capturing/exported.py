@@ -18,6 +18,7 @@ from penstock.capturing.joining import join_layers
 from penstock.capturing.observation import observe, observed
 from penstock.capturing.preservation import evaluating, preserved, saved_buffers
 from penstock.capturing.samples import Call, flatten
+from penstock.capturing.smallest import bound_sizes_of_one
 from penstock.capturing.tracing import FlatModel, Trace, trace
 from penstock.errors import CaptureError
 
@@ -68,7 +69,7 @@ def _capture(
     joined = _observe(model, layers, output, call, inputs)
     chain = LayerChain(
         layers=joined,
-        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs)),
+        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs), dtypes=_dtypes(call, inputs)),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=saved_buffers(model),
@@ -76,6 +77,7 @@ def _capture(
     )
     if check:
         check_chain(model, chain, call)
+        chain = replace(chain, inputs=bound_sizes_of_one(model, chain, call))
     return chain, _joined_partition(partition, joined)
 
 
@@ -83,6 +85,12 @@ def _equal(traced: Trace, inputs: ModelInputs) -> tuple[tuple[tuple[str, int], .
     """Without the groups of nothing but numbers of samples, which are checked as such."""
     samples = {(name, 0) for name in inputs.batched}
     return tuple(group for group in traced.equal if not samples.issuperset(group))
+
+
+def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
+    leaves, _ = flatten((call.args, call.kwargs))
+    pairs = zip(inputs.names, leaves, strict=True)
+    return {name: leaf.dtype for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
 
 def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[FlatModel, set[int]]:

@@ -93,7 +93,10 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
     names = tuple(name for name, _ in pairs)
     tensors = tuple(leaf.detach() for _, leaf in pairs)
     flat = FlatModel(model, inputs)
-    with explained(model), _known_warnings_ignored(), recurrence_in_one_step():
+    samples = (
+        f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
+    )
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
         program = _export_as_freely_as_possible(flat, names, tensors, inputs)
     return _read(program, model, names)
 
