@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.scheduling.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.training.optimizers import NamedParameters
+    from penstock.training.scaling import LossScale
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage
     from penstock.values.profiles import LayerProfile, Profile
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "LayerProfile",
+    "LossScale",
     "NamedParameters",
     "PenstockError",
     "Pipeline",
@@ -72,6 +74,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Cluster": "values.clusters",
     "LayerProfile": "values.profiles",
+    "LossScale": "training.scaling",
     "NamedParameters": "training.optimizers",
     "PenstockError": "errors",
     "Pipeline": "pipeline",

@@ -47,6 +47,7 @@ from penstock.training.clipping import check_clip
 from penstock.training.losses import LossFunction
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.precisions import autocasting, check_autocast, first_device
+from penstock.training.scaling import LossScale, ScaleCourse, read_loss_scale
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -79,6 +80,9 @@ class Pipeline:
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast; the weights, their gradients and the optimizer's state stay as they are.
+        loss_scale: losses are multiplied by it before the backward and gradients divided by it after, against
+            underflow in float16: ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are not finite and
+            then lower the scale, or a number.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
             with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``1f1b`` an update does not
             wait for the stages before its own: of these it takes the latest norms that have come.
@@ -118,6 +122,7 @@ class Pipeline:
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
+        loss_scale: LossScale | str | float | None = None,
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
         scale_learning_rates: bool = False,
@@ -136,6 +141,7 @@ class Pipeline:
             with agreed(self._world, "while it captured the model"):
                 check_autocast(autocast)
                 check_clip(clip_grad_norm)
+                scaling = read_loss_scale(loss_scale)
                 self._device = first_device(model)
                 # What the model's code decides by types it must decide as it would under autocast.
                 with autocasting(autocast, self._device):
@@ -150,7 +156,7 @@ class Pipeline:
                 """The plan that runs."""
                 self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
-                self.schedule: Schedule = make_schedule(self.plan, self._chain, clip_grad_norm is not None)
+                self.schedule: Schedule = make_schedule(self.plan, self._chain, bool(clip_grad_norm or scaling))
                 """The schedule that runs."""
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
@@ -165,9 +171,11 @@ class Pipeline:
             """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
             factors = learning_rate_factors(self.schedule, self._stages, scale_learning_rates)
             self._updater = Updater(self.optimizers, factors, lr_scheduler)
-            self._engine = self._start(loss_fn, transport, seed, clip_grad_norm)
+            self._engine = self._start(loss_fn, transport, seed, clip_grad_norm, scaling)
 
-    def _start(self, loss_fn: LossFunction, transport: Transport, seed: int, clip: float | None) -> Engine:
+    def _start(
+        self, loss_fn: LossFunction, transport: Transport, seed: int, clip: float | None, scaling: LossScale | None
+    ) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
         computing = partial(autocasting, self._autocast, self._device)
         counted = counted_parameters(self.plan, self._chain)
@@ -181,7 +189,8 @@ class Pipeline:
                 self._updater,
                 transport,
                 computing,
-                None if clip is None else Norms(self.schedule, counted, self._chain.parameters, clip),
+                Norms(self.schedule, counted, self._chain.parameters, clip) if self.schedule.norms else None,
+                ScaleCourse(scaling) if scaling else None,
             )
             for rank, own in self._stages.items()
         ]
@@ -282,6 +291,11 @@ class Pipeline:
         """
         return self._engine.gradient_norm()
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The present scale of the loss, as far as this process knows; None without ``loss_scale``."""
+        return self._engine.loss_scale()
+
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
 
@@ -306,6 +320,7 @@ class Pipeline:
                 "microbatches": self._engine.trained,
                 "seed": self._engine.seed,
                 **self._updater.state(),
+                **self._engine.scale_state(),
             },
         }
 
@@ -317,6 +332,7 @@ class Pipeline:
         self.drain()
         progress = restore(state, self._held(), self.optimizers, self.named_parameters())
         self._updater.load_state(progress)
+        self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
         self._engine.restart(progress["microbatches"])
         # Replicas in this process hold buffers that no state dict names.

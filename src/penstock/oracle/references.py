@@ -23,6 +23,7 @@ from penstock.oracle.weights import Training
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import autocasting, first_device
+from penstock.training.scaling import LossScale, read_loss_scale
 from penstock.values.plans import Plan
 
 __all__ = ["Reference", "reference_train"]
@@ -51,6 +52,7 @@ def reference_train(
     plan: Plan | None = None,
     vertical_sync: bool = False,
     autocast: torch.dtype | None = None,
+    loss_scale: LossScale | str | float | None = None,
     clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
     scale_learning_rates: bool = False,
@@ -79,6 +81,12 @@ def reference_train(
     `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `1f1b` stage s takes for it the
     gradients of update k of the stages from s on, and of stage s-i those of update k-2i: what has come to it by then.
 
+    With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if it
+    knows of a gradient for it that is not finite: of any stage, or under `1f1b` of the stages from s on. The last stage
+    then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped updates
+    count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under `2bw` on
+    more than one stage from those before t-1; under `1f1b` it follows from what the last stage knows.
+
     Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
     section III.
     """
@@ -94,7 +102,7 @@ def reference_train(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
     scales = scale_learning_rates and schedule == "1f1b"
-    training = Training(chain, plan, optimizer, lr_scheduler, scales, clip_grad_norm)
+    training = Training(chain, plan, optimizer, lr_scheduler, scales, clip_grad_norm, read_loss_scale(loss_scale))
     run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, loss_fn, autocast, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):
@@ -123,6 +131,8 @@ class _Run:
     """Microbatches before the present run of the schedule."""
     minibatch: int = 0
     """Minibatches in it."""
+    updates: int = 0
+    """Updates since versions were counted from 0; of schedules that update once in a minibatch."""
     versions: Sequence[int] = ()
     """Of each stage, at the last microbatch."""
 
@@ -136,16 +146,21 @@ class _Run:
             # A microbatch weighs as much as it has samples; under 1f1b, where an update takes one of a replica, one.
             losses = self._forward(k, part)
             weighs = part.size if self.schedule == "1f1b" else samples
+            scale = self._scale(k)
             torch.autograd.backward(
-                [loss for loss, _ in losses], [torch.full_like(loss, size / weighs) for loss, size in losses]
+                [loss for loss, _ in losses], [torch.full_like(loss, size / weighs * scale) for loss, size in losses]
             )
             for loss, size in losses:
                 total += float(loss.detach().double()) * (size / samples)
             if self.schedule == "1f1b":
                 self.training.update_rounds(self.versions, k + 1)
+                self.training.settle_scale()
         if self.schedule != "1f1b":
             self.training.update(dict(enumerate(self.versions)))
+            # In 2bw the update of minibatch t waits for the other stages until minibatch t + 2 needs it.
+            self.training.settle_scale(wait=int(self.schedule == "2bw" and len(self.plan.stages) > 1))
         self.minibatch += 1
+        self.updates += 1
         return total
 
     def drain(self) -> None:
@@ -156,7 +171,14 @@ class _Run:
         self.training.share_buffers()
         if self.schedule in ("1f1b", "2bw"):
             self.training.restart()
-            self.before, self.minibatch = self.before + seen, 0
+            self.before, self.minibatch, self.updates = self.before + seen, 0, 0
+
+    def _scale(self, k: int) -> float:
+        """What the loss of microbatch k is multiplied with."""
+        if self.training.scales is None:
+            return 1.0
+        replicas = 1 if self.plan.routing == "split" else self.plan.replicas[-1]
+        return self.training.scales.used(k // replicas + 1 if self.schedule == "1f1b" else self.updates + 1)
 
     def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, int]]:
         """The loss of each part of a microbatch that a replica of the last stage has, with its number of samples."""

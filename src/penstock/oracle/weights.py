@@ -15,6 +15,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
+from penstock.training.scaling import LossScale, ScaleCourse
 from penstock.values.plans import Plan
 
 __all__ = ["Training"]
@@ -76,8 +77,12 @@ class Training:
         lr_scheduler: MakeScheduler | None,
         scales: bool,
         clip: float | None = None,
+        scaling: LossScale | None = None,
     ) -> None:
         self._clip = clip
+        self._overflown: list[list[int]] = []
+        """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
+        self.scales = None if scaling is None else ScaleCourse(scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         self._names: dict[int, str] = {}
@@ -170,15 +175,26 @@ class Training:
             for name, gradient in own.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         for index in versions:
+            scale = 1.0 if self.scales is None else self.scales.used(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
-                parameter.grad = gradients[name] / count if name in gradients else None
+                parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
         for index, version in versions.items():
             stage = self._stages[index]
+            known = self._known(index, apart)
+            update = len(stage.versions)
+            overflown = []
+            if self.scales is not None:
+                bad = [at for at, norms in known.items() if not all(norm.isfinite() for norm in norms.values())]
+                overflown = [of for _, of in bad]
+                known = {at: norms for at, norms in known.items() if at not in bad}
             if self._clip is not None:
                 trained = [parameter for parameter in stage.newest.values() if parameter.grad is not None]
-                clip_grads_with_norm_(trained, self._clip, self._norm(index, apart))
-            stage.step()
+                clip_grads_with_norm_(trained, self._clip, self._norm(known.values()))
+            if self.scales is None or update not in overflown:
+                stage.step()
+            if self.scales is not None and index == len(self._stages) - 1:
+                self._overflown.append(overflown)
             for weights in stage.versions[version]:
                 for weight in weights.values():
                     weight.grad = None
@@ -193,18 +209,28 @@ class Training:
             }
             self._stages[index].norms[len(self._stages[index].versions)] = found
 
-    def _norm(self, index: int, apart: bool) -> Tensor:
-        """The norm of all gradients as the stage `index` knows it at its next update.
+    def _known(self, index: int, apart: bool) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """The norms that the stage `index` knows at its next update, by stage and update.
 
         Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
         """
-        update = len(self._stages[index].versions)
-        known: dict[str, Tensor] = {}
+        known = {}
         for other, stage in enumerate(self._stages):
-            lag = 2 * (index - other) if apart and other < index else 0
-            known.update(stage.norms.get(update - lag, {}))
-        ordered = [known[name] for name in self._chain.parameters if name in known]
+            update = len(self._stages[index].versions) - (2 * (index - other) if apart and other < index else 0)
+            if update in stage.norms:
+                known[other, update] = stage.norms[update]
+        return known
+
+    def _norm(self, known: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The norm of all these gradients, in the order of the model's parameters."""
+        norms = {name: norm for each in known for name, norm in each.items()}
+        ordered = [norms[name] for name in self._chain.parameters if name in norms]
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
+
+    def settle_scale(self, wait: int = 0) -> None:
+        """The scale learns of the updates so far, but of the last `wait`."""
+        while self.scales is not None and len(self._overflown) > wait:
+            self.scales.settle(self._overflown.pop(0), keep=0)
 
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""
@@ -218,6 +244,9 @@ class Training:
         for stage in self._stages:
             del stage.versions[:-1]
             stage.norms.clear()
+        self.settle_scale()
+        if self.scales is not None:
+            self.scales.restart()
 
     def state(self) -> dict[str, Tensor]:
         """The final weights and buffers under all the model's names."""

@@ -9,7 +9,7 @@ Laws of this file:
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from penstock.runtime.worker import Pass, Record, Worker
 from penstock.scheduling.methods import Drain, Part, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
+from penstock.training.scaling import ScaleCourse
 
 __all__ = ["Engine", "LocalStages"]
 
@@ -120,6 +121,28 @@ class Engine:
         """The norm at the last update; None if there was none, or norms are not exchanged."""
         found = [worker.norms.newest for worker in self._workers if worker.norms is not None]
         return float(found[0]) if found and found[0] is not None else None
+
+    def loss_scale(self) -> float | None:
+        """The scale of the loss, on processes without the last stage as they heard it last; None if there is none."""
+        if self._told:
+            return self._told[0].scale
+        norms = self._workers[0].norms
+        return None if norms is None or self._workers[0].scales is None else norms.newest_scale
+
+    def scale_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the loss scale: the last stage's, whose process alone says so."""
+        return {"loss_scale": self._told[0].state()} if self._told else {}
+
+    def load_scale(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `scale_state`, if there is one."""
+        for course in self._told:
+            course.load_state(state.get("loss_scale", {}))
+
+    @property
+    def _told(self) -> list[ScaleCourse]:
+        """The courses of those ranks that have the last stage."""
+        last = self._schedule.stages - 1
+        return [worker.scales for worker in self._workers if worker.scales is not None and last in worker.stages]
 
     def prediction_error(self) -> float | None:
         """By how much steps take longer than predicted; None without a prediction, or until all have measured."""

@@ -91,6 +91,13 @@ class Gradients:
             self._means[stage, update] = sums
         return self._means[stage, update]
 
+    def unscale(self, stage: int, update: int, scale: float) -> dict[str, Tensor]:
+        """The means, from now on divided by `scale`."""
+        # New tensors: stages of one rank may share those of tied weights.
+        unscaled = {name: gradient / scale for name, gradient in self._means[stage, update].items()}
+        self._means[stage, update] = unscaled
+        return unscaled
+
     def forget(self, stage: int, update: int) -> None:
         """The update is made."""
         self._means.pop((stage, update), None)

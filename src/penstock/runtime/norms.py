@@ -1,12 +1,12 @@
-"""What the stages of a rank know of all gradients when they update: the norms that clipping needs.
+"""What the stages of a rank know of all gradients when they update: the norms that clipping and loss scaling need.
 
-Each stage makes one vector for an update, the norm of the gradient of each of its parameters, and the schedule carries
-these vectors between stages; `known_norms` says which have come by an update. The norm over all of them is taken in the
-order of the model's parameters, so that where all are known it has the bits of `torch.nn.utils.clip_grad_norm_` on one
-device.
+Each stage makes one vector for an update: the scale of the loss, and the norm of each of its parameters' gradients. The
+schedule carries these vectors between stages; `known_norms` says which have come by an update. The norm over all of
+them is taken in the order of the model's parameters, so that where all are known it has the bits of
+``torch.nn.utils.clip_grad_norm_`` on one device.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,30 @@ class Norms:
     """Of one rank under `schedule`.
 
     `counted`: by stage, those of its trained parameters that no stage before it shares, by name. `order`: all names of
-    the model's parameters in its order. `most`: gradients of a larger norm are clipped.
+    the model's parameters in its order. `most`: gradients of a larger norm are clipped; None clips none.
     """
 
     def __init__(
-        self, schedule: Schedule, counted: Mapping[int, Mapping[str, nn.Parameter]], order: Iterable[str], most: float
+        self,
+        schedule: Schedule,
+        counted: Mapping[int, Mapping[str, nn.Parameter]],
+        order: Iterable[str],
+        most: float | None,
     ) -> None:
         self._schedule, self._counted, self._most = schedule, counted, most
         self._place = {name: index for index, name in enumerate(order)}
         self._vectors: dict[Norm, Tensor] = {}
         self.newest: Tensor | None = None
         """The norm at the last update of this rank."""
+        self.newest_scale: float | None = None
+        """The scale of that update's losses."""
 
-    def know(self, stage: int, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Takes the norms of this rank's `stage` for the update to `version` from its finished `gradients`."""
-        if (stage, version) in self._vectors:
-            return
+    def knows(self, stage: int, version: int) -> bool:
+        """Whether the vector of `stage` for the update to `version` is here."""
+        return (stage, version) in self._vectors
+
+    def know(self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float) -> None:
+        """Makes the vector of this rank's `stage` from its finished `gradients`, of losses times `scale`."""
         counted = self._counted[stage]
         device = next((parameter.device for parameter in counted.values()), torch.device("cpu"))
         norms = [
@@ -51,8 +59,17 @@ class Norms:
             else torch.full((), ABSENT, dtype=torch.float64, device=device)
             for name in counted
         ]
-        empty = torch.zeros(0, dtype=torch.float64, device=device)
-        self._vectors[stage, version] = torch.stack(norms) if norms else empty
+        scaled = torch.full((), scale, dtype=torch.float64, device=device)
+        self._vectors[stage, version] = torch.stack([scaled, *norms])
+
+    def scale(self, version: int) -> float:
+        """What the losses of the update to `version` were multiplied with, as the last stage says."""
+        return float(self._vectors[self._schedule.stages - 1, version][0])
+
+    def overflown(self, stage: int, version: int) -> list[Norm]:
+        """What `stage` knows at its update to `version` of gradients that are not finite."""
+        known = known_norms(self._schedule, stage, version)
+        return [norm for norm in known if not bool(self._vectors[norm].isfinite().all())]
 
     def told(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
         """What `stage` tells its neighbour `target`."""
@@ -63,16 +80,22 @@ class Norms:
         names = carried_norms(self._schedule, source, version, stage)
         self._vectors.update(zip(names, (vector for vector in message if vector is not None), strict=True))
 
-    def clip(self, stage: int, version: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`gradients` of `stage` as the update to `version` takes them: scaled down if the norm is too large."""
+    def clip(
+        self, stage: int, version: int, gradients: Mapping[str, Tensor], apart: Sequence[Norm]
+    ) -> dict[str, Tensor]:
+        """`gradients` of `stage` as the update to `version` takes them: scaled down if the norm is too large.
+
+        `apart`: what does not count, of updates that were skipped.
+        """
         found: dict[str, Tensor] = {}
-        for norm in known_norms(self._schedule, stage, version):
-            for (name, parameter), value in zip(self._counted[norm[0]].items(), self._vectors[norm], strict=True):
+        for norm in (norm for norm in known_norms(self._schedule, stage, version) if norm not in apart):
+            for (name, parameter), value in zip(self._counted[norm[0]].items(), self._vectors[norm][1:], strict=True):
                 if float(value) != ABSENT:
                     found[name] = value.to(parameter.dtype)
         self.newest = total_norm([found[name] for name in sorted(found, key=self._place.__getitem__)])
+        self.newest_scale = self.scale(version)
         self._forget(version)
-        return clipped(gradients, self._most, self.newest)
+        return dict(gradients) if self._most is None else clipped(gradients, self._most, self.newest)
 
     def restart(self) -> None:
         """A new run of the schedule: what was known is of other updates."""

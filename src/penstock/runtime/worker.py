@@ -50,6 +50,7 @@ from penstock.scheduling.norms import known_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossFunction, compute_loss
+from penstock.training.scaling import ScaleCourse
 
 __all__ = ["Computing", "Pass", "Record", "Worker"]
 
@@ -93,8 +94,11 @@ class Worker:
         transport: Transport,
         computing: Computing = nullcontext,
         norms: Norms | None = None,
+        scales: ScaleCourse | None = None,
     ) -> None:
-        """Forwards and losses are computed inside of ``computing()``. `norms`: if the schedule has them."""
+        """Forwards and losses are computed inside of ``computing()``. `norms`: if the schedule has them. `scales`: of
+        the losses; needs norms.
+        """
         self.rank = rank
         self.stages = stages
         self._schedule = schedule
@@ -102,7 +106,7 @@ class Worker:
         self._loss_fn = loss_fn
         self._updater = updater
         self._computing = computing
-        self.norms = norms
+        self.norms, self.scales = norms, scales
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
@@ -144,6 +148,8 @@ class Worker:
         """A new run of the schedule begins: versions are counted anew."""
         if self.norms is not None:
             self.norms.restart()
+        if self.scales is not None:
+            self.scales.restart()
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would not have to wait."""
@@ -232,7 +238,8 @@ class Worker:
             # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
             # update divides by the microbatches that it is taken over, which are not the same number for all stages.
             alone = microbatch.samples / microbatch.whole
-            self._loss_gradients[k] = torch.full_like(outputs[0], alone if self._averages else microbatch.weight)
+            weight = alone if self._averages else microbatch.weight
+            self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
         else:
             self._mailbox.put(action.stage, k, action.stage + 1, outputs)
 
@@ -251,24 +258,43 @@ class Worker:
         if action.stage == min(self.stages):
             del self._microbatches[k]
 
+    def _scale(self, stage: int, microbatch: int) -> float:
+        """What the loss of `microbatch` is multiplied with."""
+        if self.scales is None:
+            return 1.0
+        return self.scales.used(microbatch // self._schedule.promise.microbatches_per_update[stage] + 1)
+
     def _update(self, action: Update) -> None:
         stage, version = action.stage, action.version
-        weights, gradients = self.stages[stage].weights, self._finished(stage, version)
+        weights, skipped = self.stages[stage].weights, False
         if self.norms is not None:
-            gradients = self._known(stage, version).clip(stage, version, gradients)
-        if weights.begin_update(version, gradients):
-            others = (held.weights for other, held in self.stages.items() if other != stage)
-            self._updater.step(stage, others)
+            norms = self._known(stage, version)
+            overflown = norms.overflown(stage, version) if self.scales is not None else []
+            updates = [of for _, of in overflown]
+            skipped = version in updates
+            if self.scales is not None and self._is_last(stage):
+                self.scales.settle(updates, keep=version - 2 * self._schedule.stages)
+            gradients = norms.clip(stage, version, self._finished(stage, version), overflown)
+        else:
+            gradients = self._finished(stage, version)
+        if weights.begin_update(version, {} if skipped else gradients):
+            if not skipped:
+                others = (held.weights for other, held in self.stages.items() if other != stage)
+                self._updater.step(stage, others)
             weights.end_update()
         self._gradients.forget(stage, version)
 
     def _known(self, stage: int, version: int) -> Norms:
         """The norms, with those of the stages that this rank holds."""
         assert self.norms is not None
-        # Neighbours on this rank send each other no message.
-        for other, of in known_norms(self._schedule, stage, version):
-            if other in self.stages and (of == version or other == stage):
-                self.norms.know(other, of, self._finished(other, of))
+        # Neighbours on this rank send each other no message. The last stage first: it knows the scale.
+        for other, of in reversed(known_norms(self._schedule, stage, version)):
+            if other in self.stages and of == version and not self.norms.knows(other, of):
+                gradients, scale = self._finished(other, of), 1.0
+                if self.scales is not None:
+                    scale = self.scales.used(of) if self._is_last(other) else self.norms.scale(of)
+                    gradients = self._gradients.unscale(other, of, scale)
+                self.norms.know(other, of, gradients, scale)
         return self.norms
 
     def _finished(self, stage: int, version: int) -> dict[str, Tensor]:
