@@ -1,6 +1,9 @@
-"""What a pipeline begins with: the captured model, and where it computes, with weights or with a way to make them."""
+"""What a pipeline begins with: the captured model, where it computes, and what is still to be done with it.
 
-from collections.abc import Iterable, Sequence
+A model on the meta device is still to be given its weights, and stages may be still to be compiled.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +15,11 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.initialisation import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.agreements import agreed
+from penstock.runtime.compilation import Compilation, compile_chain
+from penstock.runtime.recomputation import Grain
 from penstock.runtime.worlds import World
 from penstock.training.precisions import autocasting, check_autocast, first_device
-from penstock.values.stages import Stage
+from penstock.values.plans import Plan, Stage
 
 __all__ = ["Beginning", "begin"]
 
@@ -28,6 +33,12 @@ class Beginning:
     weightless: Weightless | None
     """None for a model that has its weights."""
     init_fn: InitFn | None
+    compilation: Compilation | None
+
+    def compiled(self, chain: LayerChain, plan: Plan, grains: Mapping[int, Grain]) -> LayerChain:
+        """`chain`, whose stages are compiled if they are to be; `grains`: how the stages of `plan` recompute."""
+        apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
+        return compile_chain(chain, self.compilation, apart)
 
     def give_weights(self, world: World, stages: Iterable[Stage], seed: int) -> LayerChain:
         """The chain, in which `stages`, those of this process, have weights. Collective where it makes them.
@@ -42,7 +53,11 @@ class Beginning:
 
 
 def begin(
-    model: nn.Module | Sequence[nn.Module], sample: Any, init_fn: InitFn | None, autocast: torch.dtype | None
+    model: nn.Module | Sequence[nn.Module],
+    sample: Any,
+    init_fn: InitFn | None,
+    autocast: torch.dtype | None,
+    compilation: Compilation | None,
 ) -> Beginning:
     """Captures `model` with `sample`, under `autocast`; one on the meta device only with `init_fn`, and another one
     only without.
@@ -50,8 +65,8 @@ def begin(
     check_autocast(autocast)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)
-        return Beginning(weightless.chain, weightless.device, weightless, init_fn)
+        return Beginning(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # What the model's code decides by types it must decide as it would under autocast.
     with autocasting(autocast, device):
-        return Beginning(capture(model, sample), device, None, None)
+        return Beginning(capture(model, sample), device, None, None, compilation)

@@ -13,15 +13,17 @@ from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain, ModelInputs
 from penstock.errors import PenstockError
-from penstock.values.stages import Stage
+from penstock.scheduling.schedules import Schedule
+from penstock.values.plans import Plan, Stage
 
-__all__ = ["Readings", "find_readings"]
+__all__ = ["Readings", "find_readings", "held_stages"]
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
     """What the stages of one process read."""
 
+    stages: tuple[Stage, ...]
     inputs: frozenset[str]
     """The model's inputs, by value name."""
     target: bool
@@ -38,17 +40,24 @@ class Readings:
             )
 
 
+def held_stages(plan: Plan, schedule: Schedule, ranks: Iterable[int]) -> tuple[Stage, ...]:
+    """The stages of `ranks`, those of one process, each once and in order."""
+    held = {index for rank in ranks for index in schedule.stages_of(rank)}
+    return tuple(plan.stages[index] for index in sorted(held))
+
+
 def find_readings(chain: LayerChain, stages: Iterable[Stage]) -> Readings:
     """What `stages`, those of one process, read in the mode that `chain` was captured in."""
     names: set[str] = set()
     target = False
-    for stage in stages:
+    own = tuple(stages)
+    for stage in own:
         names.update(name for layer in chain.layers[stage.start : stage.stop] for name in layer.inputs)
         if stage.stop == len(chain.layers):
             # The model may return an input as it is.
             names.update(chain.output.values)
             target = True
-    return Readings(frozenset(names & _given(chain.inputs)), target)
+    return Readings(own, frozenset(names & _given(chain.inputs)), target)
 
 
 def _given(inputs: ModelInputs) -> set[str]:
