@@ -43,11 +43,11 @@ from penstock.runtime.worker import Worker
 from penstock.runtime.worlds import World, join_world
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
-from penstock.training.clipping import check_clip
 from penstock.training.losses import LossFunction
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
-from penstock.training.precisions import autocasting, check_autocast, first_device
-from penstock.training.scaling import LossScale, ScaleCourse, read_loss_scale
+from penstock.training.precisions import first_device
+from penstock.training.recipes import Recipe
+from penstock.training.scaling import LossScale, ScaleCourse
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -136,15 +136,15 @@ class Pipeline:
         """What ``plan="auto"`` found the links to be; None with another plan."""
         self._world: World = join_world()
         self._failed = ""
-        self._sample, self._autocast = sample, autocast
+        self._sample = sample
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                check_autocast(autocast)
-                check_clip(clip_grad_norm)
-                scaling = read_loss_scale(loss_scale)
+                recipe = Recipe(
+                    loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates
+                )
                 self._device = first_device(model)
                 # What the model's code decides by types it must decide as it would under autocast.
-                with autocasting(autocast, self._device):
+                with recipe.computing(self._device):
                     self._chain = capture(model, sample)
             if isinstance(plan, str):
                 choices = Choices(schedule, microbatches, stages, vertical_sync)
@@ -156,7 +156,7 @@ class Pipeline:
                 """The plan that runs."""
                 self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
-                self.schedule: Schedule = make_schedule(self.plan, self._chain, bool(clip_grad_norm or scaling))
+                self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms)
                 """The schedule that runs."""
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
@@ -167,35 +167,33 @@ class Pipeline:
             self._stages = build_stages(
                 self.plan, self._chain, self.schedule, self._ranks, transport, grains, held.modules
             )
-            self.optimizers = make_optimizers(optimizer, self.named_parameters())
-            """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
-            factors = learning_rate_factors(self.schedule, self._stages, scale_learning_rates)
-            self._updater = Updater(self.optimizers, factors, lr_scheduler)
-            self._engine = self._start(loss_fn, transport, seed, clip_grad_norm, scaling)
+            self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
-    def _start(
-        self, loss_fn: LossFunction, transport: Transport, seed: int, clip: float | None, scaling: LossScale | None
-    ) -> Engine:
+    def _start(self, recipe: Recipe, transport: Transport, seed: int) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
-        computing = partial(autocasting, self._autocast, self._device)
-        counted = counted_parameters(self.plan, self._chain)
+        schedule, chain = self.schedule, self._chain
+        self.optimizers = make_optimizers(recipe.optimizer, self.named_parameters())
+        """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
+        factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
+        self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler)
+        counted = counted_parameters(self.plan, chain)
         workers = [
             Worker(
                 rank,
-                self.schedule,
+                schedule,
                 own,
-                self._chain,
-                loss_fn,
+                chain,
+                recipe.loss_fn,
                 self._updater,
                 transport,
-                computing,
-                Norms(self.schedule, counted, self._chain.parameters, clip) if self.schedule.norms else None,
-                ScaleCourse(scaling) if scaling else None,
+                partial(recipe.computing, self._device),
+                Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
+                ScaleCourse(recipe.scaling) if recipe.scaling else None,
             )
             for rank, own in self._stages.items()
         ]
-        forecast = forecast_of(self.plan, self.schedule.flushes, self._world)
-        return Engine(self.schedule, self._stages, workers, transport, forecast, self._device, seed)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world)
+        return Engine(schedule, self._stages, workers, transport, forecast, self._device, seed)
 
     @cached_property
     def profile(self) -> Profile:
@@ -204,7 +202,7 @@ class Pipeline:
         """
         if self._hooked.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        with autocasting(self._autocast, self._device):
+        with self._recipe.computing(self._device):
             return measure(self._chain, self._sample, progress=False)
 
     @property

@@ -22,8 +22,9 @@ from penstock.oracle.batches import Microbatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
-from penstock.training.precisions import autocasting, first_device
-from penstock.training.scaling import LossScale, read_loss_scale
+from penstock.training.precisions import first_device
+from penstock.training.recipes import Recipe
+from penstock.training.scaling import LossScale
 from penstock.values.plans import Plan
 
 __all__ = ["Reference", "reference_train"]
@@ -90,8 +91,9 @@ def reference_train(
     Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
     section III.
     """
+    recipe = Recipe(loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates)
     device = first_device(model)
-    with autocasting(autocast, device):
+    with recipe.computing(device):
         chain = capture(copy.deepcopy(model), sample)
     if plan is None:
         plan = Plan.uniform(len(chain.layers), stages, microbatches=microbatches)
@@ -101,9 +103,8 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
-    scales = scale_learning_rates and schedule == "1f1b"
-    training = Training(chain, plan, optimizer, lr_scheduler, scales, clip_grad_norm, read_loss_scale(loss_scale))
-    run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, loss_fn, autocast, device, seed)
+    training = Training(chain, plan, schedule, recipe)
+    run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, recipe, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):
         losses.append(run.step(inputs, target))
@@ -123,8 +124,7 @@ class _Run:
     microbatches: int
     vertical_sync: bool
     training: Training
-    loss_fn: LossFunction
-    autocast: torch.dtype | None
+    recipe: Recipe
     device: torch.device
     seed: int
     before: int = 0
@@ -182,12 +182,13 @@ class _Run:
 
     def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, int]]:
         """The loss of each part of a microbatch that a replica of the last stage has, with its number of samples."""
-        with autocasting(self.autocast, self.device):
+        with self.recipe.computing(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
             losses = [
-                compute_loss(self.loss_fn, output, target)[0] for output, target in zip(outputs, targets, strict=True)
+                compute_loss(self.recipe.loss_fn, output, target)[0]
+                for output, target in zip(outputs, targets, strict=True)
             ]
         return list(zip(losses, sizes, strict=True))
 

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
-from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
-from penstock.training.scaling import LossScale, ScaleCourse
+from penstock.training.optimizers import make_optimizers
+from penstock.training.recipes import Recipe
+from penstock.training.scaling import ScaleCourse
 from penstock.values.plans import Plan
 
 __all__ = ["Training"]
@@ -69,20 +70,11 @@ class _Stage:
 class Training:
     """The weights of every stage in every version."""
 
-    def __init__(
-        self,
-        chain: LayerChain,
-        plan: Plan,
-        optimizer: MakeOptimizer,
-        lr_scheduler: MakeScheduler | None,
-        scales: bool,
-        clip: float | None = None,
-        scaling: LossScale | None = None,
-    ) -> None:
-        self._clip = clip
+    def __init__(self, chain: LayerChain, plan: Plan, schedule: str, recipe: Recipe) -> None:
+        self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
         """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
-        self.scales = None if scaling is None else ScaleCourse(scaling)
+        self.scales = None if recipe.scaling is None else ScaleCourse(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         self._names: dict[int, str] = {}
@@ -98,9 +90,10 @@ class Training:
             own = {id(buffer): buffer for module in modules for buffer in module.buffers()}
             buffers = [own, *({key: buffer.clone() for key, buffer in own.items()} for _ in range(1, replicas))]
             split = plan.routing == "split" and max(plan.replicas) > 1
-            made = make_optimizers(optimizer, newest)
-            schedulers = [lr_scheduler(each) for each in made if lr_scheduler]
-            rate = replicas / plan.replicas[0] if scales and not split else 1.0
+            made = make_optimizers(recipe.optimizer, newest)
+            schedulers = [recipe.lr_scheduler(each) for each in made if recipe.lr_scheduler]
+            scaled = recipe.scale_learning_rates and schedule == "1f1b" and not split
+            rate = replicas / plan.replicas[0] if scaled else 1.0
             stage = _Stage(newest, made, schedulers, rate, buffers, replicas, split)
             stage.publish()
             self._stages.append(stage)

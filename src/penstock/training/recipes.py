@@ -1,0 +1,46 @@
+"""How a pipeline trains, apart from its schedule: the loss, the optimizer, types, clipping, scaling."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from penstock.training.clipping import check_clip
+from penstock.training.losses import LossFunction
+from penstock.training.optimizers import MakeOptimizer, MakeScheduler
+from penstock.training.precisions import autocasting, check_autocast
+from penstock.training.scaling import LossScale, read_loss_scale
+
+__all__ = ["Recipe"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """Arguments of `Pipeline` and `reference_train`, which explain them. `PenstockError` if one is wrong."""
+
+    loss_fn: LossFunction
+    optimizer: MakeOptimizer
+    autocast: torch.dtype | None = None
+    loss_scale: LossScale | str | float | None = None
+    clip_grad_norm: float | None = None
+    lr_scheduler: MakeScheduler | None = None
+    scale_learning_rates: bool = False
+
+    def __post_init__(self) -> None:
+        check_autocast(self.autocast)
+        check_clip(self.clip_grad_norm)
+        read_loss_scale(self.loss_scale)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """What `loss_scale` means."""
+        return read_loss_scale(self.loss_scale)
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether stages must tell each other the norms of their gradients."""
+        return self.clip_grad_norm is not None or self.loss_scale is not None
+
+    def computing(self, device: torch.device) -> AbstractContextManager[None]:
+        """The context of a forward and its loss on `device`."""
+        return autocasting(self.autocast, device)
