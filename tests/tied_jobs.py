@@ -1,4 +1,4 @@
-"""Delayed runs of a model in which layers share weights: by the pipeline (here or in many processes), by the oracle."""
+"""Runs of a model in which layers share weights: by the pipeline (here or in many processes) and by the oracle."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -54,13 +54,18 @@ def build(shared: tuple[tuple[int, ...], ...]) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class TiedRun:
-    """A run of `2bw`. `replicas` of each stage; the layers are split evenly. `shared`: groups of layers."""
+    """A run of `2bw`, unless it `flushes`. `replicas` of each stage; layers are split evenly.
+
+    `shared`: groups of layers. `clips`: gradients are clipped by the norm over all stages, and losses are scaled.
+    """
 
     shared: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...]
     microbatches: int
     split: bool = False
     drain_after: tuple[int, ...] = ()
+    clips: bool = False
+    flushes: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,11 +75,13 @@ class TiedRun:
         ranks = [tuple(range(*span)) for span in pairwise(accumulate(self.replicas, initial=0))]
         stages = tuple(penstock.Stage(*span, held) for span, held in zip(pairwise(bounds), ranks, strict=True))
         routing = "split" if self.split else "round-robin"
+        schedule = "1f1b-flush" if self.flushes else "2bw"
         return {
             "sample": (BATCHES[0][0][:4],),
             "loss_fn": F.cross_entropy,
             "optimizer": models.adamw,
-            "plan": penstock.Plan(stages, "2bw", self.microbatches, routing=routing),
+            "plan": penstock.Plan(stages, schedule, self.microbatches, routing=routing),
+            **({"clip_grad_norm": 0.05, "loss_scale": 1024.0} if self.clips else {}),
         }
 
 

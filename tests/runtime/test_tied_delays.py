@@ -1,4 +1,4 @@
-"""Weights that stages share under `2bw`: late updates equal the oracle's bit for bit."""
+"""Weights that stages share under `2bw`, and clipped gradients of them: late updates equal the oracle bit for bit."""
 
 import pytest
 import torch
@@ -19,6 +19,13 @@ RUNS = [
     TiedRun(ENDS, (1, 1, 1), 3, drain_after=(0, 1, 3)),
     TiedRun(MANY, (1, 1), 3, drain_after=(2,)),
 ]
+CLIPPED = [
+    *(TiedRun(shared, (1,) * stages, 4, clips=True) for shared in (ENDS, MANY) for stages in (2, 4)),
+    TiedRun(NEIGHBOURS, (1, 1), 3, drain_after=(0, 2), clips=True),
+    TiedRun(MANY, (1, 1, 1), 3, clips=True, flushes=True),
+    TiedRun(CROSSED, (2, 2), 4, clips=True, flushes=True),
+]
+"""The norm counts a shared weight once, with its first stage, which has the gradients of all."""
 REPLICATED = [
     TiedRun(ENDS, (2, 2), 4),
     TiedRun(CROSSED, (2, 2), 5, drain_after=(2,)),
@@ -29,6 +36,7 @@ REPLICATED = [
 
 def ident(run: TiedRun) -> str:
     drains = f"-drained-{run.drain_after}" if run.drain_after else ""
+    drains += "-clipped" * run.clips + "-flushed" * run.flushes
     return f"{run.shared}-on-{run.replicas}-{run.microbatches}{'-split' if run.split else ''}{drains}".replace(" ", "")
 
 
@@ -39,7 +47,7 @@ def assert_equal(expected: Outcome, actual: Outcome) -> None:
         assert torch.equal(expected.state[name], tensor), name
 
 
-@pytest.mark.parametrize("run", RUNS + REPLICATED, ids=ident)
+@pytest.mark.parametrize("run", RUNS + REPLICATED + CLIPPED, ids=ident)
 def test_one_process(run: TiedRun) -> None:
     actual, expected = run_here(run), run_reference(run)
 
@@ -49,7 +57,7 @@ def test_one_process(run: TiedRun) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, ranks: int) -> None:
-    runs = [run for run in RUNS + REPLICATED if sum(run.replicas) == ranks]
+    runs = [run for run in RUNS + REPLICATED + CLIPPED[2:5] if sum(run.replicas) == ranks]
     outcomes = pool.run(ranks, run_these, runs)
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
         expected = run_reference(run)

@@ -79,8 +79,25 @@ class Gradients:
         self._sums[stage, update] = reducer.finish(update)
         return began
 
-    def mean(self, stage: int, update: int, count: int) -> dict[str, Tensor]:
-        """The sums divided by `count`."""
+    def counted(self, stage: int, update: int) -> dict[str, Tensor] | None:
+        """The sums that the norm of `stage` is taken of, where they are whole before the others: all but those of
+        weights that a stage before it shares, whose gradients come later. None if all of them are there.
+        """
+        ties = self._stages[stage].ties
+        if stage not in self._schedule.deferred or not any(partner < stage for partner in ties):
+            return None
+        own = self._whole.get((stage, update), {})
+        sums = {}
+        for name in self._stages[stage].weights.parameters:
+            partners = [partner for partner, names in ties.items() if name in names]
+            if all(partner > stage for partner in partners):
+                parts = [own, *(self._tied[stage, partner, update] for partner in sorted(partners))]
+                if gradients := [gradient for part in parts if (gradient := part.get(name)) is not None]:
+                    sums[name] = reduce(torch.add, gradients)
+        return sums
+
+    def mean(self, stage: int, update: int, count: int, scale: float | None = None) -> dict[str, Tensor]:
+        """The sums divided by `count`, and by the `scale` of the losses."""
         if (stage, update) not in self._means:
             sums = self._sums.pop((stage, update), None)
             if sums is None:
@@ -88,15 +105,11 @@ class Gradients:
             if count > 1:
                 for gradient in sums.values():
                     gradient.div_(count)
+            if scale is not None:
+                # New tensors: stages of one rank may share those of tied weights.
+                sums = {name: gradient / scale for name, gradient in sums.items()}
             self._means[stage, update] = sums
         return self._means[stage, update]
-
-    def unscale(self, stage: int, update: int, scale: float) -> dict[str, Tensor]:
-        """The means, from now on divided by `scale`."""
-        # New tensors: stages of one rank may share those of tied weights.
-        unscaled = {name: gradient / scale for name, gradient in self._means[stage, update].items()}
-        self._means[stage, update] = unscaled
-        return unscaled
 
     def forget(self, stage: int, update: int) -> None:
         """The update is made."""

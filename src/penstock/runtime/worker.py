@@ -290,16 +290,26 @@ class Worker:
         # Neighbours on this rank send each other no message. The last stage first: it knows the scale.
         for other, of in reversed(known_norms(self._schedule, stage, version)):
             if other in self.stages and of == version and not self.norms.knows(other, of):
-                gradients, scale = self._finished(other, of), 1.0
-                if self.scales is not None:
-                    scale = self.scales.used(of) if self._is_last(other) else self.norms.scale(of)
-                    gradients = self._gradients.unscale(other, of, scale)
-                self.norms.know(other, of, gradients, scale)
+                scale = self._scale_of(other, of)
+                gradients = self._gradients.counted(other, of)
+                if gradients is None:
+                    gradients = self._finished(other, of)
+                elif scale is not None:
+                    gradients = {name: gradient / scale for name, gradient in gradients.items()}
+                self.norms.know(other, of, gradients, 1.0 if scale is None else scale)
         return self.norms
+
+    def _scale_of(self, stage: int, version: int) -> float | None:
+        """What the losses of an update were multiplied with; None if nothing scales them."""
+        if self.scales is None:
+            return None
+        assert self.norms is not None
+        return self.scales.used(version) if self._is_last(stage) else self.norms.scale(version)
 
     def _finished(self, stage: int, version: int) -> dict[str, Tensor]:
         """The gradients that `stage` updates with, unless they are clipped."""
-        return self._gradients.mean(stage, version, self._averaged_over(stage, version))
+        scale = self._scale_of(stage, version)
+        return self._gradients.mean(stage, version, self._averaged_over(stage, version), scale)
 
     def _averaged_over(self, stage: int, version: int) -> int:
         """How many microbatches' gradients, each of weight one, an update divides by; 1 where weights are shares."""
