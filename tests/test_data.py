@@ -14,6 +14,7 @@ from data_jobs import make_batches, train_where_read
 from penstock.capturing import capture
 from penstock.data import loader, prefetch, shapes_of
 from penstock.errors import PenstockError
+from penstock.runtime.microbatches import split
 from penstock.runtime.readings import find_readings
 from processes import Pool
 
@@ -129,11 +130,12 @@ def test_who_reads_what() -> None:
 
     assert [(bool(reads.inputs), reads.target) for reads in readings] == [(True, False), (False, False), (False, True)]
     x, y = (tensor.to("meta") for tensor in subject.batches[0])
-    readings[1].check({"args[0]": x}, y)
+    absent = split(chain.inputs, x, y, 2)
+    assert readings[1].checked(absent) is absent
     with pytest.raises(PenstockError, match=r"args\[0\]: on the meta device"):
-        readings[0].check({"args[0]": x}, y)
+        readings[0].checked(absent)
     with pytest.raises(PenstockError, match="the target: on the meta device"):
-        readings[2].check({"args[0]": x}, (y,))
+        readings[2].checked(split(chain.inputs, x, (y,), 2))
 
 
 def test_batches_without_an_order_are_refused() -> None:

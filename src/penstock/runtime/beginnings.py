@@ -15,7 +15,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.initialisation import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.agreements import agreed
-from penstock.runtime.compilation import Compilation, compile_chain
+from penstock.runtime.compilation import Compilation, compile_chain, read_compilation
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.worlds import World
 from penstock.training.precisions import autocasting, check_autocast, first_device
@@ -57,11 +57,13 @@ def begin(
     sample: Any,
     init_fn: InitFn | None,
     autocast: torch.dtype | None,
-    compilation: Compilation | None,
+    compile: bool | Mapping[str, Any] = False,
+    parallelized: bool = False,
 ) -> Beginning:
     """Captures `model` with `sample`, under `autocast`; one on the meta device only with `init_fn`, and another one
-    only without.
+    only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
     """
+    compilation = read_compilation(compile, parallelized)
     check_autocast(autocast)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)

@@ -4,15 +4,15 @@ The shapes of the inputs decide the shapes of all messages, so every process nee
 stages read them. Where they are not read, tensors on the meta device do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain, ModelInputs
 from penstock.errors import PenstockError
+from penstock.runtime.microbatches import Microbatch
 from penstock.scheduling.schedules import Schedule
 from penstock.values.plans import Plan, Stage
 
@@ -25,19 +25,27 @@ class Readings:
 
     stages: tuple[Stage, ...]
     inputs: frozenset[str]
-    """The model's inputs, by value name."""
+    """The model's inputs, by value name; where there are none, tensors on the meta device do."""
     target: bool
+    """Whether the last stage is here; elsewhere the target may be None."""
 
-    def check(self, inputs: Mapping[str, Tensor], target: Any) -> None:
-        """Raises `PenstockError` if a tensor on the meta device stands where values are read."""
+    @property
+    def values(self) -> bool:
+        """Whether this process reads values of a batch at all."""
+        return bool(self.inputs) or self.target
+
+    def checked(self, microbatches: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
+        """`microbatches`. Raises `PenstockError` if tensors on the meta device stand where values are read."""
+        inputs, target = microbatches[0].inputs, microbatches[0].target
         without = sorted(name for name in self.inputs if name in inputs and inputs[name].is_meta)
         if self.target and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(target)):
             without.append("the target")
         if without:
             raise PenstockError(
                 f"{', '.join(without)}: on the meta device, and the stages of this process read the values. Pass the "
-                "batch itself wherever pipe.reads_inputs or pipe.reads_target says so"
+                "batch itself wherever pipe.reads.inputs or pipe.reads.target says so"
             )
+        return microbatches
 
 
 def held_stages(plan: Plan, schedule: Schedule, ranks: Iterable[int]) -> tuple[Stage, ...]:
