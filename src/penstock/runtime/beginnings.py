@@ -18,7 +18,8 @@ from penstock.runtime.agreements import agreed
 from penstock.runtime.compilation import Compilation, compile_chain, read_compilation
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.worlds import World
-from penstock.training.precisions import autocasting, check_autocast, first_device
+from penstock.training.precisions import first_device
+from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
 
 __all__ = ["Beginning", "begin"]
@@ -56,19 +57,18 @@ def begin(
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
     init_fn: InitFn | None,
-    autocast: torch.dtype | None,
+    recipe: Recipe,
     compile: bool | Mapping[str, Any] = False,
     parallelized: bool = False,
 ) -> Beginning:
-    """Captures `model` with `sample`, under `autocast`; one on the meta device only with `init_fn`, and another one
+    """Captures `model` with `sample`, in the types of `recipe`; one on the meta device only with `init_fn`, and another one
     only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
     """
     compilation = read_compilation(compile, parallelized)
-    check_autocast(autocast)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)
         return Beginning(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # What the model's code decides by types it must decide as it would under autocast.
-    with autocasting(autocast, device):
+    with recipe.computing(device):
         return Beginning(capture(model, sample), device, None, None, compilation)
