@@ -61,8 +61,8 @@ def begin(
     compile: bool | Mapping[str, Any] = False,
     parallelized: bool = False,
 ) -> Beginning:
-    """Captures `model` with `sample`, in the types of `recipe`; one on the meta device only with `init_fn`, and another one
-    only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
+    """Captures `model` with `sample`, in the types of `recipe`; one on the meta device only with `init_fn`, and another
+    one only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
     """
     compilation = read_compilation(compile, parallelized)
     if asks_for_weights(model, init_fn):
