@@ -33,6 +33,17 @@ REPLICATED = [
     TiedRun(ENDS, (2, 1, 2), 5),
 ]
 
+APART = [
+    TiedRun(ENDS, (1, 1), 5, drain_after=(2,)),
+    TiedRun(NEIGHBOURS, (1, 1), 3, drain_after=(0, 2), clips=True),
+    TiedRun(ENDS, (1, 1, 1), 3, drain_after=(0, 1, 3)),
+    TiedRun(MANY, (1, 1, 1, 1), 4, clips=True),
+    TiedRun(CROSSED, (2, 2), 5, drain_after=(2,)),
+    TiedRun(ENDS, (2, 2), 2, split=True),
+    TiedRun(ENDS, (2, 1, 2), 5),
+]
+"""Runs in several processes."""
+
 
 def ident(run: TiedRun) -> str:
     drains = f"-drained-{run.drain_after}" if run.drain_after else ""
@@ -57,7 +68,7 @@ def test_one_process(run: TiedRun) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_several_processes(pool: Pool, ranks: int) -> None:
-    runs = [run for run in RUNS + REPLICATED + CLIPPED[2:5] if sum(run.replicas) == ranks]
+    runs = [run for run in APART if sum(run.replicas) == ranks]
     outcomes = pool.run(ranks, run_these, runs)
     for run, parts in zip(runs, zip(*outcomes, strict=True), strict=True):
         expected = run_reference(run)
