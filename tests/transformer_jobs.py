@@ -215,8 +215,11 @@ def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-def _t5() -> nn.Module:
-    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+def _t5(decoder_layers: int = 2) -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        num_decoder_layers=decoder_layers,
+    )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -276,7 +279,9 @@ SUBJECTS = {
     # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
     "GPT2LMHeadModel": Subject(lambda: _gpt2(tied=True, layers=4, dropout=0.1), _text, **_WORDS),
     "LlamaForCausalLM": Subject(lambda: _llama(key_value_heads=2, layers=4, dropout=0.1), _padded, **_WORDS),
-    "T5ForConditionalGeneration": Subject(_t5, _translation, classes=VOCABULARY, positions=(6,)),
+    "T5ForConditionalGeneration": Subject(
+        lambda: _t5(decoder_layers=1), _translation, classes=VOCABULARY, positions=(6,)
+    ),
     "BertForMaskedLM": Subject(lambda: _bert(tied=True, layers=4), _padded, **_WORDS),
     "ViTForImageClassification": Subject(lambda: _vit(layers=4, dropout=0.1), _image, classes=5),
     "ResNetForImageClassification": Subject(_resnet, _image, classes=5),
