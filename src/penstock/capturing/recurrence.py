@@ -57,10 +57,10 @@ _SHAPES: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 @contextmanager
 def recurrence_in_one_step() -> Iterator[None]:
     """Lets tracing in its body find the shapes of LSTM, GRU and RNN for a length that stays free."""
-    kernels = {operator: {key: operator.py_kernels[key] for key in _KEYS} for operator in _SHAPES}
+    kernels = {operator: dict(operator.py_kernels) for operator in _SHAPES}
     try:
         for operator, shapes in _SHAPES.items():
-            _replace(operator, dict.fromkeys(_KEYS, shapes))
+            _replace(operator, {**operator.py_kernels, **dict.fromkeys(_KEYS, shapes)})
         yield
     finally:
         for operator, own in kernels.items():
@@ -68,5 +68,6 @@ def recurrence_in_one_step() -> Iterator[None]:
 
 
 def _replace(operator: Any, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
+    operator.py_kernels.clear()
     operator.py_kernels.update(kernels)
     operator._dispatch_cache.clear()
