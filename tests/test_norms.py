@@ -176,6 +176,21 @@ def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
         assert seconds_of[0] == seconds_of[1]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["1f1b", "2bw"]), st.integers(2, 4), st.integers(2, 3))
+def test_norms_of_parallel_pipelines_add_no_stall(data: st.DataObject, method: str, stages: int, replicas: int) -> None:
+    ranks = stages * replicas
+    placement = Placement(tuple(tuple(range(first, first + replicas)) for first in range(0, ranks, replicas)))
+    least = ranks if method == "2bw" else 1
+    bare = Schedule.placed(method, placement, data.draw(st.integers(least, least + 4)))
+    seconds = st.tuples(*[st.integers(1, 9).map(float)] * stages)
+    costs = Costs(data.draw(seconds), data.draw(seconds))
+    minibatches = data.draw(st.integers(1, 5))
+    played = [execute(made.program(minibatches), placement, costs) for made in (bare, replace(bare, norms=True))]
+
+    assert played[0].seconds == played[1].seconds
+
+
 def test_messages_are_small_and_take_their_time() -> None:
     """24 bytes for three stages at 8 bytes/s are 3 s: two messages back and two on after the first backward."""
     profile = Profile(tuple(LayerProfile("", 1.0, 1.0, 0.0, 0.0, 0.0) for _ in range(3)), 1)
