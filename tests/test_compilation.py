@@ -96,7 +96,6 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
         (Case("layered", "1f1b", 2, 4), True, 8),
         (Case("layered", "2bw", 2, 4), "layers", 8),
         (Case("normalized", "1f1b", 2, 4), None, 8),
-        (Case("perceptron", "gpipe", 2, 4), True, 2),
     ],
     ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
 )
