@@ -24,7 +24,7 @@ __all__ = [
     "SUBJECTS",
     "Run",
     "Subject",
-    "logits_of",
+    "loss_fn",
     "make_pipeline",
     "run_in_pipeline",
     "run_plainly",
@@ -86,14 +86,10 @@ class Run:
     microbatches: int = MICROBATCHES
 
 
-def logits_of(output: Any) -> Tensor:
-    """Those in a model's own output object."""
-    return output if isinstance(output, Tensor) else output.logits
-
-
 def loss_fn(output: Any, target: Tensor) -> Tensor:
     """Cross entropy on the model's own output object."""
-    return F.cross_entropy(logits_of(output).flatten(0, -2), target.flatten())
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
