@@ -15,6 +15,17 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two processes share the suite (pytest-xdist), the tests of a file stay together, since they share what is
+    expensive; and one process runs all files that need the pool, which would otherwise be there twice.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    pooled = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else item.path.name))
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays; a collection of garbage that looks through all of it takes half a second."""
     gc.collect()

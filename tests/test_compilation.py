@@ -1,7 +1,6 @@
 """A compiled stage computes what the stage computes, with one graph for all versions of its weights."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 import models
 import penstock
-from penstock.capturing import capture
-from penstock.runtime.compilation import compile_chain, read_compilation
+from penstock.runtime.compilation import read_compilation
 from training import Case, run_reference
 
 # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
@@ -42,21 +40,9 @@ def counter() -> Iterator[Counter]:
     torch.compiler.reset()
 
 
-@contextmanager
-def compiling(**options: Any) -> Iterator[None]:
-    """Has every Pipeline that is built in its body compile its stages."""
-    with pytest.MonkeyPatch.context() as patch:
-        apart = options.pop("apart", ())
-        patch.setattr(
-            "penstock.pipeline.capture", lambda model, sample: compile_chain(capture(model, sample), options, apart)
-        )
-        yield
-
-
 def train(case: Case, counter: Counter, **options: Any) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    apart = range(8) if options.get("recompute") == "layers" else ()
-    with compiling(backend=counter, fullgraph=True, apart=apart):
-        pipe = penstock.Pipeline(case.build(), **case.options, **options)
+    compile = {"backend": counter, "fullgraph": True}
+    pipe = penstock.Pipeline(case.build(), **case.options, **options, compile=compile)
     losses = []
     for number, (x, y) in enumerate(case.batches):
         losses.append(pipe.step(x, y).loss)
@@ -108,16 +94,12 @@ def test_random_layers_and_recomputation_keep_their_numbers(
 
 
 def train_layers(
-    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], options: dict[str, Any] | None, **wishes: Any
+    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], options: dict[str, Any] | bool, **wishes: Any
 ) -> tuple[list[float], dict[str, Tensor], float]:
     """Losses, weights, and the loss of an evaluation."""
     chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, **wishes}
     arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum, **chosen}
-    if options is None:
-        pipe = penstock.Pipeline(layers, **arguments)
-    else:
-        with compiling(**options):
-            pipe = penstock.Pipeline(layers, **arguments)
+    pipe = penstock.Pipeline(layers, **arguments, compile=options)
     losses = [float(pipe.step(x, y).loss) for x, y in batches]
     pipe.drain()
     return losses, pipe.state_dict()["model"], float(pipe.evaluate(*batches[0]).loss)
@@ -126,7 +108,7 @@ def train_layers(
 def assert_alike(build: Callable[[], list[nn.Module]], sizes: list[int], counter: Counter, **wishes: Any) -> None:
     """Compiled or not, the numbers are the same."""
     found = []
-    for options in (None, {"backend": counter}):
+    for options in (False, {"backend": counter}):
         torch.manual_seed(5)
         layers = [layer.double() for layer in build()]
         batches = [(x[:size], y[:size]) for (x, y), size in zip(models.LAYERED.batches, sizes, strict=False)]
@@ -212,16 +194,16 @@ def test_another_batch_size_takes_one_more_graph(counter: Counter) -> None:
 
 def test_evaluations_between_steps_do_not_compile_again(counter: Counter) -> None:
     subject = models.LAYERED
-    with compiling(backend=counter):
-        pipe = penstock.Pipeline(
-            [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()],
-            sample=(subject.batches[0][0][:4],),
-            loss_fn=F.cross_entropy,
-            optimizer=models.momentum,
-            schedule="2bw",
-            stages=2,
-            microbatches=4,
-        )
+    pipe = penstock.Pipeline(
+        [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()],
+        sample=(subject.batches[0][0][:4],),
+        loss_fn=F.cross_entropy,
+        optimizer=models.momentum,
+        schedule="2bw",
+        stages=2,
+        microbatches=4,
+        compile={"backend": counter},
+    )
     for x, y in subject.batches:
         pipe.step(x, y)
         pipe.evaluate(x, y)

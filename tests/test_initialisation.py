@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 import models
 import penstock
+from initialisation_jobs import BUILDS, draw, on_meta, train_from_nothing
 from penstock.capturing.initialisation import InitFn, initialise, named_tensors, reset_parameters
 from penstock.capturing.weightless import asks_for_weights, capture_weightless, is_weightless
 from penstock.errors import CaptureError, PenstockError
+from processes import Pool
+from training import Case
 
 
 class Positioned(nn.Module):
@@ -35,21 +38,6 @@ class Positioned(nn.Module):
         for block in self.blocks:
             x = self.dropout(block(x)) + x
         return self.head(x)
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build().double()
-
-
-def draw(name: str, tensor: Tensor) -> None:
-    """An init_fn: normal numbers, and what a constructor would compute."""
-    if name == "table":
-        tensor.copy_(torch.arange(float(tensor.numel())).sin())
-    elif tensor.is_floating_point():
-        tensor.normal_(std=0.3)
-    else:
-        tensor.zero_()
 
 
 @cache
@@ -116,19 +104,39 @@ def test_the_chain_computes_what_the_model_does(build: Callable[[], nn.Module]) 
     assert not is_weightless(model)
 
 
-def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
-    subject = models.LAYERED
-    model = on_meta(models.layered)
-    weightless = capture_weightless(model, subject.sample)
-    weightless.materialise(range(8), draw, 3)
-    options = {"sample": subject.sample, "loss_fn": subject.loss_fn, "optimizer": models.momentum, "schedule": "1f1b"}
-    expected = penstock.reference_train(
-        initialise(on_meta(models.layered), draw, seed=3), subject.batches, stages=3, microbatches=4, **options
-    )
-    pipe = penstock.Pipeline(model, stages=3, microbatches=4, **options)
-    losses = tuple(float(pipe.step(x, y).loss) for x, y in subject.batches)
+def expected_of(case: Case) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    """The losses of the oracle, which starts from the same weights, and its state."""
+    model = initialise(on_meta(BUILDS[case.subject]), draw, seed=3)
+    reference = penstock.reference_train(model, case.batches, **case.options)
+    return reference.losses, reference.state
 
-    assert losses == expected.losses
+
+def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
+    """Traced, with BatchNorm and dropout, and in layers."""
+    for case in (Case("normalized", "2bw", 3, 4), Case("layered", "1f1b", 4, 4), Case("layered", "gpipe", 1, 4)):
+        losses, state, held = train_from_nothing(case)
+        wanted, weights = expected_of(case)
+        assert losses[:-1] == wanted
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in state.items())
+        assert len(held) == len(list(case.build().parameters()))
+
+
+@pytest.mark.parametrize("case", [Case("layered", "2bw", 3, 4), Case("layered", "1f1b", 2, 4, replicas=(2, 1))])
+def test_processes_make_the_weights_of_their_own_stages(case: Case, pool: Pool) -> None:
+    wanted, weights = expected_of(case)
+    results = pool.run(3, train_from_nothing, case)
+
+    for losses, state, held in results:
+        assert losses[:-1] == wanted
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in state.items())
+        assert set(held) == state.keys() & dict(models.layered().named_parameters()).keys()
+    assert len({losses[-1] for losses, _, _ in results}) == 1
+    assert len(results[0][2]) < len(list(models.layered().parameters()))
+
+
+def test_a_pipeline_refuses_a_model_without_weights_and_without_init_fn() -> None:
+    with pytest.raises(CaptureError, match="Pass init_fn="):
+        penstock.Pipeline(on_meta(models.layered), **Case("layered", "gpipe", 2, 4).options)
 
 
 def test_what_is_not_on_the_meta_device_keeps_its_values() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.capturing import capture
+    from penstock.capturing.initialisation import initialise, reset_parameters
+    from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
         CheckpointError,
@@ -57,12 +59,17 @@ __all__ = [
     "Transformer",
     "TransportError",
     "capture",
+    "initialise",
+    "loader",
     "plan",
+    "prefetch",
     "probe",
     "profile",
     "reference_train",
     "render",
+    "reset_parameters",
     "schedule",
+    "shapes_of",
     "simulate",
     "verify",
 ]
@@ -90,12 +97,17 @@ _HOMES = {
     "Transformer": "values.transformers",
     "TransportError": "errors",
     "capture": "capturing",
+    "initialise": "capturing.initialisation",
+    "loader": "data",
     "plan": "planning.planners",
+    "prefetch": "data",
     "probe": "profiling.links",
     "profile": "profiling.profiler",
     "reference_train": "oracle.references",
     "render": "rendering.pictures",
+    "reset_parameters": "capturing.initialisation",
     "schedule": "scheduling.schedules",
+    "shapes_of": "data",
     "simulate": "simulating.simulator",
     "verify": "scheduling.verifier",
 }

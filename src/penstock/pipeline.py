@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.autoplans import Choices, plan_automatically
-from penstock.capturing import capture
+from penstock.capturing.initialisation import InitFn
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
 from penstock.runtime.agreements import agreed
+from penstock.runtime.beginnings import begin
 from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.engines import Engine
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
 from penstock.runtime.norms import Norms
+from penstock.runtime.readings import Readings, find_readings, held_stages
 from penstock.runtime.recomputation import Recompute, choose_grains
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
@@ -45,7 +47,6 @@ from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
 from penstock.training.losses import LossFunction
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
-from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale, ScaleCourse
 from penstock.values.clusters import Cluster
@@ -61,8 +62,8 @@ class Pipeline:
     """Trains `model` in pipeline stages, with the numbers of one device.
 
     Args:
-        model: any ``nn.Module`` (or a list of layers), whole and identical on every rank. It is trained in place: its
-            parameters on this rank are always the newest weights.
+        model: any ``nn.Module`` (or a list of layers), whole and identical on every rank, or on the meta device with
+            `init_fn`. It is trained in place: its parameters on this rank are always the newest weights.
         sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples, or that and a dict of
             other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
@@ -94,6 +95,8 @@ class Pipeline:
         recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.
+        compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
+        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialisation.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             ``stage_module.layers``, in place. What works with what: docs/composition.md.
@@ -109,6 +112,10 @@ class Pipeline:
         PlanError, ScheduleError: the plan does not fit the model, the processes or the schedule.
         TransportError: from any method, if another rank failed, died or hangs.
     """
+
+    cluster: Cluster | None = None
+    """What ``plan="auto"`` found the links to be; None with another plan."""
+    reads: Readings
 
     def __init__(
         self,
@@ -127,42 +134,41 @@ class Pipeline:
         lr_scheduler: MakeScheduler | None = None,
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
+        compile: bool | Mapping[str, Any] = False,
+        init_fn: InitFn | None = None,
         parallelize: Parallelize | None = None,
         tensor_parallel: int | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self.cluster: Cluster | None = None
-        """What ``plan="auto"`` found the links to be; None with another plan."""
         self._world: World = join_world()
-        self._failed = ""
-        self._sample = sample
+        self._failed, self._sample = "", sample
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
                 recipe = Recipe(
                     loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates
                 )
-                self._device = first_device(model)
-                # What the model's code decides by types it must decide as it would under autocast.
-                with recipe.computing(self._device):
-                    self._chain = capture(model, sample)
+                beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
+                self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
                 choices = Choices(schedule, microbatches, stages, vertical_sync)
                 made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
                 plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
             with agreed(self._world, "while it read its plan"):
                 wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
-                self.plan = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
+                chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
+                self.plan, grains = choose_grains(chosen, recompute)
                 """The plan that runs."""
-                self.plan, grains = choose_grains(self.plan, recompute)
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms)
                 """The schedule that runs."""
                 verify(self.schedule)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
+                self.reads = find_readings(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain)
+            self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
             held = parallelize_stages(parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
-            self._chain, self._hooked = held.chain, held
+            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, grains), held
             transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
             self._stages = build_stages(
                 self.plan, self._chain, self.schedule, self._ranks, transport, grains, held.modules
@@ -225,7 +231,9 @@ class Pipeline:
         with self._guarded("reading a batch", harmless=True):
             placement = self.schedule.placement
             parts = max(map(len, placement.stages)) if placement.split else 1
-            microbatches = split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts)
+            microbatches = self.reads.checked(
+                split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts)
+            )
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))
 
@@ -363,14 +371,14 @@ class Pipeline:
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
-        held = {stage for stages in self._stages.values() for stage in stages}
-        return held_tensors(self._chain, (self.plan.stages[stage] for stage in held))
+        return held_tensors(self._chain, self.reads.stages)
 
     def _cut(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
         """A batch to be evaluated, in as many microbatches as the captured size makes of it."""
         with self._guarded("reading a batch", harmless=True):
             count = chunks(self._chain.inputs, inputs)
-            return split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
+            cut = split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
+            return find_readings(self._chain.evaluation(), self.reads.stages).checked(cut)
 
     @contextmanager
     def _guarded(self, place: str, harmless: bool = False) -> Iterator[None]:

@@ -39,7 +39,7 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     """Watches its body run `module` on `arguments`; the observation is complete after the body."""
     buffers = list(module.buffers())
     versions = [argument._version for argument in arguments]
-    contents = [buffer.detach().clone() for buffer in buffers]
+    contents = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
     devices = {tensor.device.index for tensor in (*arguments, *buffers, *module.parameters()) if tensor.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
     states = [generator.get_state() for generator in generators]
@@ -49,7 +49,10 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     observation.random = any(moved)
     observation.mutated = tuple(i for i, version in enumerate(versions) if arguments[i]._version != version)
     observation.mutated_buffers = tuple(
-        buffer for buffer, content in zip(buffers, contents, strict=True) if not same_content(buffer, content)
+        buffer
+        for buffer, version, content in contents
+        # One on the meta device has no numbers to compare.
+        if not same_content(buffer, content) or (buffer.is_meta and buffer._version != version)
     )
 
 

@@ -350,7 +350,7 @@ def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """A short digest of every parameter: shape, type and sum."""
     result = {}
     for name, parameter in parameters.items():
-        total = float(parameter.detach().sum(dtype=torch.float64))
+        total = 0.0 if parameter.is_meta else float(parameter.detach().sum(dtype=torch.float64))
         facts = repr((tuple(parameter.shape), parameter.dtype, total))
         result[name] = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
     return result
