@@ -6,7 +6,7 @@ then hands programs to the workers step by step. What happens inside a step is t
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from penstock.profiling.profiler import profile as measure
 from penstock.runtime.agreements import agreed
 from penstock.runtime.beginnings import begin
 from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
-from penstock.runtime.engines import Engine
+from penstock.runtime.engines import Engine, recruit
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import Microbatch, chunks, join, split
-from penstock.runtime.norms import Norms
 from penstock.runtime.readings import Readings, find_readings, held_stages
 from penstock.runtime.recomputation import Recompute, choose_grains
 from penstock.runtime.results import StepResult
@@ -41,14 +40,13 @@ from penstock.runtime.setup import (
 from penstock.runtime.shards import whole
 from penstock.runtime.transport import Transport
 from penstock.runtime.updates import Updater
-from penstock.runtime.worker import Worker
 from penstock.runtime.worlds import World, join_world
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
-from penstock.training.losses import LossFunction
+from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.recipes import Recipe
-from penstock.training.scaling import LossScale, ScaleCourse
+from penstock.training.scaling import LossScale
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -81,6 +79,8 @@ class Pipeline:
         vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast; the weights, their gradients and the optimizer's state stay as they are.
+        loss_weight: ``loss_weight(target)`` says how many things the loss for `target` is the mean over, where they are
+            not its samples: tokens without the padding, say. Means over a minibatch then are means over them.
         loss_scale: losses are multiplied by it before the backward and gradients divided by it after, against
             underflow in float16: ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are not finite and
             then lower the scale, or a number.
@@ -129,6 +129,7 @@ class Pipeline:
         plan: Plan | str | None = None,
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
+        loss_weight: LossWeight | None = None,
         loss_scale: LossScale | str | float | None = None,
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -141,13 +142,13 @@ class Pipeline:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        recipe = Recipe(
+            loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates, loss_weight
+        )
         self._world: World = join_world()
         self._failed, self._sample = "", sample
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                recipe = Recipe(
-                    loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates
-                )
                 beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
@@ -182,23 +183,9 @@ class Pipeline:
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler)
-        counted = counted_parameters(self.plan, chain)
-        workers = [
-            Worker(
-                rank,
-                schedule,
-                own,
-                chain,
-                recipe.loss_fn,
-                self._updater,
-                transport,
-                partial(recipe.computing, self._device),
-                Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
-                ScaleCourse(recipe.scaling) if recipe.scaling else None,
-            )
-            for rank, own in self._stages.items()
-        ]
         forecast = forecast_of(self.plan, schedule.flushes, self._world)
+        counted = counted_parameters(self.plan, chain)
+        workers = recruit(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._device)
         return Engine(schedule, self._stages, workers, transport, forecast, self._device, seed)
 
     @cached_property
@@ -232,7 +219,7 @@ class Pipeline:
             placement = self.schedule.placement
             parts = max(map(len, placement.stages)) if placement.split else 1
             microbatches = self.reads.checked(
-                split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts)
+                split(self._chain.inputs, inputs, target, self.schedule.microbatches, parts, self._weigh)
             )
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))
@@ -373,12 +360,20 @@ class Pipeline:
         """The entries of the model's state dict that belong to this process's stages."""
         return held_tensors(self._chain, self.reads.stages)
 
+    @property
+    def _weigh(self) -> LossWeight | None:
+        """What weighs a target; nothing where the target is not read."""
+        return self._recipe.loss_weight if self.reads.target else None
+
     def _cut(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
         """A batch to be evaluated, in as many microbatches as the captured size makes of it."""
         with self._guarded("reading a batch", harmless=True):
-            count = chunks(self._chain.inputs, inputs)
-            cut = split(self._chain.inputs, inputs, target, count + -count % self._hooked.in_step)
-            return find_readings(self._chain.evaluation(), self.reads.stages).checked(cut)
+            # Of the evaluation, whose trace may hold for other sizes than that of the training.
+            chain = self._chain.evaluation()
+            count = chunks(chain.inputs, inputs)
+            weigh = None if target is None else self._weigh
+            cut = split(chain.inputs, inputs, target, count + -count % self._hooked.in_step, weigh=weigh)
+            return find_readings(chain, self.reads.stages).checked(cut)
 
     @contextmanager
     def _guarded(self, place: str, harmless: bool = False) -> Iterator[None]:

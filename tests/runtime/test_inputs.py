@@ -304,3 +304,25 @@ def test_the_documentation_runs() -> None:
         exec(block, names)
 
     assert isinstance(names["pipe"], penstock.Pipeline)
+
+
+class Switching(nn.Module):
+    """Its code looks at the length in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if self.training or x.shape[1] < 8 else -x
+
+
+def test_an_evaluation_holds_for_the_sizes_of_its_own_trace() -> None:
+    x = torch.randn(2, 5, 6)
+    pipe = penstock.Pipeline(Switching(), sample=(x,), loss_fn=F.mse_loss, optimizer=models.momentum, stages=2)
+
+    assert pipe.predict(torch.randn(2, 7, 6)).shape == (2, 7, 6)
+    with pytest.raises(penstock.CaptureError, match="the capture holds for"):
+        pipe.predict(torch.randn(2, 10, 6))

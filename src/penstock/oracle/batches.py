@@ -1,6 +1,5 @@
 """The oracle's own way to cut a batch, so that it shares no mistake with the runtime."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.samples import flatten
 
 __all__ = ["Microbatch", "cut", "pieces_of", "sizes_of"]
 
@@ -23,8 +23,7 @@ class Microbatch:
 
 def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Microbatch]:
     """The batch in `count` microbatches."""
-    arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
-    tensors = chain.inputs.bind(arguments, inputs if isinstance(inputs, Mapping) else {})
+    tensors = chain.inputs.read(inputs)
     samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
     columns = {
         name: list(t.clone().tensor_split(count)) if name in chain.inputs.batched else [t] * count
@@ -39,7 +38,7 @@ def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Microba
 
 def pieces_of(target: Any, samples: int, count: int) -> list[Any]:
     """`target` in `count` pieces; what does not count the samples goes whole to each."""
-    leaves, structure = pytree.tree_flatten(target)
+    leaves, structure = flatten(target)
     columns = [
         list(leaf.clone().tensor_split(count))
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples

@@ -20,7 +20,7 @@ from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
 from penstock.oracle.batches import Microbatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
-from penstock.training.losses import LossFunction, compute_loss
+from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
@@ -53,6 +53,7 @@ def reference_train(
     plan: Plan | None = None,
     vertical_sync: bool = False,
     autocast: torch.dtype | None = None,
+    loss_weight: LossWeight | None = None,
     loss_scale: LossScale | str | float | None = None,
     clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -91,7 +92,9 @@ def reference_train(
     Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
     section III.
     """
-    recipe = Recipe(loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates)
+    recipe = Recipe(
+        loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates, loss_weight
+    )
     device = first_device(model)
     with recipe.computing(device):
         chain = capture(copy.deepcopy(model), sample)
@@ -140,18 +143,21 @@ class _Run:
         """One minibatch; its loss."""
         total = 0.0
         parts = cut(self.chain, inputs, target, self.microbatches)
-        samples = sum(part.size for part in parts)
-        for k, part in enumerate(parts, self.minibatch * self.microbatches):
+        amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
+        for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.microbatches):
             self.versions = _versions(self.plan, self.schedule, self.vertical_sync, k, self.minibatch)
-            # A microbatch weighs as much as it has samples; under 1f1b, where an update takes one of a replica, one.
             losses = self._forward(k, part)
-            weighs = part.size if self.schedule == "1f1b" else samples
+            # A microbatch weighs as much as its loss is the mean over; under 1f1b, where an update takes one, one.
+            weighs = amount if self.schedule == "1f1b" else sum(amounts)
             scale = self._scale(k)
-            torch.autograd.backward(
-                [loss for loss, _ in losses], [torch.full_like(loss, size / weighs * scale) for loss, size in losses]
-            )
+            # Where everything is frozen no loss has a gradient.
+            trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
+            if trained:
+                torch.autograd.backward(
+                    [loss for loss, _ in trained], [torch.full_like(loss, weight) for loss, weight in trained]
+                )
             for loss, size in losses:
-                total += float(loss.detach().double()) * (size / samples)
+                total += float(loss.detach().double()) * (size / sum(amounts))
             if self.schedule == "1f1b":
                 self.training.update_rounds(self.versions, k + 1)
                 self.training.settle_scale()
@@ -180,17 +186,15 @@ class _Run:
         replicas = 1 if self.plan.routing == "split" else self.plan.replicas[-1]
         return self.training.scales.used(k // replicas + 1 if self.schedule == "1f1b" else self.updates + 1)
 
-    def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, int]]:
-        """The loss of each part of a microbatch that a replica of the last stage has, with its number of samples."""
+    def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, float]]:
+        """The loss of each part of a microbatch that a replica of the last stage has, and what it is the mean over."""
         with self.recipe.computing(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
-            losses = [
-                compute_loss(self.recipe.loss_fn, output, target)[0]
-                for output, target in zip(outputs, targets, strict=True)
-            ]
-        return list(zip(losses, sizes, strict=True))
+            losses = [compute_loss(self.recipe.loss_fn, *pair)[0] for pair in zip(outputs, targets, strict=True)]
+        amounts = [amount_of(self.recipe.loss_weight, *pair) for pair in zip(targets, sizes, strict=True)]
+        return list(zip(losses, amounts, strict=True))
 
 
 def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, minibatch: int) -> list[int]:

@@ -9,26 +9,31 @@ Laws of this file:
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.capturing.chain import LayerChain
 from penstock.runtime.buffers import share_buffers
 from penstock.runtime.forecasts import Forecast, mark_now
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.microbatches import Microbatch
+from penstock.runtime.norms import Norms
 from penstock.runtime.reports import Reports
 from penstock.runtime.results import Loss
 from penstock.runtime.transport import Transport
 from penstock.runtime.turns import run_programs
+from penstock.runtime.updates import Updater
 from penstock.runtime.worker import Pass, Record, Worker
 from penstock.scheduling.methods import Drain, Part, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
+from penstock.training.recipes import Recipe
 from penstock.training.scaling import ScaleCourse
 
-__all__ = ["Engine", "LocalStages"]
+__all__ = ["Engine", "LocalStages", "recruit"]
 
 KEPT_MINIBATCHES = 8
 """The last minibatches whose records are kept."""
@@ -176,3 +181,31 @@ class Engine:
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self.records.append(records)
+
+
+def recruit(
+    recipe: Recipe,
+    schedule: Schedule,
+    chain: LayerChain,
+    stages: LocalStages,
+    counted: Mapping[int, Mapping[str, nn.Parameter]],
+    updater: Updater,
+    transport: Transport,
+    device: torch.device,
+) -> list[Worker]:
+    """A worker for each rank of this process. `counted`: by stage, the parameters whose norms it tells."""
+    return [
+        Worker(
+            rank,
+            schedule,
+            own,
+            chain,
+            recipe.loss_fn,
+            updater,
+            transport,
+            partial(recipe.computing, device),
+            Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
+            ScaleCourse(recipe.scaling) if recipe.scaling else None,
+        )
+        for rank, own in stages.items()
+    ]

@@ -2,7 +2,8 @@
 
 Every rank cuts its own copy of the batch in the same way, so a microbatch needs no message: only what the model
 computes travels. Where the batch does not divide evenly the first microbatches take one sample more, and each
-microbatch weighs as many samples as it has, so that the loss and its gradient stay means over samples.
+microbatch weighs as many samples as it has (or tokens, if the user says so), so that the loss and its gradient stay
+means over samples.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.chain import ModelInputs
 from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
+from penstock.training.losses import LossWeight, amount_of, check_amounts
 
 __all__ = ["Microbatch", "chunks", "join", "share_sizes", "split", "take_part"]
 
@@ -28,20 +30,30 @@ class Microbatch:
     """The model's input tensors by value name."""
     target: Any
     samples: int
-    total: int
-    """The samples of the minibatch."""
+    amount: float
+    """What its loss is the mean over: its samples, or what the user counts of its target."""
+    total: float
+    """That of the minibatch."""
     signature: Hashable
     """The shapes and types of the inputs of the whole microbatch: what decides the shapes of everything that the stages
     exchange.
     """
     whole: int
     """The samples of the whole microbatch, of which this is a part where replicas split it."""
+    whole_amount: float
+    """What the loss of the whole microbatch is the mean over."""
+    weigh: LossWeight | None = None
     part: int = 0
 
     @property
     def weight(self) -> float:
-        """Its share of the minibatch's samples."""
-        return self.samples / self.total
+        """Its share of the minibatch."""
+        return self.amount / self.total
+
+    @property
+    def share(self) -> float:
+        """Its share of the whole microbatch."""
+        return self.amount / self.whole_amount if self.whole_amount else 0.0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -50,8 +62,11 @@ class Microbatch:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def split(form: ModelInputs, inputs: Any, target: Any, count: int, parts: int = 1) -> tuple[Microbatch, ...]:
-    """`inputs` and `target` as `count` microbatches, which replicas will cut into at most `parts` parts each.
+def split(
+    form: ModelInputs, inputs: Any, target: Any, count: int, parts: int = 1, weigh: LossWeight | None = None
+) -> tuple[Microbatch, ...]:
+    """`inputs` and `target` as `count` microbatches, which replicas will cut into at most `parts` parts each. `weigh`:
+    what the loss for a target is the mean over, if it is not its samples.
 
     Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
     every microbatch. `PenstockError` if the sizes disagree or there are fewer samples than microbatches or parts.
@@ -73,20 +88,26 @@ def split(form: ModelInputs, inputs: Any, target: Any, count: int, parts: int = 
     for part in {share for size in sizes for share in share_sizes(size, parts)}:
         form.check_samples(part)
     _check_target(target, samples)
-    made, start = [], 0
-    for size in sizes:
+    starts = [sum(sizes[:index]) for index in range(count)]
+    targets = [_narrow(target, samples, *span) for span in zip(starts, sizes, strict=True)]
+    amounts = [amount_of(weigh, *each) for each in zip(targets, sizes, strict=True)]
+    check_amounts(amounts)
+    made = []
+    for start, size, piece, amount in zip(starts, sizes, targets, amounts, strict=True):
         cut = {name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()}
         made.append(
             Microbatch(
                 inputs=cut,
-                target=_narrow(target, samples, start, size),
+                target=piece,
                 samples=size,
-                total=samples,
+                amount=amount,
+                total=sum(amounts),
                 signature=tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items()),
                 whole=size,
+                whole_amount=amount,
+                weigh=weigh,
             )
         )
-        start += size
     return tuple(made)
 
 
@@ -97,12 +118,13 @@ def take_part(form: ModelInputs, microbatch: Microbatch, part: int, parts: int) 
     samples = microbatch.samples
     sizes = share_sizes(samples, parts)
     start, size = sum(sizes[:part]), sizes[part]
-    tensors = microbatch.inputs
+    tensors, target = microbatch.inputs, _narrow(microbatch.target, samples, start, size)
     return replace(
         microbatch,
         inputs={name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()},
-        target=_narrow(microbatch.target, samples, start, size),
+        target=target,
         samples=size,
+        amount=amount_of(microbatch.weigh, target, size),
         part=part,
     )
 

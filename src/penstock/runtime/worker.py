@@ -237,8 +237,7 @@ class Worker:
             self._note(k, microbatch, outputs[0], metrics)
             # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
             # update divides by the microbatches that it is taken over, which are not the same number for all stages.
-            alone = microbatch.samples / microbatch.whole
-            weight = alone if self._averages else microbatch.weight
+            weight = microbatch.share if self._averages else microbatch.weight
             self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
         else:
             self._mailbox.put(action.stage, k, action.stage + 1, outputs)

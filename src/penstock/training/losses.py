@@ -1,6 +1,7 @@
 """What a user's `loss_fn` may return: the loss, and numbers beside it."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -8,10 +9,41 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 
-__all__ = ["LossFunction", "compute_loss"]
+__all__ = ["LossFunction", "LossWeight", "amount_of", "check_amounts", "compute_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """``loss_fn(output, target)``: the mean over the microbatch's samples as a tensor, or that and a dict of metrics."""
+
+
+LossWeight: TypeAlias = Callable[[Any], Tensor | float]
+"""``loss_weight(target)``: how many things (tokens, say) the loss for `target` is the mean over."""
+
+
+def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
+    """What the loss for `target` is the mean over: what `weigh` says, or its samples.
+
+    `PenstockError` unless that is a number of at least 0.
+    """
+    if weigh is None:
+        return samples
+    found = weigh(target)
+    amount = (
+        float(found) if isinstance(found, int | float) or (isinstance(found, Tensor) and found.numel() == 1) else -1
+    )
+    if not 0 <= amount < math.inf:
+        raise PenstockError(
+            f"loss_weight(target) returned {found!r}: expected one number of at least 0, such as the tokens that count"
+        )
+    return amount
+
+
+def check_amounts(amounts: Sequence[float]) -> None:
+    """Raises `PenstockError` if a minibatch has nothing that its loss could be a mean over."""
+    if not sum(amounts):
+        raise PenstockError(
+            "loss_weight(target) is 0 for every microbatch of this minibatch: there is nothing that its loss could be "
+            "the mean over. Leave such batches out"
+        )
 
 
 def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.training.clipping import check_clip
-from penstock.training.losses import LossFunction
+from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.training.scaling import LossScale, read_loss_scale
@@ -25,6 +25,7 @@ class Recipe:
     clip_grad_norm: float | None = None
     lr_scheduler: MakeScheduler | None = None
     scale_learning_rates: bool = False
+    loss_weight: LossWeight | None = None
 
     def __post_init__(self) -> None:
         check_autocast(self.autocast)
