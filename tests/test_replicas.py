@@ -152,7 +152,7 @@ TWO = replicated("1f1b-flush", [2, 1], 2)
             "none: stage 1 has no replicas",
         ),
         ("0F0@0 0S0>1", "0F1@0 0S0>1", "exactly once on each stage", "it on rank 1"),
-        ("0A1 0U1<0\nrank 2", "0A2 0U1<0\nrank 2", "no rank waits for ever", "rank 0 waits for rank 1 to reduce"),
+        ("0A1 0U1<0\nrank 2", "0A2 0U1<0\nrank 2", "comes after what it needs", "the all-reduce of all gradients"),
         ("0U1<0\nrank 2", "0U1<1\nrank 2", "they read one version", "gradients at version 0"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.runtime.microbatches import Microbatch, share_sizes
+from penstock.runtime.microbatches import Microbatch, share_spans
 from penstock.runtime.transport import Edge, Message, Ticket, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import peer, peers
@@ -181,20 +181,12 @@ class Mailbox:
         """The ranks of `other` that hold rows of this rank's part of `microbatch`, and which rows of the part."""
         here, there = self._placement.stages[stage], self._placement.stages[other]
         whole = self._microbatches[microbatch].whole
-        (own,) = [span for rank, span in zip(here, _spans(whole, len(here)), strict=True) if rank == self.rank]
+        (own,) = [span for rank, span in zip(here, share_spans(whole, len(here)), strict=True) if rank == self.rank]
         return {
             rank: (max(own.start, span.start) - own.start, size)
-            for rank, span in zip(there, _spans(whole, len(there)), strict=True)
+            for rank, span in zip(there, share_spans(whole, len(there)), strict=True)
             if (size := min(own.stop, span.stop) - max(own.start, span.start)) > 0
         }
-
-
-def _spans(samples: int, parts: int) -> list[range]:
-    start, spans = 0, []
-    for size in share_sizes(samples, parts):
-        spans.append(range(start, start + size))
-        start += size
-    return spans
 
 
 def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:

@@ -8,6 +8,7 @@ means over samples.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.training.losses import LossWeight, amount_of, check_amounts
 
-__all__ = ["Microbatch", "chunks", "join", "share_sizes", "split", "take_part"]
+__all__ = ["Microbatch", "chunks", "join", "share_spans", "split", "take_part"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,26 +85,25 @@ def split(
             f"a minibatch of {samples} sample(s) makes microbatches of {samples // count}, which {parts} replicas of a "
             f"stage cannot split: pass at least {count * parts} samples, or plan with fewer microbatches or replicas"
         )
-    sizes = share_sizes(samples, count)
-    for part in {share for size in sizes for share in share_sizes(size, parts)}:
+    spans = share_spans(samples, count)
+    for part in {len(share) for span in spans for share in share_spans(len(span), parts)}:
         form.check_samples(part)
     _check_target(target, samples)
-    starts = [sum(sizes[:index]) for index in range(count)]
-    targets = [_narrow(target, samples, *span) for span in zip(starts, sizes, strict=True)]
-    amounts = [amount_of(weigh, *each) for each in zip(targets, sizes, strict=True)]
+    targets = [_narrow(target, samples, span) for span in spans]
+    amounts = [amount_of(weigh, piece, len(span)) for piece, span in zip(targets, spans, strict=True)]
     check_amounts(amounts)
     made = []
-    for start, size, piece, amount in zip(starts, sizes, targets, amounts, strict=True):
-        cut = {name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()}
+    for span, piece, amount in zip(spans, targets, amounts, strict=True):
+        cut = _cut(form, tensors, span)
         made.append(
             Microbatch(
                 inputs=cut,
                 target=piece,
-                samples=size,
+                samples=len(span),
                 amount=amount,
                 total=sum(amounts),
                 signature=tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items()),
-                whole=size,
+                whole=len(span),
                 whole_amount=amount,
                 weigh=weigh,
             )
@@ -116,22 +116,22 @@ def take_part(form: ModelInputs, microbatch: Microbatch, part: int, parts: int) 
     if parts == 1:
         return microbatch
     samples = microbatch.samples
-    sizes = share_sizes(samples, parts)
-    start, size = sum(sizes[:part]), sizes[part]
-    tensors, target = microbatch.inputs, _narrow(microbatch.target, samples, start, size)
+    span = share_spans(samples, parts)[part]
+    target = _narrow(microbatch.target, samples, span)
     return replace(
         microbatch,
-        inputs={name: t.narrow(0, start, size) if name in form.batched else t for name, t in tensors.items()},
+        inputs=_cut(form, microbatch.inputs, span),
         target=target,
-        samples=size,
-        amount=amount_of(microbatch.weigh, target, size),
+        samples=len(span),
+        amount=amount_of(microbatch.weigh, target, len(span)),
         part=part,
     )
 
 
-def share_sizes(samples: int, parts: int) -> list[int]:
-    """How many of `samples` each of `parts` gets; the first ones take the remainder."""
-    return [samples // parts + (index < samples % parts) for index in range(parts)]
+def share_spans(samples: int, parts: int) -> list[range]:
+    """Which of `samples` each of `parts` gets; the first ones take the remainder."""
+    ends = accumulate((samples // parts + (index < samples % parts) for index in range(parts)), initial=0)
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def chunks(form: ModelInputs, inputs: Any) -> int:
@@ -197,11 +197,18 @@ def _check_target(target: Any, samples: int) -> None:
         )
 
 
-def _narrow(target: Any, samples: int, start: int, size: int) -> Any:
+def _cut(form: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[str, Tensor]:
+    return {
+        name: tensor.narrow(0, span.start, len(span)) if name in form.batched else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _narrow(target: Any, samples: int, span: range) -> Any:
     leaves, structure = flatten(target)
     return pytree.tree_unflatten(
         [
-            leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and _is_batched(leaf, samples) else leaf
+            leaf.narrow(0, span.start, len(span)) if isinstance(leaf, Tensor) and _is_batched(leaf, samples) else leaf
             for leaf in leaves
         ],
         structure,
