@@ -9,7 +9,7 @@ Held elsewhere:
 - evaluation without a target: `predict` in runtime/test_pipeline.py
 - Llama and others that cannot be traced: test_capturing_transformers.py, runtime/test_transformers.py
 - skip connections: runtime/test_equality.py ("skipping"), runtime/test_transformers.py ("UNet")
-- clipping by the norm of one stage: ``tests/runtime/test_clipping.py``
+- clipping by the norm of one stage: runtime/test_clipping.py
 - a caught exception that leaves the peer hanging, a dead process whose cause stands in its own log only, a frozen
   process that hangs the others: runtime/test_failures.py
 """

@@ -69,6 +69,11 @@ def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain:
             f"parallelize= needs the model's own modules, and layer {traced[0]} is traced: expected a model that is an "
             "nn.Sequential or a list of layers. Pass the model's blocks as a list"
         )
+    if schedule.norms:
+        raise PlanError(
+            "clip_grad_norm= and loss_scale= take norms over all stages, and a parallelize= hook leaves parts of "
+            "tensors, whose norms are not put together: leave the one or the other out"
+        )
     if schedule.ties:
         names = ", ".join(map(str, schedule.ties))
         raise PlanError(

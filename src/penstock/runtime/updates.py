@@ -5,9 +5,10 @@ update steps what has gradients: those of one stage. What changes from update to
 of PyTorch's) is counted for every stage by itself.
 """
 
+import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -58,51 +59,49 @@ class Updater:
         # Around the whole training loop, a user's autocast would go on with casts of the weights before this update.
         torch.clear_autocast_cache()
 
-    def state(self) -> dict[str, Any]:
-        """How many updates there were, and of every scheduler what it saves; {} if there is none."""
-        if not self._courses:
-            return {}
-        return {
-            "updates": max(self._updates.values()),
-            "schedulers": [(course.reached, course.scheduler.state_dict()) for course in self._courses],
-        }
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps: how many updates there were, of a stage with the most; {} without schedulers."""
+        return {"updates": max(self._updates.values())} if self._courses else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; the optimizers have been given their options before."""
-        if not self._courses or not state:
-            return
-        self._updates = dict.fromkeys(self._updates, state["updates"])
-        for course, (reached, saved) in zip(self._courses, state["schedulers"], strict=True):
-            course.scheduler.load_state_dict(saved)
-            course.restart(reached)
+        """Goes on from `state`, or from the beginning if it knows of no updates. The optimizers' options are set."""
+        if self._courses:
+            reached = int(state.get("updates", 0))
+            self._updates = dict.fromkeys(self._updates, reached)
+            for course in self._courses:
+                course.restart(max(reached - 1, 0))
 
 
-@dataclass(slots=True, eq=False)
 class _Course:
     """The options of an optimizer at every update, as its scheduler sets them."""
 
-    scheduler: LRScheduler
-    reached: int = 0
-    """The last update whose options have been worked out."""
-    _options: dict[int, Options] = field(default_factory=dict)
-    """By update; those that no stage needs any more are forgotten."""
-
-    def __post_init__(self) -> None:
-        self.restart(0)
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self._reached = 0
+        """The last update whose options have been worked out."""
+        self._options: dict[int, Options] = {0: _options_of(scheduler.optimizer)}
+        """By update; those that no stage needs any more are forgotten."""
+        self._beginning = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
 
     def restart(self, reached: int) -> None:
-        """Takes the optimizer's present options for those of update `reached`."""
-        self.reached, self._options = reached, {reached: _options_of(self.scheduler.optimizer)}
+        """Goes to update `reached`, step by step: a process may have other optimizers than the one that saved."""
+        state, options = self._beginning
+        self._scheduler.load_state_dict(copy.deepcopy(state))
+        self._reached, self._options = 0, {0: options}
+        self.take(reached, reached)
 
     def take(self, update: int, least: int) -> None:
         """Gives the optimizer the options of `update`. No stage needs those of updates before `least` any more."""
-        while self.reached < update:
+        while self._reached < update:
             # A scheduler may work out the next options from the present ones.
-            _set_options(self.scheduler.optimizer, self._options[self.reached])
-            self.scheduler.step()
-            self.reached += 1
-            self._options[self.reached] = _options_of(self.scheduler.optimizer)
-        _set_options(self.scheduler.optimizer, self._options[update])
+            _set_options(self._scheduler.optimizer, self._options[self._reached])
+            with warnings.catch_warnings():
+                # After a checkpoint it has not seen the steps of the optimizer that were made before.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self._scheduler.step()
+            self._reached += 1
+            self._options[self._reached] = _options_of(self._scheduler.optimizer)
+        _set_options(self._scheduler.optimizer, self._options[update])
         for old in [old for old in self._options if old < least]:
             del self._options[old]
 
