@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import penstock
-from training import Case, Outcome
+from training import Case, Outcome, run_pipeline
 
 __all__ = ["MOST", "run_clipped"]
 
@@ -13,12 +12,4 @@ MOST = 0.3
 
 def run_clipped(case: Case, most: Any = MOST) -> Outcome:
     """The run by `Pipeline`."""
-    pipe = penstock.Pipeline(case.build(), **case.options, clip_grad_norm=most)
-    losses = []
-    for number, (x, y) in enumerate(case.batches):
-        losses.append(pipe.step(x, y).loss)
-        if number in case.drain_after:
-            pipe.drain()
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    pipe.close()
-    return Outcome(tuple(map(float, losses)), state)
+    return run_pipeline(case, clip_grad_norm=most)

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# Its comparison of outcomes says what differs, as the tests themselves do.
+pytest.register_assert_rewrite("training")
 # A busy machine is slow to generate inputs, too; that says nothing of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")

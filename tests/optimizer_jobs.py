@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import models
 import penstock
-from training import Case, Outcome
+from training import Case, Outcome, run_pipeline
 
 __all__ = ["RECIPES", "reload", "run_recipe", "warm"]
 
@@ -57,15 +57,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def run_recipe(case: Case, recipe: str) -> Outcome:
     """The run by `Pipeline`."""
-    pipe = penstock.Pipeline(case.build(), **{**case.options, **RECIPES[recipe]})
-    losses = []
-    for number, (x, y) in enumerate(case.batches):
-        losses.append(pipe.step(x, y).loss)
-        if number in case.drain_after:
-            pipe.drain()
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    pipe.close()
-    return Outcome(tuple(map(float, losses)), state)
+    return run_pipeline(case, **RECIPES[recipe])
 
 
 def reload(case: Case, recipe: str) -> tuple[Outcome, Outcome]:

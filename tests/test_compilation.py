@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import models
 import penstock
+from layers import Gathering, InPlace, Several
 from penstock.runtime.compilation import read_compilation
 from training import Case, run_reference
 
@@ -119,41 +120,6 @@ def assert_alike(build: Callable[[], list[nn.Module]], sizes: list[int], counter
         assert torch.equal(tensor, found[1][1][name]), name
 
 
-class Writing(nn.Module):
-    """Writes what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5).add_(1.0)
-        return self.linear(F.relu_(x))
-
-
-class Several(nn.Module):
-    """Returns a tensor that needs a gradient, one that needs none, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y.detach().abs(), y.argmax(1)
-
-
-class Gathering(nn.Module):
-    """Takes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 6)
-
-    def forward(self, y: Tensor, size: Tensor, index: Tensor) -> Tensor:
-        return torch.tanh(y * size) + self.table(index)
-
-
 class Deciding(nn.Module):
     """Its code depends on the numbers, which no graph can hold."""
 
@@ -170,7 +136,7 @@ def unusual() -> list[nn.Module]:
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     first.weight.requires_grad_(False)
     last.weight = first.weight
-    return [first, Writing(), nn.ReLU(inplace=True), Several(), Gathering(), last, nn.BatchNorm1d(6), nn.Linear(6, 3)]
+    return [first, InPlace(), nn.ReLU(inplace=True), Several(), Gathering(), last, nn.BatchNorm1d(6), nn.Linear(6, 3)]
 
 
 def test_unusual_layers_keep_their_numbers(counter: Counter) -> None:

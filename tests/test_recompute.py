@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import models
 import penstock
+from layers import Gathering, InPlace, Several
 from penstock.capturing.writes import find_writable
 from penstock.profiling.saved_tensors import recording
 from penstock.scheduling.actions import parse_programs
@@ -90,41 +91,6 @@ class Rebinding(nn.Module):
         y = self.linear(x)
         self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
         return y * self.mean
-
-
-class InPlace(nn.Module):
-    """Writes its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5).add_(1.0)
-        return self.linear(F.relu_(x))
-
-
-class Several(nn.Module):
-    """Returns a float tensor that needs a gradient, one that needs none, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y.detach().abs(), y.argmax(1)
-
-
-class Gathering(nn.Module):
-    """Takes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 6)
-
-    def forward(self, y: Tensor, size: Tensor, index: Tensor) -> Tensor:
-        return torch.tanh(y * size) + self.table(index)
 
 
 def tail() -> list[nn.Module]:

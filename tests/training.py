@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import models
 import penstock
 from live_tensors import count_at_rest
 
-__all__ = ["Case", "Outcome", "count_tensors", "run_cases", "run_pipeline", "run_reference"]
+__all__ = ["Case", "Outcome", "assert_equal", "count_tensors", "run_cases", "run_pipeline", "run_reference"]
 
 
 LAYERS = 8
@@ -100,9 +101,16 @@ class Outcome:
     """The loss of the first batch after the training, where ranks are `turned`."""
 
 
-def run_pipeline(case: Case) -> Outcome:
-    """The run by `Pipeline`: all ranks here, or this process's part of them."""
-    pipe = penstock.Pipeline(case.build(), **case.options)
+def assert_equal(expected: Outcome, actual: Outcome) -> None:
+    """Every loss and every tensor of `actual` is exactly the expected one."""
+    assert expected.losses == actual.losses
+    for name, tensor in actual.state.items():
+        assert torch.equal(expected.state[name], tensor), name
+
+
+def run_pipeline(case: Case, **options: Any) -> Outcome:
+    """The run by `Pipeline`: all ranks here, or this process's part of them. `options` go before those of `case`."""
+    pipe = penstock.Pipeline(case.build(), **{**case.options, **options})
     losses = []
     for number, (x, y) in enumerate(case.batches):
         losses.append(pipe.step(x, y).loss)
@@ -136,7 +144,8 @@ def run_cases(cases: list[Case]) -> list[Outcome]:
     return [run_pipeline(case) for case in cases]
 
 
-def run_reference(case: Case) -> Outcome:
+def run_reference(case: Case, **options: Any) -> Outcome:
     """The run by the oracle."""
-    reference = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **case.options)
+    given = {**case.options, **options}
+    reference = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **given)
     return Outcome(reference.losses, reference.state)

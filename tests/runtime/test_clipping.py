@@ -11,7 +11,7 @@ from clipping_jobs import MOST, run_clipped
 from penstock.scheduling import Update, schedule
 from penstock.scheduling.norms import known_norms
 from processes import Pool
-from training import Case, Outcome
+from training import Case, Outcome, assert_equal, run_reference
 
 FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp")
 CASES = [
@@ -29,20 +29,12 @@ CASES = [
 
 
 def reference(case: Case, most: float | None = MOST) -> Outcome:
-    options = {**case.options, "clip_grad_norm": most}
-    found = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **options)
-    return Outcome(found.losses, found.state)
-
-
-def assert_equal(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == expected.losses
-    for name, tensor in found.state.items():
-        assert torch.equal(tensor, expected.state[name]), name
+    return run_reference(case, clip_grad_norm=most)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_clipping_equals_the_oracle(case: Case) -> None:
-    assert_equal(run_clipped(case), reference(case))
+    assert_equal(reference(case), run_clipped(case))
     assert reference(case).losses != reference(case, None).losses
 
 
@@ -55,7 +47,7 @@ def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
     }
     for case in cases[ranks]:
         for outcome in pool.run(ranks, run_clipped, case):
-            assert_equal(outcome, reference(case))
+            assert_equal(reference(case), outcome)
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
@@ -85,7 +77,7 @@ def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> No
 def test_large_norms_change_nothing() -> None:
     case = Case("layered", "2bw", 3, 4)
 
-    assert_equal(run_clipped(case, 1e9), reference(case, None))
+    assert_equal(reference(case, None), run_clipped(case, 1e9))
 
 
 def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import models
 from processes import Pool
-from training import Case, Outcome, run_cases, run_pipeline, run_reference
+from training import Case, assert_equal, run_cases, run_pipeline, run_reference
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw")
 OPTIMIZERS = ("momentum", "adamw")
@@ -26,13 +26,6 @@ def case(subject: str, schedule: str, ranks: int, **more: object) -> Case:
     if schedule == "interleaved":
         return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2, **more)
     return Case(subject, schedule, ranks, 4, optimizer, **more)
-
-
-def assert_equal(expected: Outcome, actual: Outcome) -> None:
-    """Every loss and every tensor of `actual` is exactly the expected one."""
-    assert expected.losses == actual.losses
-    for name, tensor in actual.state.items():
-        assert torch.equal(expected.state[name], tensor), name
 
 
 @pytest.mark.parametrize("subject", models.SUBJECTS)

@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
 
 import models
 import penstock
 from loss_weight_jobs import BATCHES, build, loss_fn, replicated, run_replicated, run_weighted, tokens, weighted_options
 from processes import Pool
-from training import Outcome
+from training import Outcome, assert_equal
 
 SCHEDULES = ("gpipe", "1f1b-flush", "1f1b", "2bw")
 
@@ -19,18 +18,12 @@ def oracle(options: dict[str, Any]) -> Outcome:
     return Outcome(found.losses, found.state)
 
 
-def assert_equal(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == expected.losses
-    for name, tensor in found.state.items():
-        assert torch.equal(tensor, expected.state[name]), name
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [3, 5, 6])
 def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> None:
     options = weighted_options(schedule, 3, microbatches)
 
-    assert_equal(run_weighted(**options), oracle(options))
+    assert_equal(oracle(options), run_weighted(**options))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
@@ -38,13 +31,13 @@ def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> N
 def test_replicas_weigh_what_they_have(schedule: str, split: bool) -> None:
     options = replicated(schedule, split)
 
-    assert_equal(run_weighted(**options), oracle(options))
+    assert_equal(oracle(options), run_weighted(**options))
 
 
 def test_in_several_processes(pool: Pool) -> None:
     expected = run_replicated("2bw", True)
     for outcome in pool.run(3, run_replicated, "2bw", True):
-        assert_equal(outcome, expected)
+        assert_equal(expected, outcome)
         assert outcome.evaluated == expected.evaluated
 
 

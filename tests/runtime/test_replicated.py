@@ -11,7 +11,7 @@ import torch
 import penstock
 from pipeline_jobs import load_replicated, train_replicated
 from processes import Pool
-from training import Case, Outcome, run_cases, run_pipeline, run_reference
+from training import Case, assert_equal, run_cases, run_pipeline, run_reference
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "1f1b", "2bw")
@@ -36,13 +36,6 @@ def cases(counts: tuple[int, ...], subject: str, split: bool = False) -> Iterato
             replicas=counts,
             split=split,
         )
-
-
-def assert_equal(expected: Outcome, actual: Outcome) -> None:
-    """Every loss and every tensor of `actual` is exactly the expected one."""
-    assert expected.losses == actual.losses
-    for name, tensor in actual.state.items():
-        assert torch.equal(expected.state[name], tensor), name
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -12,7 +12,7 @@ from penstock.training.scaling import LossScale, ScaleCourse
 from precision_jobs import CAST, cast_options
 from processes import Pool
 from scaling_jobs import RISKY, run_scaled, scaled_options
-from training import Case, Outcome
+from training import Case, Outcome, assert_equal
 
 CASES = [
     *(
@@ -33,17 +33,11 @@ def reference(case: Case, **options: object) -> Outcome:
     return Outcome(found.losses, found.state)
 
 
-def assert_equal(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == expected.losses
-    for name, tensor in found.state.items():
-        assert torch.equal(tensor, expected.state[name]), name
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
     found, scales = run_scaled(case)
 
-    assert_equal(found, reference(case))
+    assert_equal(reference(case), found)
     # Some updates overflowed and were skipped; after some that were not, the scale grew again.
     assert min(scales) < RISKY.initial
     assert any(after > before for before, after in pairwise(scales))
@@ -54,7 +48,7 @@ def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
 def test_scaling_and_clipping_together(case: Case) -> None:
     found, _ = run_scaled(case, clip_grad_norm=500.0)
 
-    assert_equal(found, reference(case, clip_grad_norm=500.0))
+    assert_equal(reference(case, clip_grad_norm=500.0), found)
 
 
 def test_scaling_in_several_processes(pool: Pool) -> None:
@@ -62,14 +56,14 @@ def test_scaling_in_several_processes(pool: Pool) -> None:
     cases += [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "1f1b", "2bw")]
     for case in cases:
         for outcome, _ in pool.run(3, run_scaled, case):
-            assert_equal(outcome, reference(case))
+            assert_equal(reference(case), outcome)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
 def test_a_power_of_two_that_does_not_overflow_changes_no_bit(schedule: str) -> None:
     case = Case("layered", schedule, 3, 4)
 
-    assert_equal(run_scaled(case, loss_scale=2.0**10)[0], reference(case, loss_scale=None))
+    assert_equal(reference(case, loss_scale=None), run_scaled(case, loss_scale=2.0**10)[0])
 
 
 def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:

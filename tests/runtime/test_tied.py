@@ -5,7 +5,7 @@ import torch
 
 import penstock
 from processes import Pool
-from training import Outcome
+from training import assert_equal
 from transformer_jobs import (
     LAYERS,
     SUBJECTS,
@@ -51,13 +51,6 @@ LEFT_OUT = [run for run in RUNS if run.subject == "bert-tied" and run.schedule !
 def ident(run: Run) -> str:
     replicas = "-".join(map(str, run.replicas)) + ("-split" if run.split else "")
     return f"{run.subject}-{run.schedule}-{run.stages}{replicas and f'-on-{replicas}'}"
-
-
-def assert_equal(expected: Outcome, actual: Outcome) -> None:
-    """Every loss and every tensor of `actual` is exactly the expected one."""
-    assert expected.losses == actual.losses
-    for name, tensor in actual.state.items():
-        assert torch.equal(expected.state[name], tensor), name
 
 
 @pytest.mark.parametrize("run", RUNS + REPLICATED, ids=ident)

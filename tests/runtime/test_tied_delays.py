@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from processes import Pool
 from tied_jobs import BATCHES, TiedRun, build, run_here, run_reference, run_these
-from training import Outcome
+from training import assert_equal
 
 ENDS, NEIGHBOURS, CROSSED, MANY = ((0, 7),), ((3, 4),), ((0, 7), (1, 4)), ((0, 3, 7), (2, 5))
 """Layers that share: the first and the last; of neighbour stages; and more."""
@@ -49,13 +49,6 @@ def ident(run: TiedRun) -> str:
     drains = f"-drained-{run.drain_after}" if run.drain_after else ""
     drains += "-clipped" * run.clips + "-flushed" * run.flushes
     return f"{run.shared}-on-{run.replicas}-{run.microbatches}{'-split' if run.split else ''}{drains}".replace(" ", "")
-
-
-def assert_equal(expected: Outcome, actual: Outcome) -> None:
-    """Every loss and every tensor of `actual` is exactly the expected one."""
-    assert expected.losses == actual.losses
-    for name, tensor in actual.state.items():
-        assert torch.equal(expected.state[name], tensor), name
 
 
 @pytest.mark.parametrize("run", RUNS + REPLICATED + CLIPPED, ids=ident)

@@ -6,7 +6,7 @@ import transformers
 from torch import Tensor
 
 from processes import Pool
-from training import Outcome
+from training import Outcome, assert_equal
 from transformer_jobs import (
     SUBJECTS,
     Run,
@@ -48,13 +48,6 @@ def promised(run: Run) -> Outcome:
     if run.schedule == "1f1b" or run.subject == "T5ForConditionalGeneration":
         return run_reference(run)
     return run_reference(Run(run.subject, "2bw" if run.schedule == "2bw" else "1f1b-flush", 3, microbatches=3))
-
-
-def assert_equal(expected: Outcome, actual: Outcome) -> None:
-    """Every loss and every tensor of `actual` is exactly the expected one."""
-    assert expected.losses == actual.losses
-    for name, tensor in actual.state.items():
-        assert torch.equal(expected.state[name], tensor), name
 
 
 @pytest.mark.parametrize("subject", [*TIED, *UNTIED])
