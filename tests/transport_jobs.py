@@ -1,5 +1,7 @@
 """Jobs for the processes of the transport's tests."""
 
+import os
+import threading
 from typing import Any
 
 import torch
@@ -7,22 +9,116 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.process_group import SHARED_MEMORY
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worlds import join_world
 
-__all__ = ["exchange", "exchange_changed_shapes", "exchange_layouts", "in_layouts"]
+__all__ = [
+    "exchange",
+    "exchange_changed_shapes",
+    "exchange_layouts",
+    "in_layouts",
+    "leave_messages",
+    "pile_up",
+    "read_in_any_order",
+    "tell_threads",
+]
 
 
-def _ring() -> tuple[Transport, int, int]:
-    """A transport along the ring of ranks."""
+def _ring(shared: bool = True) -> tuple[Transport, int, int]:
+    """A transport along the ring of ranks, through shared memory or not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     edges = [Edge(source, (source + 1) % ranks) for source in range(ranks)]
-    return join_world().connect(edges, torch.device("cpu"), 30.0), rank, ranks
+    os.environ[SHARED_MEMORY] = "1" if shared else "0"
+    try:
+        return join_world().connect(edges, torch.device("cpu"), 30.0), rank, ranks
+    finally:
+        del os.environ[SHARED_MEMORY]
 
 
-def exchange() -> list[Any]:
+def tell_threads(unwilling: int | None) -> list[str]:
+    """The threads that the transport needs; the rank `unwilling` will share no memory."""
+    before = set(threading.enumerate())
+    transport, rank, ranks = _ring(dist.get_rank() != unwilling)
+    transport.send(Edge(rank, (rank + 1) % ranks), "form", (torch.ones(1),))
+    transport.post(Edge((rank - 1) % ranks, rank), "form").wait()
+    names = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    transport.close()
+    return names
+
+
+def pile_up(shared: bool) -> list[float]:
+    """Rank 0 sends fifty messages, of up to 200 kB, before rank 1 reads the first one."""
+    transport, rank, _ = _ring(shared)
+    edge, sizes = Edge(0, 1), [1000 * (number % 7) ** 2 for number in range(50)]
+    found = []
+    if rank == 0:
+        for number, size in enumerate(sizes):
+            transport.send(edge, ("form", size), (torch.full((size,), float(number)), torch.tensor(number + 0.5)))
+        dist.barrier()
+        transport.flush()
+    else:
+        dist.barrier()
+        for number, size in enumerate(sizes):
+            many, one = transport.post(edge, ("form", size)).wait()
+            assert many is not None and one is not None
+            assert torch.equal(many, torch.full((size,), float(number)))
+            found.append(one.item())
+    transport.close()
+    return found
+
+
+def read_in_any_order(shared: bool) -> list[float]:
+    """Rank 1 posts twenty receives and waits for a few of them; rank 0 can hand over all the same."""
+    transport, rank, _ = _ring(shared)
+    edge, found = Edge(0, 1), []
+    if rank == 0:
+        for number in range(20):
+            transport.send(edge, "form", (torch.full((20_000,), float(number)),))
+        dist.barrier()
+        transport.flush()
+    else:
+        tickets = [transport.post(edge, "form") for _ in range(20)]
+        dist.barrier()
+        for number in (3, 1, 19, 3):
+            (tensor,) = tickets[number].wait()
+            assert tensor is not None and tickets[number].ready()
+            found.append(tensor[-1].item())
+    dist.barrier()
+    transport.close()
+    return found
+
+
+def leave_messages(shared: bool) -> list[Any]:
+    """Rank 0 sends two messages and hangs up; rank 1 reads them, and waits for a third."""
+    transport, rank, _ = _ring(shared)
+    edge, found = Edge(0, 1), []
+    if rank == 0:
+        transport.send(edge, "form", (torch.tensor(1.0),))
+        transport.send(edge, "form", (torch.tensor(2.0),))
+        if shared:
+            transport.close()
+            dist.barrier()
+        else:
+            dist.barrier()
+            transport.flush()
+            transport.close()
+        return found
+    dist.barrier()
+    tickets = [transport.post(edge, "form") for _ in range(3 if shared else 2)]
+    found = [tensor.item() for ticket in tickets[:2] for tensor in ticket.wait() if tensor is not None]
+    if shared:
+        try:
+            tickets[2].wait()
+        except TransportError as error:
+            found.append(str(error))
+    transport.close()
+    return found
+
+
+def exchange(shared: bool) -> list[Any]:
     """Each rank sends four messages of two forms to the next one, and tells what it got."""
-    transport, rank, ranks = _ring()
+    transport, rank, ranks = _ring(shared)
     source, target = Edge((rank - 1) % ranks, rank), Edge(rank, (rank + 1) % ranks)
     forms = ("long", "long", "short", "long")
     tickets = [transport.post(source, form) for form in forms]
@@ -48,20 +144,26 @@ def exchange() -> list[Any]:
 
 
 def in_layouts() -> list[Tensor]:
-    """The numbers 0 to 23 as 2 x 3 x 4 tensors that lie in memory in different ways; the last one has gaps."""
+    """The numbers 0 to 23 as 2 x 3 x 4 tensors that lie in memory in different ways; the last one has gaps. And what
+    is not in memory as it is read: a conjugate, and the negative imaginary part of one.
+    """
     numbers = torch.arange(24.0)
+    conjugate = torch.complex(numbers, -numbers).view(2, 3, 4).conj()
     return [
         numbers.view(2, 3, 4),
         numbers.view(4, 3, 2).permute(2, 1, 0).contiguous().permute(0, 1, 2),
         numbers.view(2, 3, 4).transpose(1, 2).contiguous().transpose(1, 2),
         numbers.view(2, 3, 4).permute(2, 0, 1).contiguous().permute(1, 2, 0),
         torch.stack([numbers, numbers]).view(2, 4, 3, 2).transpose(1, 3)[0].expand(2, 2, 3, 4)[0],
+        conjugate,
+        conjugate.imag.contiguous(),
+        conjugate.imag,
     ]
 
 
-def exchange_layouts() -> list[tuple[Tensor, tuple[int, ...]]]:
+def exchange_layouts(shared: bool) -> list[tuple[Tensor, tuple[int, ...]]]:
     """What came of `in_layouts`, with its strides; the second message is all of the first layout."""
-    transport, rank, _ = _ring()
+    transport, rank, _ = _ring(shared)
     if rank == 0:
         transport.send(Edge(0, 1), "form", in_layouts())
         transport.send(Edge(0, 1), "form", [tensor.contiguous() for tensor in in_layouts()])
@@ -74,9 +176,9 @@ def exchange_layouts() -> list[tuple[Tensor, tuple[int, ...]]]:
     return found
 
 
-def exchange_changed_shapes() -> str:
+def exchange_changed_shapes(shared: bool) -> str:
     """The message of the error at the sender."""
-    transport, rank, _ = _ring()
+    transport, rank, _ = _ring(shared)
     message = ""
     if rank == 0:
         transport.send(Edge(0, 1), "form", (torch.zeros(2),))

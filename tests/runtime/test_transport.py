@@ -1,11 +1,25 @@
 """Messages: in order, in full, and agreed on once."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from penstock.runtime.transport import Edge, Loopback
 from processes import Pool
-from transport_jobs import exchange, exchange_changed_shapes, exchange_layouts, in_layouts
+from transport_jobs import (
+    exchange,
+    exchange_changed_shapes,
+    exchange_layouts,
+    in_layouts,
+    leave_messages,
+    pile_up,
+    read_in_any_order,
+    tell_threads,
+)
+
+BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
 
 
 def test_loopback_keeps_the_order_of_an_edge() -> None:
@@ -34,9 +48,10 @@ def test_loopback_cuts_the_graph_and_keeps_who_needs_gradients() -> None:
     assert not does_not.requires_grad
 
 
+@BOTH
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_exchange_what_was_sent(pool: Pool, ranks: int) -> None:
-    for rank, found in enumerate(pool.run(ranks, exchange)):
+def test_processes_exchange_what_was_sent(pool: Pool, ranks: int, shared: bool) -> None:
+    for rank, found in enumerate(pool.run(ranks, exchange, shared)):
         source = (rank - 1) % ranks
 
         assert found == [
@@ -47,11 +62,12 @@ def test_processes_exchange_what_was_sent(pool: Pool, ranks: int) -> None:
         ]
 
 
-def test_tensors_lie_in_memory_as_they_did(pool: Pool) -> None:
-    _, found = pool.run(2, exchange_layouts)
+@BOTH
+def test_tensors_lie_in_memory_as_they_did(pool: Pool, shared: bool) -> None:
+    _, found = pool.run(2, exchange_layouts, shared)
     sent = in_layouts()
 
-    assert len({tensor.stride() for tensor in sent}) == 4
+    assert len({tensor.stride() for tensor in sent}) == 5
     assert len(found) == 2 * len(sent)
     for index, (tensor, strides) in enumerate(found):
         one = sent[index % len(sent)]
@@ -60,8 +76,9 @@ def test_tensors_lie_in_memory_as_they_did(pool: Pool) -> None:
         assert strides == torch.empty_like(one).stride()
 
 
-def test_shapes_that_depend_on_the_data_are_refused(pool: Pool) -> None:
-    sender, _ = pool.run(2, exchange_changed_shapes)
+@BOTH
+def test_shapes_that_depend_on_the_data_are_refused(pool: Pool, shared: bool) -> None:
+    sender, _ = pool.run(2, exchange_changed_shapes, shared)
 
     assert sender == (
         "rank 0 -> rank 1 (stages): microbatches of the same input shapes must make tensors of the same shapes. "
@@ -70,3 +87,47 @@ def test_shapes_that_depend_on_the_data_are_refused(pool: Pool) -> None:
         "its "
         "data: make them depend on the input shapes only"
     )
+
+
+def test_processes_of_one_host_share_memory_without_threads(pool: Pool) -> None:
+    assert pool.run(3, tell_threads, None) == [[], [], []]
+
+
+def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool) -> None:
+    first, second, third = pool.run(3, tell_threads, 0)
+
+    assert first == ["penstock receive rank 2 -> rank 0 (stages)", "penstock send rank 0 -> rank 1 (stages)"]
+    assert second == ["penstock receive rank 0 -> rank 1 (stages)"]
+    assert third == ["penstock send rank 2 -> rank 0 (stages)"]
+
+
+@BOTH
+def test_a_send_never_waits_for_its_receiver(pool: Pool, shared: bool) -> None:
+    _, found = pool.run(2, pile_up, shared)
+
+    assert found == [number + 0.5 for number in range(50)]
+
+
+@BOTH
+def test_receives_need_not_be_waited_for_in_order_nor_at_all(pool: Pool, shared: bool) -> None:
+    _, found = pool.run(2, read_in_any_order, shared)
+
+    assert found == [3.0, 1.0, 19.0, 3.0]
+
+
+@BOTH
+def test_what_was_sent_is_delivered_after_the_sender_has_left(pool: Pool, shared: bool) -> None:
+    _, (first, second, *error) = pool.run(2, leave_messages, shared)
+
+    assert (first, second) == (1.0, 2.0)
+    if shared:
+        assert error[0].startswith("rank 0 closed its connection to this rank (rank 0 -> rank 1 (stages)).")
+        assert error[0].endswith("The connection says: it was closed by the other end")
+
+
+def test_nothing_is_left_behind(pool: Pool) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    pool.run(3, exchange, True)
+
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert "@penstock-" not in Path("/proc/net/unix").read_text()

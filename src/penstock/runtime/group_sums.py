@@ -52,8 +52,8 @@ class GroupSum:
         self._device = device
         self._agreed: set[Hashable] = set()
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"penstock sum {order}", daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name=f"penstock sum {order}", daemon=True)
+        self._thread.start()
 
     def put(self, form: Hashable, tensor: Tensor, receipt: Receipt) -> None:
         """Queues this rank's part."""
@@ -62,6 +62,11 @@ class GroupSum:
     def close(self) -> None:
         """Ends the thread after everything queued has been summed."""
         self._parts.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Waits so long for the end; whether it has come."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:

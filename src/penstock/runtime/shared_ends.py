@@ -1,0 +1,267 @@
+"""The two ends of an edge between processes that share memory: a ring, and a bell for who sleeps beside it.
+
+A send copies its tensors into the ring and rings the bell; a wait looks at the ring for a while, then sleeps until the
+bell rings, and copies what has come into tensors of its own. There is no thread in between, but for messages that find
+no room: the receiver has enough to do then, and a thread moves them up when it has read some.
+
+The bell is a pair of connected sockets. When a process ends, in whatever way, its end is closed, and the other one
+learns of it at once. What was written before can still be read.
+
+Laws of this file:
+  1. A send never waits.
+  2. Messages are read in the order in which their receives were posted, whoever waits for which of them.
+"""
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.forms import SentForms, Specs, read_header
+from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.rendezvous import Acquaintances
+from penstock.runtime.rings import RingReader, RingWriter
+from penstock.runtime.transport import Edge, Message, Ticket
+
+__all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
+
+SPIN_SECONDS = 200e-6
+"""How long a rank looks at its ring before it sleeps: a sleeper is awake again some 50 us after the bell has rung."""
+PUSH_SECONDS = 200e-6
+"""How often the thread looks for room. The receiver has a message to work on, so there is no haste."""
+UNREAD = 8
+"""Receives that may be posted and not waited for before they are read anyway: nobody need read every loss."""
+_CLOSED = ConnectionError("it was closed by the other end")
+
+
+class SharedOutbox:
+    """The sending end of `edge`, whose other end is `met`; collective with that end."""
+
+    def __init__(self, edge: Edge, met: Acquaintances, pusher: "Pusher") -> None:
+        self.error: Exception | None = None
+        self._forms = SentForms(edge)
+        self._pusher = pusher
+        self._ring = RingWriter()
+        self._bell, there = socket.socketpair()
+        met.give(edge.target, [self._ring.descriptor, there.fileno()])
+        there.close()
+        self._bell.setblocking(False)
+        self._waiting: deque[list[Tensor]] = deque()
+        """Records that found no room, oldest first."""
+        self._writing = threading.Lock()
+
+    def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
+        """Sends `message`, with its header if it is the first of `form`."""
+        header, tensors = self._forms.agree(form, message)
+        with self._writing:
+            if header is not None:
+                self._waiting.append([torch.frombuffer(bytearray(header), dtype=torch.uint8)])
+            self._waiting.append(tensors)
+            self._write()
+            left = bool(self._waiting)
+        if left:
+            self._pusher.add(self)
+
+    def push(self) -> bool:
+        """Sends what had to wait, as far as there is room now; whether nothing is left."""
+        with self._writing:
+            self._write()
+            return not self._waiting
+
+    def flushed(self, seconds: float) -> bool:
+        """Waits so long until everything is where its receiver can read it; whether it is."""
+        deadline = time.monotonic() + seconds
+        while not self.push():
+            if self.error is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(PUSH_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """Nothing is sent any more, but for what had to wait."""
+
+    def join(self, seconds: float) -> bool:
+        """Waits so long until everything has been sent, and hangs up; whether it has."""
+        sent = self.flushed(seconds) or self.error is not None
+        self._bell.close()
+        return sent
+
+    def _write(self) -> None:
+        wrote = False
+        while self._waiting and self._ring.write([(t.data_ptr(), t.nbytes) for t in self._waiting[0]]):
+            self._waiting.popleft()
+            wrote = True
+        if wrote:
+            try:
+                self._bell.send(b".")
+            except BlockingIOError:
+                # It has been rung often enough.
+                pass
+            except OSError as error:
+                self.error = error
+                # Nobody is there to read.
+                self._waiting.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    """A receive that has been posted."""
+
+    inbox: "SharedInbox"
+    form: Hashable
+    message: Message | None = None
+
+    def ready(self) -> bool:
+        return self.inbox.bring(self)
+
+    def wait(self) -> Message:
+        if self.message is None:
+            self.inbox.await_(self)
+        assert self.message is not None
+        return self.message
+
+
+class SharedInbox:
+    """The receiving end of `edge`, whose other end is `met`; collective with that end."""
+
+    def __init__(self, edge: Edge, met: Acquaintances, patience: Patience) -> None:
+        self._edge = edge
+        self._patience = patience
+        # Who spins on a core that another process of the pipeline needs keeps that one from sending.
+        self._spin_seconds = SPIN_SECONDS if met.processes <= len(os.sched_getaffinity(0)) else 0.0
+        ring, bell = met.take(edge.source, 2)
+        self._ring = RingReader(ring)
+        self._bell = socket.socket(fileno=bell)
+        self._bell.setblocking(False)
+        self._sleep = select.poll()
+        self._sleep.register(self._bell, select.POLLIN)
+        self._agreed: dict[Hashable, Specs] = {}
+        self._posted: deque[_Posted] = deque()
+        """Receives whose messages have not been read, oldest first."""
+        self._reading = threading.Lock()
+
+    def post(self, form: Hashable) -> Ticket:
+        """Posts the receive of the next message, which is of `form`."""
+        ticket = _Posted(self, form)
+        self._posted.append(ticket)
+        # Another thread that reads may be waiting for a message that this one is to bring about.
+        if len(self._posted) > UNREAD and self._reading.acquire(blocking=False):
+            try:
+                while len(self._posted) > UNREAD and self._ring.filled():
+                    self._read()
+            finally:
+                self._reading.release()
+        return ticket
+
+    def bring(self, ticket: _Posted) -> bool:
+        """Reads up to the message of `ticket`, as far as it has come; whether it has."""
+        if self._reading.acquire(blocking=False):
+            try:
+                while ticket.message is None and self._ring.filled():
+                    self._read()
+            finally:
+                self._reading.release()
+        return ticket.message is not None
+
+    def await_(self, ticket: _Posted) -> None:
+        """Reads up to the message of `ticket`."""
+        with self._reading:
+            while ticket.message is None:
+                if not self._ring.filled():
+                    self._wait()
+                self._read()
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._bell.close()
+
+    def join(self, seconds: float) -> bool:
+        """Whether it has ended, which it always has."""
+        return True
+
+    def _wait(self) -> None:
+        """Until there is a record."""
+        filled, until = self._ring.filled, time.perf_counter() + self._spin_seconds
+        while time.perf_counter() < until:
+            if filled():
+                return
+        place, peers = str(self._edge), (self._edge.source,)
+        deadline = self._patience.deadline()
+        while not filled():
+            if self._sleep.poll(POLL_SECONDS * 1e3):
+                try:
+                    closed = not self._bell.recv(4096)
+                except OSError:
+                    closed = True
+                if closed and not filled():
+                    raise self._patience.broken(place, peers, _CLOSED)
+            else:
+                self._patience.check(deadline, place, peers)
+
+    def _read(self) -> None:
+        """Reads the next message, which is there, for the oldest receive."""
+        ticket = self._posted[0]
+        specs = self._agreed.get(ticket.form)
+        if specs is None:
+            header = bytearray(self._ring.size())
+            place = torch.frombuffer(header, dtype=torch.uint8)
+            self._ring.read([(place.data_ptr(), len(header))])
+            specs = self._agreed[ticket.form] = read_header(bytes(header))
+            # The message itself was written after its header.
+            while not self._ring.filled():
+                self._wait()
+        tensors = [None if spec is None else spec.empty() for spec in specs]
+        self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None])
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if spec is not None and tensor is not None and spec.requires_grad:
+                tensor.requires_grad_()
+        ticket.message = tuple(tensors)
+        self._posted.popleft()
+
+
+class Pusher:
+    """Moves up what has found no room, beside the computation."""
+
+    def __init__(self) -> None:
+        self._outboxes: dict[SharedOutbox, None] = {}
+        self._change = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, outbox: SharedOutbox) -> None:
+        """Moves up what `outbox` has left."""
+        with self._change:
+            self._outboxes[outbox] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="penstock push", daemon=True)
+                self._thread.start()
+            self._change.notify()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while not self._outboxes and not self._closed:
+                    self._change.wait()
+                if self._closed:
+                    return
+                outboxes = list(self._outboxes)
+                self._outboxes.clear()
+            left = [outbox for outbox in outboxes if not outbox.push()]
+            with self._change:
+                self._outboxes.update(dict.fromkeys(left))
+            time.sleep(PUSH_SECONDS)

@@ -1,0 +1,124 @@
+"""A queue of bytes in shared memory: nothing is lost, nothing waits, and old memory is given back."""
+
+import ctypes
+import mmap
+import os
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import TransportError
+from penstock.runtime.rings import Piece, RingReader, RingWriter
+
+
+def piece_of(data: bytes) -> tuple[ctypes.Array[ctypes.c_char], Piece]:
+    """Memory that holds `data`, and where it is."""
+    held = ctypes.create_string_buffer(data, max(len(data), 1))
+    return held, (ctypes.addressof(held), len(data))
+
+
+def write(ring: RingWriter, *parts: bytes) -> bool:
+    held = [piece_of(part) for part in parts]
+    return ring.write([piece for _, piece in held])
+
+
+def read(ring: RingReader, *sizes: int) -> list[bytes]:
+    held = [piece_of(bytes(size)) for size in sizes]
+    ring.read(piece for _, piece in held)
+    return [memory.raw[:size] for (memory, _), size in zip(held, sizes, strict=True)]
+
+
+def ends() -> tuple[RingWriter, RingReader]:
+    writer = RingWriter()
+    return writer, RingReader(os.dup(writer.descriptor))
+
+
+def held_bytes(writer: RingWriter) -> int:
+    """The memory that the queue takes up."""
+    return os.fstat(writer.descriptor).st_blocks * 512
+
+
+@given(
+    st.lists(
+        st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 40), st.integers(0, 90_000)), max_size=4).map(tuple)),
+        max_size=60,
+    )
+)
+def test_what_is_written_is_read(operations: list[tuple[int, ...] | None]) -> None:
+    """An operation is a record of pieces of these sizes, or None: a read."""
+    writer, reader = ends()
+    queued: deque[list[bytes]] = deque()
+    for number, sizes in enumerate(operations):
+        assert reader.filled() == bool(queued)
+        if sizes is not None:
+            parts = [bytes([(number * 7 + index) % 251 + 1]) * size for index, size in enumerate(sizes)]
+            if write(writer, *parts):
+                queued.append(parts)
+            else:
+                # Whoever was refused has at least one record to wait for.
+                assert queued
+        elif queued:
+            parts = queued.popleft()
+
+            assert reader.size() == sum(map(len, parts))
+            assert read(reader, *map(len, parts)) == parts
+    while queued:
+        parts = queued.popleft()
+        assert read(reader, *map(len, parts)) == parts
+    assert not reader.filled()
+
+
+@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=8))
+def test_two_of_the_largest_records_always_fit(sizes: list[int]) -> None:
+    writer, reader = ends()
+    largest = 0
+    for size in sizes:
+        largest = max(largest, size)
+        for _ in range(2):
+            assert write(writer, bytes(largest))
+        for _ in range(2):
+            read(reader, largest)
+
+
+def test_a_record_that_finds_no_room_is_refused_until_something_is_read() -> None:
+    writer, reader = ends()
+    record = b"a" * 30_000
+
+    assert write(writer, record) and write(writer, record)
+    assert not write(writer, record)
+    read(reader, 30_000)
+    assert write(writer, record)
+    assert not write(writer, record)
+
+
+def test_a_larger_ring_takes_the_place_of_the_smaller_one() -> None:
+    writer, reader = ends()
+    assert write(writer, b"small")
+    assert write(writer, b"x" * 1_000_000)
+    assert held_bytes(writer) >= 1_000_000
+
+    assert read(reader, 5) == [b"small"]
+    assert read(reader, 1_000_000) == [b"x" * 1_000_000]
+    for _ in range(10):
+        assert write(writer, b"y" * 1_000_000)
+        read(reader, 1_000_000)
+    # The counters, and the ring for two of the largest; the first one is gone.
+    assert held_bytes(writer) <= mmap.PAGESIZE + 2_000_000 + 2 * mmap.PAGESIZE
+
+
+def test_a_record_of_another_size_than_expected_is_refused() -> None:
+    writer, reader = ends()
+    write(writer, b"four")
+
+    with pytest.raises(TransportError, match="has 4 bytes where 5 were expected: the processes make different calls"):
+        read(reader, 5)
+
+
+def test_nothing_has_a_name() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    writer, _ = ends()
+    write(writer, b"x" * 1_000_000)
+
+    assert sorted(os.listdir("/dev/shm")) == before
