@@ -21,6 +21,7 @@ from penstock.runtime.agreements import agreed
 from penstock.runtime.batches import BatchCutter
 from penstock.runtime.beginnings import begin
 from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
+from penstock.runtime.connections import buffered_stages, connect
 from penstock.runtime.engines import Engine, LocalStages, recruit
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.guards import Guard
@@ -34,7 +35,6 @@ from penstock.runtime.setup import (
     check_agreement,
     check_plan,
     choose_plan,
-    connect,
     counted_parameters,
     learning_rate_factors,
     make_schedule,
@@ -183,7 +183,8 @@ class Pipeline:
             hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
             held = parallelize_stages(*hooked, recipe.keeps_masters)
             self._chain, self._hooked = beginning.compiled(held.chain, self.plan, grains), held
-            transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
+            buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
+            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 

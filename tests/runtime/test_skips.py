@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.capturing import capture
-from penstock.runtime.setup import edges_of, make_schedule
+from penstock.runtime.connections import edges_of
+from penstock.runtime.setup import make_schedule
 from penstock.runtime.skips import crossings_of
 from penstock.runtime.transport import Edge
 from processes import Pool
@@ -137,7 +138,7 @@ def test_a_choice_of_the_user_decides() -> None:
 def test_there_are_edges_for_what_passes_stages() -> None:
     chain = capture(build_web(((), (), (0,))), (torch.zeros(3000, 6, dtype=torch.float64),))
     schedule = make_schedule(plan_of(4, 4, "gpipe"), chain)
-    more = set(edges_of(schedule)) - set(edges_of(replace(schedule, skips=())))
+    more = set(edges_of(schedule, ())) - set(edges_of(replace(schedule, skips=()), ()))
 
     assert schedule.skips
     assert more == {edge for a, b in schedule.skips for edge in (Edge(a, b), Edge(b, a))}

@@ -5,20 +5,16 @@ supported ends with its reason instead of a hang.
 """
 
 import hashlib
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
 from penstock.runtime.hooks import InPlace, sharded_modules
-from penstock.runtime.lanes import connect_lanes
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.meshes import processes_of
 from penstock.runtime.recomputation import Grain
@@ -26,7 +22,7 @@ from penstock.runtime.reductions import Reducer
 from penstock.runtime.sharded_sums import ShardedReducer
 from penstock.runtime.shards import dimensions_of
 from penstock.runtime.skips import reroute, with_skips
-from penstock.runtime.transport import Edge, Transport
+from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Reading, VersionedWeights
 from penstock.runtime.worlds import World
 from penstock.scheduling.lowering import partners
@@ -42,10 +38,7 @@ __all__ = [
     "check_agreement",
     "check_plan",
     "choose_plan",
-    "connect",
     "counted_parameters",
-    "edges_of",
-    "groups_of",
     "learning_rate_factors",
     "make_schedule",
     "stages_per_rank",
@@ -270,47 +263,6 @@ def _reducer(
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
     return chain.evaluation().stage(start, stop)
-
-
-def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
-    """The edges that messages travel on.
-
-    Both ways between neighbour stages and between stages that share weights or a skip, as far as a microbatch or a
-    gradient goes that way; from the last stage to every rank; and from the first replica of a stage to the others.
-    """
-    stages = schedule.placement.stages
-    edges: dict[Edge, None] = {}
-    for here, there in (*pairwise(stages), *((stages[a], stages[b]) for a, b in schedule.skips)):
-        for one, other in _met(here, there, schedule.placement.split):
-            edges.update({Edge(one, other): None, Edge(other, one): None})
-    for group in schedule.ties:
-        for ranks in zip(*(stages[stage] for stage in group), strict=True):
-            edges.update({Edge(here, there): None for here in ranks for there in ranks})
-    edges.update({Edge(last, rank, "reports"): None for last in stages[-1] for rank in range(schedule.ranks)})
-    edges.update({Edge(ranks[0], rank, "buffers"): None for ranks in stages for rank in ranks})
-    return tuple(edge for edge in edges if edge.source != edge.target)
-
-
-def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
-    """The pairs of replicas of neighbour stages that some microbatch passes."""
-    if split:
-        return [(one, other) for one in here for other in there]
-    rounds = math.lcm(len(here), len(there))
-    return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
-
-
-def connect(
-    world: World, schedule: Schedule, device: torch.device, timeout_seconds: float, lanes: dist.ProcessGroup | None
-) -> Transport:
-    """The transport between the ranks of `schedule`; `lanes`: the processes of this rank, if they are several.
-    Collective.
-    """
-    return connect_lanes(world, edges_of(schedule), device, timeout_seconds, groups_of(schedule), lanes)
-
-
-def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every stage that has replicas, in replica order: those that sum gradients. Each group once."""
-    return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))
 
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
