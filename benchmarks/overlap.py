@@ -1,33 +1,33 @@
 """Times two replicas whose gradients are summed while the backward runs, beside a sum after it and beside torch's DDP.
 
-    torchrun --nproc-per-node 2 benchmarks/overlap.py --size big
+    python benchmarks/overlap.py --size big
 
-All train the GPT of examples/train_gpt.py with plain SGD in the same two processes and take turns, as in schedules.py.
+All train the GPT of examples/train_gpt.py with plain SGD in the same two processes and take turns, as in throughput.py.
 A second table tells which share of the sum lay below the backward that makes the gradients, by the measured timeline.
 """
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from schedules import BYTES, MICROBATCH_SIZE, RANKS, SIZES, Contender, Size, alone, conditions, loss_fn, measure, sgd
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from contenders import ONE_PROCESS, Entry, Running, data_parallel, pipeline, plain_loop, running_pipeline
+from ideals import speedup
+from jobs import JOBS, Setting
+from launches import conditions, launch
+from rounds import TURN_SECONDS, joined, measure
 
 import penstock
 from penstock.scheduling.actions import Backward, Reduce, parse
 
-DESCRIPTION = "Times two replicas whose gradients are summed while the backward runs, or after it."
-OVERLAPPED, AFTERWARDS, DDP = "penstock", "penstock, sum afterwards", "torch DDP"
-IDEAL = 1 / RANKS
+RANKS = 2
+WATCHED_STEPS = 10
+OVERLAPPED, AFTERWARDS = "penstock", "penstock, sum afterwards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +45,31 @@ class Row:
     """Of the time from when the first gradients leave until the sum is there."""
 
 
-def replicated(size: Size, tokens: Tensor, microbatches: int, overlaps: bool) -> penstock.Pipeline:
-    """One stage on both ranks."""
-    model, sample = size.build(), (tokens[:MICROBATCH_SIZE],)
-    layers = len(penstock.capture(model, sample).layers)
-    plan = penstock.Plan((penstock.Stage(0, layers, tuple(range(RANKS))),), "1f1b-flush", microbatches)
-    pipe = penstock.Pipeline(model, sample, loss_fn, sgd, plan=plan)
-    if not overlaps:
-        for stages in pipe._stages.values():
-            for stage in stages.values():
-                assert stage.reducer is not None
-                # Without its hooks everything leaves when the backward is over.
-                stage.reducer.arm = lambda version, leaves: None  # type: ignore[method-assign]
-    return pipe
+def replicated(name: str, overlaps: bool) -> Entry:
+    """Penstock with one stage on both ranks."""
+
+    def build(setting: Setting) -> Running:
+        layers = setting.job.cuts(1)[-1]
+        plan = penstock.Plan((penstock.Stage(0, layers, tuple(range(RANKS))),), "1f1b-flush", setting.microbatches)
+        pipe = pipeline(setting, plan=plan)
+        if not overlaps:
+            for stages in pipe._stages.values():
+                for stage in stages.values():
+                    assert stage.reducer is not None
+                    # Without its hooks everything leaves when the backward is over.
+                    stage.reducer.arm = lambda version, leaves: None  # type: ignore[method-assign]
+        return running_pipeline(pipe, setting)
+
+    return Entry(name, build)
 
 
-def data_parallel(size: Size, tokens: Tensor, target: Tensor, microbatches: int) -> Contender:
-    """torch's DDP, which sums in the last of a rank's microbatches."""
-    model = DistributedDataParallel(size.build())
-    optimizer = sgd(list(model.parameters()))
-    mine = slice(dist.get_rank(), None, RANKS)
-    parts = list(zip(tokens.chunk(microbatches), target.chunk(microbatches), strict=True))[mine]
-
-    def step() -> None:
-        for index, (part, expected) in enumerate(parts):
-            last = index == len(parts) - 1
-            with nullcontext() if last else model.no_sync():
-                (loss_fn(model(part), expected) / len(parts)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Contender(DDP, step, IDEAL)
-
-
-def hidden_shares(pipe: penstock.Pipeline, step: Callable[[], object], steps: int) -> list[float]:
+def hidden_shares(replicas: Running, steps: int) -> list[float]:
     """Of the sum of each rank in each of some steps, the share that lay below the rank's backward. Collective."""
     shares = []
+    assert replicas.pipe is not None
     for _ in range(steps):
-        step()
-        spans = pipe.timeline().spans
+        replicas.step()
+        spans = replicas.pipe.timeline().spans
         for rank in range(RANKS):
             mine = [(parse(span.action), span) for span in spans if span.rank == rank]
             over = max(span.stop_seconds for action, span in mine if isinstance(action, Backward))
@@ -93,34 +79,23 @@ def hidden_shares(pipe: penstock.Pipeline, step: Callable[[], object], steps: in
     return shares
 
 
-def rows_of(size: Size, microbatches: int, repeats: int, steps: int) -> list[Row]:
-    """All contenders, in turn."""
-    generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(BYTES, (microbatches * MICROBATCH_SIZE, size.context + 1), generator=generator)
-    tokens, target = windows[:, :-1], windows[:, 1:]
-    pipes = {
-        OVERLAPPED: replicated(size, tokens, microbatches, overlaps=True),
-        AFTERWARDS: replicated(size, tokens, microbatches, overlaps=False),
-    }
-    ways = [
-        alone(size, tokens, target, microbatches),
-        *(Contender(name, lambda pipe=pipe: pipe.step(tokens, target), IDEAL) for name, pipe in pipes.items()),
-        data_parallel(size, tokens, target, microbatches),
-    ]
-    times = measure(ways, repeats, steps)
-    single, after = times[ways[0].name].wall, times[AFTERWARDS].wall
+def rows_of(
+    names: list[str], running: Mapping[str, Running], setting: Setting, rounds: int, turn_seconds: float
+) -> list[Row]:
+    """All contenders, in turn. Collective."""
+    times = {name: taken.wall for name, taken in measure(names, running, setting, rounds, turn_seconds).times.items()}
+    half = [seconds / RANKS for seconds in times[ONE_PROCESS]]
     rows = []
-    for way in ways:
-        mine = times[way.name].wall
-        below = hidden_shares(pipes[way.name], way.step, steps) if way.name in pipes else None
+    for name in names:
+        own = times[name]
+        below = hidden_shares(running[name], WATCHED_STEPS) if name in (OVERLAPPED, AFTERWARDS) else None
+        milliseconds = (1e3 * statistics.median(own), 1e3 * min(own), 1e3 * max(own))
         rows.append(
             Row(
-                way.name,
-                statistics.median(mine),
-                min(mine),
-                max(mine),
-                statistics.median(way.ideal * one / own for one, own in zip(single, mine, strict=True)),
-                statistics.median(other / own for other, own in zip(after, mine, strict=True)),
+                name,
+                *milliseconds,
+                1.0 if name == ONE_PROCESS else speedup(half, own),
+                speedup(times[AFTERWARDS], own),
                 None if below is None else statistics.median(below),
             )
         )
@@ -141,30 +116,46 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model")
-    parser.add_argument("--microbatches", type=int, default=4, help=f"of {MICROBATCH_SIZE} samples, over both replicas")
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each contender")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a measurement")
-    parser.add_argument("--save", type=Path, help="a file for what is printed")
-    options = parser.parse_args()
-
+def work(options: argparse.Namespace) -> None:
+    """One process of the launch: writes the rows."""
     torch.set_num_threads(1)
-    machine = conditions().rpartition("command: ")[0]
-    before = f"{machine}command: torchrun --nproc-per-node {RANKS} benchmarks/overlap.py {shlex.join(sys.argv[1:])}"
-    dist.init_process_group("gloo")
-    if dist.get_world_size() != RANKS:
-        parser.error(f"start {RANKS} processes: torchrun --nproc-per-node {RANKS} benchmarks/overlap.py")
-    rows = rows_of(SIZES[options.size], options.microbatches, options.repeats, options.steps)
-    if dist.get_rank() == 0:
-        lines = [json.dumps({"size": options.size, "microbatches": options.microbatches, **asdict(r)}) for r in rows]
-        report = "\n".join([before.rstrip(), "", table(rows), "", *lines])
-        print(report, flush=True)
-        if options.save is not None:
-            options.save.write_text(report + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    setting = Setting(JOBS[options.size], RANKS, options.microbatches)
+    ddp = data_parallel(setting)
+    assert isinstance(ddp, Entry), "the microbatches of overlap.py divide by its processes"
+    entries = [plain_loop(), replicated(OVERLAPPED, True), replicated(AFTERWARDS, False), ddp]
+    with joined(entries, setting) as running:
+        rows = rows_of([entry.name for entry in entries], running, setting, options.repeats, options.turn_seconds)
+        if dist.get_rank() == 0:
+            options.worker.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--size", choices=JOBS, default="tiny", help="of the model")
+    parser.add_argument("--microbatches", type=int, default=4, help="of two samples, over both replicas; even")
+    parser.add_argument("--repeats", type=int, default=9, help="measurements of each contender")
+    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of one process, in a measurement")
+    parser.add_argument("--save", type=Path, help="a file for what is printed")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options)
+        return
+    before = conditions("benchmarks/overlap.py")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        arguments = ["--size", options.size, "--microbatches", str(options.microbatches), "--worker", str(found)]
+        launch(
+            __file__,
+            RANKS,
+            [*arguments, "--repeats", str(options.repeats), "--turn-seconds", str(options.turn_seconds)],
+        )
+        rows = [Row(**row) for row in json.loads(found.read_text())]
+    lines = [json.dumps({"size": options.size, "microbatches": options.microbatches, **asdict(r)}) for r in rows]
+    report = "\n".join([before, "", table(rows), "", *lines])
+    print(report, flush=True)
+    if options.save is not None:
+        options.save.write_text(report + "\n")
 
 
 if __name__ == "__main__":

@@ -22,18 +22,19 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from launches import alone, everywhere, launch, timed
+from residents import ALLOCATOR, forget_peak, resident_bytes
+from slowdowns import groups_up_to, seconds_in_company
 from torch import Tensor, nn
 
 import penstock
@@ -48,7 +49,6 @@ CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
 MICROBATCHES_PER_PROCESS = 4
 WARM_UP_STEPS = 2
 BUSY_SECONDS = 1.0
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,29 +110,13 @@ def pipeline(schedule: str, processes: int, microbatches: int, size: int = MICRO
     )
 
 
-def alone(work: Callable[[], Found]) -> Found:
-    """What rank 0 makes while the others sleep; the same on every rank."""
-    found = [work() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    result = found[0]
-    assert result is not None
-    return result
-
-
-def everywhere(mine: Found) -> list[Found]:
-    """What every rank has, rank by rank."""
-    found: list[Found | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return [one for one in found if one is not None]
-
-
 def measure_profile(size: int, iterations: int, warmup: int) -> penstock.Profile:
     """Of the model with its loss, for microbatches of `size` samples."""
     tokens, target = batch(1, size)
     return penstock.profile(build(), (tokens,), loss_fn=loss_fn, target=target, iterations=iterations, warmup=warmup)
 
 
-def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup]) -> tuple[float, ...]:
+def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]) -> tuple[float, ...]:
     """How many times `seconds`, the profile's, a microbatch takes when 1, 2, ... processes are busy.
 
     Two things that are measured apart: a plain loop over the whole model in one process, and how much longer a stage's
@@ -142,32 +126,8 @@ def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup]) -> tu
     streaming = alone(lambda: timed(lambda: loss_fn(whole(tokens), target).backward(), BUSY_SECONDS)) / seconds
     torch.manual_seed(0)
     share = GPT(CONTEXT, WIDTH, HEADS, BLOCKS // len(groups))
-    single = alone(lambda: timed(lambda: loss_fn(share(tokens), target).backward(), BUSY_SECONDS))
-    together = []
-    for busy, group in enumerate(groups, 1):
-        dist.barrier()
-        if dist.get_rank() < busy:
-            count = max(4, round(BUSY_SECONDS / single))
-            start = time.perf_counter()
-            for _ in range(count):
-                loss_fn(share(tokens), target).backward()
-                # As stages wait for each other: three processes do not share two cores evenly.
-                dist.barrier(group)
-            together.append((time.perf_counter() - start) / count)
-        else:
-            together.append(0.0)
-    slowest = [max(column) for column in zip(*everywhere(together), strict=True)]
-    return tuple(streaming * one / slowest[0] for one in slowest)
-
-
-def timed(work: Callable[[], object], least: float) -> float:
-    """Seconds of `work`, done again and again for so long."""
-    work()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() < start + least:
-        work()
-        count += 1
-    return (time.perf_counter() - start) / count
+    together = seconds_in_company(lambda: loss_fn(share(tokens), target).backward(), groups, BUSY_SECONDS)
+    return tuple(streaming * one / together[0] for one in together)
 
 
 def measure_update() -> float:
@@ -182,16 +142,6 @@ def measure_update() -> float:
         optimizer.step()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) / sum(4 * parameter.numel() for parameter in model.parameters())
-
-
-def resident_bytes(field: str) -> int:
-    """Of this process: VmRSS, now; VmHWM, the most since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> float:
@@ -217,7 +167,7 @@ def measure_steps(
     """For each round the factors for busy processes, and every schedule's seconds per step, as rank 0 sees them."""
     times: dict[str, list[float]] = {name: [] for name in pipes}
     factors = []
-    groups = [dist.new_group(list(range(count))) for count in range(1, dist.get_world_size() + 1)]
+    groups = groups_up_to(dist.get_world_size())
     for _ in range(rounds):
         factors.append(measure_slowdowns(seconds, groups))
         for name, pipe in pipes.items():
@@ -289,14 +239,11 @@ def work(rounds: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def launch(processes: int, rounds: int) -> list[Row]:
+def measure(processes: int, rounds: int) -> list[Row]:
     """The rows that worlds of so many processes measure."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command += [__file__, "--worker", folder, "--rounds", str(rounds)]
-        once = {"OMP_NUM_THREADS": "1"}
-        for more in ({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}, {}):
-            subprocess.run(command, check=True, env={**os.environ, **once, **more})
+        for environment in (ALLOCATOR, {}):
+            launch(__file__, processes, ["--worker", folder, "--rounds", str(rounds)], environment)
         return [Row(**row) for row in json.loads((Path(folder) / "rows.json").read_text())]
 
 
@@ -310,7 +257,7 @@ def main() -> None:
         work(arguments.rounds, arguments.worker)
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
-    rows = [row for processes in arguments.processes for row in launch(processes, arguments.rounds)]
+    rows = [row for processes in arguments.processes for row in measure(processes, arguments.rounds)]
     print(HEAD)
     for row in rows:
         print(row.text())

@@ -1,0 +1,259 @@
+"""Says what an action costs beyond its arithmetic, in microseconds, and where they go.
+
+    python benchmarks/overhead.py
+
+The first table has the whole: a step less its ideal, over the forwards and backwards of a rank, for Penstock over
+shared memory and over Gloo, for torch's schedules, and for all stages in one process, where messages are references.
+The second one divides Penstock's step by what its workers recorded, with the layers in a bare loop beside them.
+docs/performance.md says what that can tell and what it cannot.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from contenders import GLOO, ONE_PROCESS, Absent, Entry, Running, pipeline, running_pipeline
+from ideals import ideal_seconds, overhead
+from jobs import JOBS, Setting, sgd
+from launches import conditions, everywhere, launch, outside_the_launch, timed
+from lineup import entries_of
+from parts import Parts, parts_of
+from rounds import TURN_SECONDS, joined, measure
+from torch import nn
+
+from penstock.scheduling import Step
+
+PROCESSES = 2
+STEPS = 8
+"""That a pipeline's timeline keeps."""
+ONE_WORLD = "penstock 1f1b-flush, one process"
+SHOWN = ("one process", "torch gpipe", "torch 1f1b", "torch interleaved", "penstock gpipe", "penstock 1f1b-flush")
+SHOWN += ("penstock interleaved", "penstock 2bw")
+DIVIDED = ("penstock 1f1b-flush", "penstock 1f1b-flush" + GLOO, "penstock 2bw", "penstock 2bw" + GLOO)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The whole of one contender, in seconds."""
+
+    size: str
+    name: str
+    step_seconds: float
+    ideal_seconds: float
+    overhead_seconds: float
+    """Of an action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Where one rank's time goes, in seconds for each of its forwards and backwards."""
+
+    size: str
+    name: str
+    rank: int
+    layers_forward: float
+    layers_backward: float
+    layers_update: float
+    forward: float
+    """Beyond its layers; so are the next two."""
+    backward: float
+    update: float
+    send: float
+    message: float
+    neighbour: float
+    other: float
+    between: float
+    cut: float
+    """Of the batch into microbatches; measured apart, as the next one."""
+    program: float
+    """Making it from the schedule."""
+    rest: float
+    """Of a step, before the first action and after the last."""
+
+    @property
+    def total(self) -> float:
+        """The step, over its actions."""
+        return sum(getattr(self, field.name) for field in fields(self)[3:])
+
+
+def one_world() -> Entry:
+    """All stages in rank 0's process: no transport, and no company."""
+
+    def build(setting: Setting) -> Running:
+        with outside_the_launch() if not dist.is_initialized() else nullcontext():
+            pipe = pipeline(setting, stages=setting.processes, schedule="1f1b-flush")
+        return running_pipeline(pipe, setting)
+
+    return Entry(ONE_WORLD, build, alone=True)
+
+
+def contenders(setting: Setting) -> list[Entry]:
+    """Those of the tables."""
+    names = {one for name in SHOWN for one in (name, name + GLOO)}
+    found = [entry for entry in entries_of(setting) if entry.name in names and not isinstance(entry, Absent)]
+    return [found[0], one_world(), *found[1:]]
+
+
+def costs_of(
+    size: str, entries: Sequence[Entry], setting: Setting, options: argparse.Namespace, running: dict[str, Running]
+) -> list[Cost]:
+    """The first table. Collective."""
+    found = measure([entry.name for entry in entries], running, setting, options.rounds, options.turn_seconds)
+    single = found.times[ONE_PROCESS].wall
+    costs = []
+    for entry in entries[1:]:
+        own = found.times[entry.name].wall
+        if entry.alone:
+            ideal, actions = list(single), 2 * setting.microbatches * setting.processes
+        else:
+            ideal = ideal_seconds(single, found.slowdowns, setting.processes, entry.lengthening)
+            actions = entry.actions
+        middle = statistics.median(own), statistics.median(ideal)
+        costs.append(Cost(size, entry.name, *middle, overhead(ideal, own, actions)))
+    return costs
+
+
+def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats: int) -> Division:
+    """This rank's row of the second table: medians over so many times `STEPS` steps. Collective."""
+    pipe, rank = running.pipe, dist.get_rank()
+    assert pipe is not None
+    found: list[Parts] = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            running.step()
+        seconds = (time.perf_counter() - start) / STEPS
+        found.append(parts_of(pipe.timeline(STEPS).spans, rank, STEPS, seconds))
+    mine = {field.name: statistics.median(getattr(parts, field.name) for parts in found) for field in fields(Parts)}
+    inputs, target = setting.job.batch(setting.microbatches)
+    cut = timed(lambda: pipe._cutter.for_step(inputs, target), 0.1)
+    program = timed(lambda: pipe.schedule.row(rank, Step(1)), 0.1)
+    forward, backward, update = bare_layers(setting, repeats * STEPS)
+    seconds_of = {
+        "layers_forward": forward,
+        "layers_backward": backward,
+        "layers_update": update,
+        **{name: mine[name] for name in ("send", "message", "neighbour", "other", "between")},
+        "forward": mine["forward"] - forward,
+        "backward": mine["backward"] - backward,
+        "update": mine["update"] - update,
+        "cut": cut,
+        "program": program,
+        "rest": mine["around"] - cut - program,
+    }
+    return Division(size, entry.name, rank, **{name: one / entry.actions for name, one in seconds_of.items()})
+
+
+def bare_layers(setting: Setting, steps: int) -> tuple[float, float, float]:
+    """Seconds of this rank's layers in a step, without any library: forward, backward, update; medians over so many.
+    All ranks at once.
+    """
+    job, rank = setting.job, dist.get_rank()
+    model, cuts = job.build(), job.cuts(setting.processes)
+    inputs, target = job.batch(1)
+    layers = job.layers(model)
+    with torch.no_grad():
+        received = nn.Sequential(*layers[: cuts[rank]])(inputs)
+    stage, last = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]]), rank == setting.processes - 1
+    optimizer = sgd(list(stage.parameters()))
+    series: list[tuple[float, float, float]] = []
+    dist.barrier()
+    for _ in range(steps):
+        forward = backward = 0.0
+        for _ in range(setting.microbatches):
+            start = time.perf_counter()
+            leaf = received.detach().requires_grad_(received.is_floating_point() and rank > 0)
+            output = stage(leaf)
+            result = job.loss(output, target) if last else output
+            middle = time.perf_counter()
+            result.backward(torch.ones_like(result))
+            forward, backward = forward + middle - start, backward + time.perf_counter() - middle
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        series.append((forward, backward, time.perf_counter() - start))
+    first, second, third = (statistics.median(column) for column in zip(*series, strict=True))
+    return first, second, third
+
+
+def work(options: argparse.Namespace) -> None:
+    """One process of a launch: writes both tables."""
+    torch.set_num_threads(1)
+    (size,) = options.sizes
+    setting = Setting(JOBS[size], PROCESSES, options.microbatches)
+    entries = contenders(setting)
+    with joined(entries, setting) as running:
+        costs = costs_of(size, entries, setting, options, running)
+        divided = [entry for entry in entries if entry.name in DIVIDED]
+        rows = [divide(size, entry, running[entry.name], setting, options.repeats) for entry in divided]
+        divisions = [one for ranks in zip(*everywhere(rows), strict=True) for one in ranks]
+        if dist.get_rank() == 0:
+            told = {"costs": [asdict(one) for one in costs], "divisions": [asdict(one) for one in divisions]}
+            options.worker.write_text(json.dumps(told))
+
+
+def cost_table(costs: Sequence[Cost]) -> str:
+    """The first table."""
+    lines = [f"{costs[0].size:34}{'step ms':>10}{'ideal ms':>10}{'us/action':>11}"]
+    lines += [
+        f"{one.name:34}{1e3 * one.step_seconds:10.2f}{1e3 * one.ideal_seconds:10.2f}{1e6 * one.overhead_seconds:11.0f}"
+        for one in costs
+    ]
+    return "\n".join(lines)
+
+
+def division_table(divisions: Sequence[Division]) -> str:
+    """The second table, a column for each rank of each contender."""
+    names = [field.name for field in fields(Division)[3:]]
+    lines = [f"{divisions[0].size + ', us/action':34}" + "".join(f"{one.name[9:]:>17}" for one in divisions)]
+    lines.append(f"{'':34}" + "".join(f"{f'rank {one.rank}':>17}" for one in divisions))
+    for name in (*names, "total"):
+        words = f"{name[7:]} of the bare layers" if name.startswith("layers_") else name
+        lines.append(f"{words:34}" + "".join(f"{1e6 * getattr(one, name):17.1f}" for one in divisions))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=JOBS, default=["nano", "tiny"], help="of the model")
+    parser.add_argument("--microbatches", type=int, default=8, help="of two samples, in a step")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
+    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of one process")
+    parser.add_argument("--repeats", type=int, default=20, help="of eight steps that are divided")
+    parser.add_argument("--json", type=Path, help="a file for JSON lines")
+    parser.add_argument("--save", type=Path, help="a file for all that is printed")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options)
+        return
+    parts, lines = [conditions("benchmarks/overhead.py")], []
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "tables.json"
+            arguments = ["--worker", str(report), "--sizes", size, "--rounds", str(options.rounds)]
+            arguments += ["--microbatches", str(options.microbatches), "--repeats", str(options.repeats)]
+            launch(__file__, PROCESSES, [*arguments, "--turn-seconds", str(options.turn_seconds)])
+            told = json.loads(report.read_text())
+        costs = [Cost(**one) for one in told["costs"]]
+        divisions = [Division(**one) for one in told["divisions"]]
+        lines += [json.dumps(one) for one in (*told["costs"], *told["divisions"])]
+        parts += [cost_table(costs), division_table(divisions)]
+        print("\n\n".join(parts[-2:]) + "\n", flush=True)
+    if options.json is not None:
+        options.json.write_text("\n".join(lines) + "\n")
+    if options.save is not None:
+        options.save.write_text("\n\n".join([*parts, "\n".join(lines)]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""How long a pipeline takes until it has made its first step, part by part.
+
+The parts are the calls that `Pipeline` makes while it is built, each timed where `penstock.pipeline` calls it. What is
+left over is the rest: agreements between the processes mostly, in which a process also waits for slower ones.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import penstock
+from penstock import pipeline
+
+PARTS = {
+    "begin": "capture",
+    "make_schedule": "schedule",
+    "verify": "verify",
+    "check_agreement": "agreement",
+    "buffered_stages": "buffers",
+    "connect": "connections",
+    "build_stages": "stages",
+    "recruit": "workers",
+}
+"""By the name of a function in `penstock.pipeline`: what it is called here."""
+
+
+def timed_start(build: Callable[[], penstock.Pipeline]) -> tuple[penstock.Pipeline, dict[str, float]]:
+    """The pipeline that `build` makes, and the seconds of its parts; ``rest`` is what they leave over."""
+    seconds = dict.fromkeys(PARTS.values(), 0.0)
+    start = time.perf_counter()
+    with _watched(seconds):
+        pipe = build()
+    seconds["rest"] = time.perf_counter() - start - sum(seconds.values())
+    return pipe, seconds
+
+
+@contextmanager
+def _watched(seconds: dict[str, float]) -> Iterator[None]:
+    """In its body the calls of PARTS add what they take to `seconds`."""
+    watched = {name: getattr(pipeline, name) for name in PARTS}
+    for name, function in watched.items():
+        setattr(pipeline, name, _timed(function, PARTS[name], seconds))
+    try:
+        yield
+    finally:
+        for name, function in watched.items():
+            setattr(pipeline, name, function)
+
+
+def _timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    @wraps(function)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            seconds[part] += time.perf_counter() - start
+
+    return timed
