@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worlds import join_world
 
 __all__ = [
+    "close_before_it_comes",
     "exchange",
     "exchange_changed_shapes",
     "exchange_layouts",
@@ -86,6 +88,22 @@ def read_in_any_order(shared: bool) -> list[float]:
             found.append(tensor[-1].item())
     dist.barrier()
     transport.close()
+    return found
+
+
+def close_before_it_comes(shared: bool) -> list[float]:
+    """Rank 1 hangs up while rank 0 has not sent yet what rank 1 has posted a receive for."""
+    transport, rank, _ = _ring(shared)
+    found = []
+    if rank == 0:
+        time.sleep(0.3)
+        transport.send(Edge(0, 1), "form", (torch.tensor(5.0),))
+        transport.flush()
+        transport.close()
+    else:
+        ticket = transport.post(Edge(0, 1), "form")
+        transport.close()
+        found = [tensor.item() for tensor in ticket.wait() if tensor is not None]
     return found
 
 

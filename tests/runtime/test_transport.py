@@ -9,6 +9,7 @@ import torch
 from penstock.runtime.transport import Edge, Loopback
 from processes import Pool
 from transport_jobs import (
+    close_before_it_comes,
     exchange,
     exchange_changed_shapes,
     exchange_layouts,
@@ -123,6 +124,13 @@ def test_what_was_sent_is_delivered_after_the_sender_has_left(pool: Pool, shared
     if shared:
         assert error[0].startswith("rank 0 closed its connection to this rank (rank 0 -> rank 1 (stages)).")
         assert error[0].endswith("The connection says: it was closed by the other end")
+
+
+@BOTH
+def test_what_was_posted_still_comes_when_the_receiver_closes(pool: Pool, shared: bool) -> None:
+    _, found = pool.run(2, close_before_it_comes, shared)
+
+    assert found == [5.0]
 
 
 def test_nothing_is_left_behind(pool: Pool) -> None:

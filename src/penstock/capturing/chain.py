@@ -12,7 +12,6 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -161,6 +160,8 @@ class ModelOutput:
 
     def build(self, values: Mapping[str, Tensor]) -> Any:
         """What the model returns, of the same types as the model's own output."""
+        if self.structure.is_leaf() and self.leaves[0] is not None:
+            return values[self.leaves[0]]
         leaves = [
             constant if name is None else values[name]
             for name, constant in zip(self.leaves, self.constants, strict=True)
@@ -221,30 +222,34 @@ class StageModule(nn.Module):
         for name in self.mutates:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[name] = values[name].clone()
-        for index, layer in enumerate(self.layers):
-            arguments = [values[name] for name in self.reads[index]]
+        columns = zip(self.layers, self.reads, self.writes, self.last_read, strict=True)
+        for index, (layer, reads, writes, last_read) in enumerate(columns):
+            arguments = [values[name] for name in reads]
             if around is None:
-                results = self._run(index, seed, *arguments)
+                results = self._run(index, layer, seed, arguments)
             else:
-                results = around(layer, partial(self._run_apart, index, seed), arguments)
-                values.update(zip(self.written[index], results[len(self.writes[index]) :], strict=True))
-                results = results[: len(self.writes[index])]
-            for name in self.last_read[index]:
+                results = around(layer, partial(self._run_apart, index, layer, seed), arguments)
+                values.update(zip(self.written[index], results[len(writes) :], strict=True))
+                results = results[: len(writes)]
+            for name in last_read:
                 del values[name]
-            values.update(zip(self.writes[index], results, strict=True))
+            values.update(zip(writes, results, strict=True))
         return tuple(values[name] if name in values else inputs[name] for name in self.sent)
 
-    def _run(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
-        layer = self.layers[index]
-        with seeded(seed, self.first + index, arguments) if self.random[index] and seed is not None else nullcontext():
-            results: tuple[Tensor, ...] = layer(*arguments)
+    def _run(self, index: int, layer: nn.Module, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...]
+        if seed is None or not self.random[index]:
+            results = layer(*arguments)
+        else:
+            with seeded(seed, self.first + index, arguments):
+                results = layer(*arguments)
         return results
 
-    def _run_apart(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
+    def _run_apart(self, index: int, layer: nn.Module, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
         """What the layer writes in place it writes in copies, which are returned behind its results."""
         own = dict(zip(self.reads[index], arguments, strict=True))
         own.update({name: own[name].clone() for name in self.written[index]})
-        results = self._run(index, seed, *(own[name] for name in self.reads[index]))
+        results = self._run(index, layer, seed, [own[name] for name in self.reads[index]])
         return (*results, *(own[name] for name in self.written[index]))
 
 

@@ -30,6 +30,8 @@ __all__ = ["Mailbox"]
 POSTED_AHEAD = 2
 """Receives that are posted on an edge before they are needed: one in use and one on its way."""
 
+_RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
+
 Rows: TypeAlias = tuple[int, int]
 """First row, and number of rows."""
 
@@ -44,6 +46,8 @@ class Mailbox:
         self._microbatches: Mapping[int, Microbatch] = {}
         self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
         """By stage and direction; asked for at every forward and backward."""
+        self._known_edges: dict[tuple[int, int], Edge] = {}
+        """Every message asks for one."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._tickets: defaultdict[Action, dict[Edge, Ticket]] = defaultdict(dict)
         self._arrived: dict[tuple[int, int, int], Message] = {}
@@ -56,7 +60,7 @@ class Mailbox:
         self._schedule = schedule
         self._microbatches = microbatches
         for action in program:
-            if isinstance(action, Receive | ReceiveTied | ReceiveNorms):
+            if isinstance(action, _RECEIVES):
                 for edge in self._edges_to(action):
                     self._due[edge].append(action)
         for edge in self._due:
@@ -98,7 +102,7 @@ class Mailbox:
             parts = self._scatter(stage, microbatch, target, message)
         else:
             parts = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), form, part) for rank, part in parts.items()]
+        self._leaving[stage, microbatch, target] = [(self._edge_to(rank), form, part) for rank, part in parts.items()]
 
     def send(self, action: Send) -> None:
         """Sends what was left for it."""
@@ -116,7 +120,7 @@ class Mailbox:
 
     def send_tied(self, action: SendTied, message: Message) -> None:
         """Sends the gradients of weights that two stages share."""
-        edge = Edge(self.rank, peer(action, self.rank, self._placement))
+        edge = self._edge_to(peer(action, self.rank, self._placement))
         self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
 
     def receive_tied(self, action: ReceiveTied) -> Message:
@@ -127,7 +131,7 @@ class Mailbox:
         """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
         for rank in peers(action, self.rank, self._placement):
             form = ("norms", action.stage, action.target, len(norms))
-            self._transport.send(Edge(self.rank, rank), form, tuple(norms))
+            self._transport.send(self._edge_to(rank), form, tuple(norms))
 
     def receive_norms(self, action: ReceiveNorms) -> Message:
         """Waits to be told."""
@@ -162,8 +166,18 @@ class Mailbox:
     def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> list[Edge]:
         if isinstance(action, Receive) and self._placement.split:
             sources = self._rows(action.stage, action.source, action.microbatch)
-            return [Edge(source, self.rank) for source in sources]
-        return [Edge(peer(action, self.rank, self._placement), self.rank)]
+            return [self._edge_from(source) for source in sources]
+        return [self._edge_from(peer(action, self.rank, self._placement))]
+
+    def _edge_to(self, rank: int) -> Edge:
+        return self._known_edges.get((self.rank, rank)) or self._remember(Edge(self.rank, rank))
+
+    def _edge_from(self, rank: int) -> Edge:
+        return self._known_edges.get((rank, self.rank)) or self._remember(Edge(rank, self.rank))
+
+    def _remember(self, edge: Edge) -> Edge:
+        self._known_edges[edge.source, edge.target] = edge
+        return edge
 
     def _form(self, source: int, target: int, microbatch: int) -> Hashable:
         return (source, target, self._schedule.promise.trains, self._microbatches[microbatch].signature)

@@ -89,22 +89,28 @@ def split(
     for part in {len(share) for span in spans for share in share_spans(len(span), parts)}:
         form.check_samples(part)
     _check_target(target, samples)
-    targets = [_narrow(target, samples, span) for span in spans]
-    amounts = [amount_of(weigh, piece, len(span)) for piece, span in zip(targets, spans, strict=True)]
+    sizes = [len(span) for span in spans]
+    targets = _split_target(target, samples, sizes)
+    amounts = [amount_of(weigh, piece, size) for piece, size in zip(targets, sizes, strict=True)]
     check_amounts(amounts)
+    total = sum(amounts)
+    columns = {name: _split_rows(t, sizes) if name in form.batched else [t] * count for name, t in tensors.items()}
+    signatures: dict[int, Hashable] = {}
     made = []
-    for span, piece, amount in zip(spans, targets, amounts, strict=True):
-        cut = _cut(form, tensors, span)
+    for index, size in enumerate(sizes):
+        cut = {name: column[index] for name, column in columns.items()}
+        if size not in signatures:
+            signatures[size] = tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items())
         made.append(
             Microbatch(
                 inputs=cut,
-                target=piece,
-                samples=len(span),
-                amount=amount,
-                total=sum(amounts),
-                signature=tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items()),
-                whole=len(span),
-                whole_amount=amount,
+                target=targets[index],
+                samples=size,
+                amount=amounts[index],
+                total=total,
+                signature=signatures[size],
+                whole=size,
+                whole_amount=amounts[index],
                 weigh=weigh,
             )
         )
@@ -187,6 +193,8 @@ def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _check_target(target: Any, samples: int) -> None:
+    if isinstance(target, Tensor) and _is_batched(target, samples):
+        return
     leaves, _ = flatten(target)
     check_leaves(("the target, or a part of it,", leaf) for leaf in leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -202,6 +210,23 @@ def _cut(form: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[
         name: tensor.narrow(0, span.start, len(span)) if name in form.batched else tensor
         for name, tensor in tensors.items()
     }
+
+
+def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """`tensor` in views of so many rows each."""
+    if not tensor.requires_grad:
+        return tensor.split_with_sizes(list(sizes))
+    # A view that autograd knows of as one of several must not be written to.
+    return [tensor.narrow(0, stop - size, size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _split_target(target: Any, samples: int, sizes: Sequence[int]) -> Sequence[Any]:
+    """`target` in parts of so many samples each."""
+    if isinstance(target, Tensor) and _is_batched(target, samples):
+        return _split_rows(target, sizes)
+    return [
+        _narrow(target, samples, range(stop - size, stop)) for stop, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
 
 
 def _narrow(target: Any, samples: int, span: range) -> Any:

@@ -71,6 +71,11 @@ class Reports:
                     f"loss_fn returned the metrics {names} before and {each.names} now: return the same names for "
                     "every microbatch"
                 )
-        shares = torch.stack([each.shares for each in figures])
-        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=shares.device)
+        # Once for all microbatches of a step, when the last one is done.
+        values = [value for each in figures for value in each.values]
+        alike = len({(value.dtype, value.shape) for value in values}) == 1
+        rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
+        weights = torch.tensor([[each.weight] for each in figures], dtype=torch.float64, device=rows.device)
+        shares = rows.double().view(len(figures), -1) * weights
+        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=rows.device)
         return shares, text

@@ -17,8 +17,10 @@ class Figures:
 
     names: tuple[str, ...]
     """Of the metrics that `loss_fn` returned."""
-    shares: Tensor
-    """The loss and the metrics, each times the share of the minibatch that it is the mean over; float64."""
+    values: tuple[Tensor, ...]
+    """The loss and the metrics, each of one number."""
+    weight: float
+    """The share of the minibatch that they are the means over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,8 @@ class SharedInbox:
         self._ring = RingReader(ring)
         self._bell = socket.socket(fileno=bell)
         self._bell.setblocking(False)
+        self._closed = False
+        """Whether the other end has hung up."""
         self._sleep = select.poll()
         self._sleep.register(self._bell, select.POLLIN)
         self._agreed: dict[Hashable, Specs] = {}
@@ -179,12 +181,19 @@ class SharedInbox:
                 self._read()
 
     def close(self) -> None:
-        """Hangs up."""
-        self._bell.close()
+        """Nothing is posted any more."""
 
     def join(self, seconds: float) -> bool:
-        """Whether it has ended, which it always has."""
-        return True
+        """Waits so long for everything posted, and hangs up; False if it may still come."""
+        deadline = time.monotonic() + seconds
+        with self._reading:
+            while self._posted and (self._ring.filled() or (not self._closed and time.monotonic() < deadline)):
+                if self._ring.filled():
+                    self._read()
+                else:
+                    self._nap(0.01)
+        self._bell.close()
+        return self._closed or not self._posted
 
     def _wait(self) -> None:
         """Until there is a record."""
@@ -195,15 +204,20 @@ class SharedInbox:
         place, peers = str(self._edge), (self._edge.source,)
         deadline = self._patience.deadline()
         while not filled():
-            if self._sleep.poll(POLL_SECONDS * 1e3):
-                try:
-                    closed = not self._bell.recv(4096)
-                except OSError:
-                    closed = True
-                if closed and not filled():
-                    raise self._patience.broken(place, peers, _CLOSED)
-            else:
+            if not self._nap(POLL_SECONDS):
                 self._patience.check(deadline, place, peers)
+            elif self._closed and not filled():
+                raise self._patience.broken(place, peers, _CLOSED)
+
+    def _nap(self, seconds: float) -> bool:
+        """Sleeps until the bell rings or the other end hangs up, or for so long; False if nothing happened."""
+        if not self._sleep.poll(seconds * 1e3):
+            return False
+        try:
+            self._closed = not self._bell.recv(4096)
+        except OSError:
+            self._closed = True
+        return True
 
     def _read(self) -> None:
         """Reads the next message, which is there, for the oldest receive."""

@@ -110,6 +110,12 @@ class Worker:
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
+        modules = {index: stage.weights.module(0) for index, stage in stages.items()}
+        self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
+        self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
+        self._first = min(stages)
+        self._random = frozenset(index for index, module in modules.items() if any(module.random))
+        """The stages with layers that draw random numbers."""
         self._recomputations = {
             index: Recomputation(stage.recomputes, loss_fn if self._is_last(index) else None)
             for index, stage in stages.items()
@@ -128,7 +134,7 @@ class Worker:
     ) -> None:
         """Prepares for `program`, a part of `schedule` that forwards `microbatches`, and posts its first receives."""
         self._pass = current
-        placement, stage = schedule.placement, min(self.stages)
+        placement, stage = schedule.placement, self._first
         for k, microbatch in microbatches.items():
             ranks = placement.ranks_for(stage, k)
             if self.rank in ranks:
@@ -207,11 +213,10 @@ class Worker:
             self._evaluate(action.stage, k, microbatch)
             return
         module = stage.weights.module(action.version)
-        sources = [action.stage - distance for distance in module.sources]
         # Activations are never None; only gradients can be.
-        found = self._mailbox.collect(action.stage, k, sources, later=False)
+        found = self._mailbox.collect(action.stage, k, self._sources[action.stage], later=False)
         received = [tensor for tensor in found if tensor is not None]
-        seed = self._pass.seed
+        seed = self._pass.seed if action.stage in self._random else None
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._pass.microbatches_before + k), microbatch.part)
         recomputation = None if (action.stage, k) in self._direct else self._recomputations.get(action.stage)
@@ -237,24 +242,20 @@ class Worker:
             weight = microbatch.share if self._averages else microbatch.weight
             self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
         else:
-            targets = [action.stage + distance for distance in module.targets]
-            self._mailbox.deal(action.stage, k, targets, outputs, later=True)
+            self._mailbox.deal(action.stage, k, self._targets[action.stage], outputs, later=True)
 
     def _backward(self, action: Backward) -> None:
         k, stage = action.microbatch, self.stages[action.stage]
-        module = stage.weights.module(action.version)
         if self._is_last(action.stage):
             gradients: Message = (self._loss_gradients.pop(k),)
         else:
-            targets = [action.stage + distance for distance in module.targets]
-            gradients = self._mailbox.collect(action.stage, k, targets, later=True)
+            gradients = self._mailbox.collect(action.stage, k, self._targets[action.stage], later=True)
         update = self._gradients.prepare(action.stage, k, action.version)
         result = stage.executor.backward(k, gradients)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
-        sources = [action.stage - distance for distance in module.sources]
-        self._mailbox.deal(action.stage, k, sources, result, later=False)
-        if action.stage == min(self.stages):
+        self._mailbox.deal(action.stage, k, self._sources[action.stage], result, later=False)
+        if action.stage == self._first:
             del self._microbatches[k]
 
     def _scale(self, stage: int, microbatch: int) -> float:
@@ -332,8 +333,8 @@ class Worker:
         return (whole(loss),)
 
     def _note(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        values = torch.stack([whole(value.detach()).double().reshape(()) for value in (loss, *metrics.values())])
-        self._pass.figures[self.rank, k] = Figures(tuple(metrics), values * microbatch.weight)
+        values = tuple(whole(value.detach()) for value in (loss, *metrics.values()))
+        self._pass.figures[self.rank, k] = Figures(tuple(metrics), values, microbatch.weight)
 
     def _evaluate(self, stage: int, k: int, microbatch: Microbatch) -> None:
         """A forward without gradients. Between stages everything is relayed then: an evaluation has no skips."""

@@ -18,7 +18,7 @@ Laws of this file:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import assert_never
 
@@ -137,6 +137,8 @@ class _Lowering:
     norms: NormRule
     deferred: frozenset[int]
     skips: Sequence[Skip]
+    known: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
+    """What `_apart` has found: every action asks for it."""
 
     def lower(self, row: Iterable[Entry]) -> Iterator[Action]:
         for _, run in groupby(row, key=lambda entry: isinstance(entry, Update)):
@@ -149,10 +151,10 @@ class _Lowering:
 
     def _lower_entry(self, entry: Entry) -> Iterator[Action]:
         match entry:
-            case Forward(stage):
-                yield from self._compute(entry, self._nexts(stage, later=False), self._nexts(stage, later=True))
-            case Backward(stage):
-                yield from self._compute(entry, self._nexts(stage, later=True), self._nexts(stage, later=False))
+            case Forward():
+                yield from self._compute(entry, later=True)
+            case Backward():
+                yield from self._compute(entry, later=False)
             case Update():
                 yield from self._lower_updates([entry])
             case Summed(stage, version):
@@ -162,15 +164,14 @@ class _Lowering:
             case _:
                 assert_never(entry)
 
-    def _compute(self, action: Forward | Backward, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Action]:
-        """A forward or backward between what it needs of `sources` and what `targets` need of it."""
-        for source in reversed(sources):
-            if self._is_apart(source):
-                yield Receive(action.stage, action.microbatch, source)
+    def _compute(self, action: Forward | Backward, *, later: bool) -> Iterator[Action]:
+        """A forward or backward between what it needs and what others need of it, `later` stages or earlier ones."""
+        stage, microbatch = action.stage, action.microbatch
+        for source in reversed(self._apart(stage, later=not later)):
+            yield Receive(stage, microbatch, source)
         yield action
-        for target in targets:
-            if self._is_apart(target):
-                yield Send(action.stage, action.microbatch, target)
+        for target in self._apart(stage, later=later):
+            yield Send(stage, microbatch, target)
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
         """A run of updates and what they wait for; `updates` at once only if all of them know the norms of all."""
@@ -259,6 +260,14 @@ class _Lowering:
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)
+
+    def _apart(self, stage: int, *, later: bool) -> tuple[int, ...]:
+        """Those of `_nexts` that are on other ranks."""
+        known = self.known.get((stage, later))
+        if known is None:
+            known = tuple(other for other in self._nexts(stage, later=later) if self._is_apart(other))
+            self.known[stage, later] = known
+        return known
 
     def _partners(self, stage: int) -> tuple[int, ...]:
         """Those on other ranks."""
