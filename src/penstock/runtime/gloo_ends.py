@@ -9,7 +9,6 @@ Tensors of a GPU pass through host memory, since the communicators are Gloo's.
 import queue
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,29 +21,38 @@ from penstock.runtime.transport import Edge, Message, Ticket
 __all__ = ["GlooInbox", "GlooOutbox", "Receipt"]
 
 
-@dataclass(slots=True)
 class Receipt:
-    """A message on its way, which a thread will leave here."""
+    """A message from `peers` on its way, which a thread will `leave` here."""
 
-    place: str
-    peers: Sequence[int]
-    """Whom it comes from."""
-    patience: Patience
-    form: Hashable = None
-    done: threading.Event = field(default_factory=threading.Event)
-    message: Message = ()
-    error: Exception | None = None
+    __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place", "form")
+
+    def __init__(self, place: str, peers: Sequence[int], patience: Patience, form: Hashable = None) -> None:
+        self.form = form
+        self._place, self._peers, self._patience = place, peers, patience
+        self._message: Message = ()
+        self._error: Exception | None = None
+        # Held until the message is there. An event does the same with a lock of its own for every waiter.
+        self._empty = threading.Lock()
+        self._empty.acquire()
+
+    def leave(self, message: Message = (), error: Exception | None = None) -> None:
+        """Called once, with what has come or why nothing will."""
+        self._message, self._error = message, error
+        self._empty.release()
 
     def ready(self) -> bool:
-        return self.done.is_set()
+        return not self._empty.locked()
 
     def wait(self) -> Message:
-        deadline = self.patience.deadline()
-        while not self.done.wait(POLL_SECONDS):
-            self.patience.check(deadline, self.place, self.peers)
-        if self.error is not None:
-            raise self.patience.broken(self.place, self.peers, self.error)
-        return self.message
+        if self._empty.locked():
+            deadline = self._patience.deadline()
+            while not self._empty.acquire(timeout=POLL_SECONDS):
+                self._patience.check(deadline, self._place, self._peers)
+            # For who asks again.
+            self._empty.release()
+        if self._error is not None:
+            raise self._patience.broken(self._place, self._peers, self._error)
+        return self._message
 
 
 class GlooOutbox:
@@ -135,10 +143,9 @@ class GlooInbox:
     def _run(self) -> None:
         while (receipt := self._receipts.get()) is not None:
             try:
-                receipt.message = self._receive(receipt.form)
+                receipt.leave(self._receive(receipt.form))
             except Exception as error:
-                receipt.error = error
-            receipt.done.set()
+                receipt.leave(error=error)
             del receipt
 
     def _receive(self, form: Hashable) -> Message:

@@ -29,9 +29,8 @@ WHOLE_BYTES = 2**16
 class Receipt(Protocol):
     """Where the sum is left."""
 
-    message: Message
-    error: Exception | None
-    done: threading.Event
+    def leave(self, message: Message = (), error: Exception | None = None) -> None:
+        """Called once, with the sum or why there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,9 @@ class GroupSum:
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:
             try:
-                part.receipt.message = (self._sum(part.form, part.tensor),)
+                part.receipt.leave((self._sum(part.form, part.tensor),))
             except Exception as error:
-                part.receipt.error = error
-            part.receipt.done.set()
+                part.receipt.leave(error=error)
             del part
 
     def _sum(self, form: Hashable, tensor: Tensor) -> Tensor:
