@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,19 @@ def _ring(shared: bool = True) -> tuple[Transport, int, int]:
         del os.environ[SHARED_MEMORY]
 
 
-def tell_threads(unwilling: int | None) -> list[str]:
-    """The threads that the transport needs; the rank `unwilling` will share no memory."""
+def _refuse(*_: object) -> NoReturn:
+    raise PermissionError("not on this machine")
+
+
+def tell_threads(unwilling: int | None, refused: bool = False) -> list[str]:
+    """The threads that the transport needs; the rank `unwilling` will share no memory, or is `refused` any."""
     before = set(threading.enumerate())
-    transport, rank, ranks = _ring(dist.get_rank() != unwilling)
+    made, out = os.memfd_create, dist.get_rank() == unwilling
+    os.memfd_create = _refuse if out and refused else made
+    try:
+        transport, rank, ranks = _ring(not out or refused)
+    finally:
+        os.memfd_create = made
     transport.send(Edge(rank, (rank + 1) % ranks), "form", (torch.ones(1),))
     transport.post(Edge((rank - 1) % ranks, rank), "form").wait()
     names = sorted(thread.name for thread in set(threading.enumerate()) - before)

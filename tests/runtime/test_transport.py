@@ -94,8 +94,9 @@ def test_processes_of_one_host_share_memory_without_threads(pool: Pool) -> None:
     assert pool.run(3, tell_threads, None) == [[], [], []]
 
 
-def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool) -> None:
-    first, second, third = pool.run(3, tell_threads, 0)
+@pytest.mark.parametrize("refused", [False, True], ids=["unwilling", "refused"])
+def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) -> None:
+    first, second, third = pool.run(3, tell_threads, 0, refused)
 
     assert first == ["penstock receive rank 2 -> rank 0 (stages)", "penstock send rank 0 -> rank 1 (stages)"]
     assert second == ["penstock receive rank 0 -> rank 1 (stages)"]

@@ -21,7 +21,7 @@ from penstock.runtime.gloo_ends import GlooInbox, GlooOutbox, Receipt
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.rendezvous import Gather, meet
-from penstock.runtime.rings import POSSIBLE
+from penstock.runtime.rings import can_share
 from penstock.runtime.shared_ends import Pusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport import Edge, Ticket
 
@@ -62,7 +62,7 @@ class ProcessGroup:
         atexit.register(self._leave)
 
     def _connect(self, edges: Sequence[Edge], rank: int, device: torch.device, gather: Gather) -> None:
-        willing = POSSIBLE and device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        willing = can_share() and device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
         met = meet(peers - {rank}, rank, gather, willing)
         near = {edge for edge in edges if rank == edge.source and edge.target in met}

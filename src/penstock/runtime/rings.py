@@ -9,8 +9,8 @@ begin a larger segment; a word below zero tells the reader so, who then gives th
 
 Laws of this file:
   1. Only the writer changes the first counter, only the reader the second one, and each after the bytes it speaks of
-     have been copied. Both are aligned words, which x86-64 stores at once and in the order of the program; `POSSIBLE`
-     is False on machines that promise less.
+     have been copied. Both are aligned words, which x86-64 stores at once and in the order of the program; there are
+     no rings on machines that promise less.
   2. It never waits. Whoever wants to wait has other means to do so.
 """
 
@@ -25,9 +25,7 @@ from typing import TypeAlias
 
 from penstock.errors import TransportError
 
-__all__ = ["POSSIBLE", "Piece", "RingReader", "RingWriter"]
-
-POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+__all__ = ["Piece", "RingReader", "RingWriter", "can_share"]
 
 Piece: TypeAlias = tuple[int, int]
 """Memory of this process: its address, and its number of bytes."""
@@ -39,6 +37,17 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _WORD = 8
 _WRITTEN, _READ = 0, 8
 """Where the counters lie, in words: each has a cache line to itself."""
+
+
+def can_share() -> bool:
+    """Whether this machine has what a ring needs, and lets this process have it."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        RingWriter()
+    except OSError:
+        return False
+    return True
 
 
 class _Segment:
