@@ -2,29 +2,39 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_jobs import run_worker
+from processes import Pool
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from jobs import JOBS, Linears, Setting
+from peaks import measure_peaks
+
 ROOT = Path(__file__).parents[1]
+QUICK = 0.01
+"""Seconds of a turn."""
 
 
-def run(benchmark: str, report: Path, *options: str) -> list[dict[str, Any]]:
-    """The rows of a short run."""
-    command = [sys.executable, f"benchmarks/{benchmark}.py", *options, "--save", str(report)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in report.read_text().splitlines() if line.startswith("{")]
+def run(pool: Pool, benchmark: str, report: Path, *arguments: Any) -> Any:
+    """What the processes of a launch write to `report`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    pool.run(2, run_worker, benchmark, port, *arguments)
+    return json.loads(report.read_text())
 
 
-def test_overlap(tmp_path: Path) -> None:
-    options = ("--microbatches", "2", "--repeats", "1", "--turn-seconds", "0.01")
-    rows = {row["name"]: row for row in run("overlap", tmp_path / "report.txt", *options)}
+def test_overlap(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "rows.json"
+    options = Namespace(size="nano", microbatches=2, repeats=1, turn_seconds=QUICK, worker=report)
+    rows = {row["name"]: row for row in run(pool, "overlap", report, options)}
 
     assert list(rows) == ["one process", "penstock", "penstock, sum afterwards", "torch DDP"]
     assert rows["penstock, sum afterwards"]["speedup_over_afterwards"] == 1.0
@@ -35,52 +45,67 @@ def test_overlap(tmp_path: Path) -> None:
     assert all(row["least"] <= row["median"] <= row["most"] for row in rows.values())
 
 
-def test_throughput(tmp_path: Path) -> None:
+def test_throughput(pool: Pool, tmp_path: Path) -> None:
     """Every contender steps, and all whose updates are not delayed train alike."""
-    options = ("--sizes", "nano", "--microbatches", "4", "--rounds", "1", "--turn-seconds", "0.01", "--no-peaks")
-    rows = {row["name"]: row for row in run("throughput", tmp_path / "report.txt", *options)}
+    report = tmp_path / "rounds.json"
+    told = run(pool, "throughput", report, Setting(JOBS["nano"], 2, 4), None, 1, QUICK, report)
 
-    assert all(row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"] for row in rows.values())
-    moved = {name: row["distance"] for name, row in rows.items()}
-    delayed = {name for name in rows if name.startswith(("penstock 2bw", "penstock 1f1b")) and "flush" not in name}
+    delayed = {name for name in told["times"] if name.startswith(("penstock 2bw", "penstock 1f1b"))}
+    delayed -= {name for name in delayed if "flush" in name}
     assert len(delayed) == 4
-    assert len(rows) - len(delayed) > 15
-    for name in rows.keys() - delayed:
+    assert len(told["times"]) - len(delayed) > 15
+    moved = told["distances"]
+    for name in moved.keys() - delayed:
         assert moved[name] == pytest.approx(moved["one process"], rel=1e-4), name
-    assert rows["penstock 1f1b-flush"]["over_peer"] > 0.0
+    assert all(len(times["wall"]) == len(times["processor"]) == 1 for times in told["times"].values())
+    assert len(told["slowdowns"]) == 1
 
 
-def test_peaks(tmp_path: Path) -> None:
-    """What a contender keeps is there: the weights and gradients of its stage, at least."""
-    options = ("--sizes", "medium", "--microbatches", "2", "--only", "1f1b-flush")
-    quickly = ("--rounds", "1", "--turn-seconds", "0.01")
-    rows = {row["name"]: row for row in run("throughput", tmp_path / "report.txt", *options, *quickly)}
+def test_overhead(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "tables.json"
+    options = Namespace(sizes=["nano"], microbatches=2, rounds=1, turn_seconds=QUICK, repeats=1, worker=report)
+    told = run(pool, "overhead", report, options)
 
-    weights = 4 * 8 * (12 * 128**2)
-    assert [len(row["peak_bytes"]) for row in rows.values()] == [1, 2, 2]
-    assert rows["one process"]["peak_bytes"][0] > 2 * weights
-    assert all(peak > weights for name in rows for peak in rows[name]["peak_bytes"])
-
-
-def test_overhead(tmp_path: Path) -> None:
-    options = ("--sizes", "nano", "--microbatches", "2", "--rounds", "1", "--turn-seconds", "0.01", "--repeats", "1")
-    rows = run("overhead", tmp_path / "report.txt", *options)
-
-    wholes = [row["name"] for row in rows if "overhead_seconds" in row]
-    assert "penstock 1f1b-flush, one process" in wholes
-    assert "torch 1f1b" in wholes
-    divisions = [row for row in rows if "rank" in row]
-    assert [row["rank"] for row in divisions] == [0, 1] * 4
-    assert all(row["layers_forward"] > 0 and row["neighbour"] >= 0 and row["message"] >= 0 for row in divisions)
+    names = [row["name"] for row in told["costs"]]
+    assert "penstock 1f1b-flush, one process" in names
+    assert "torch 1f1b" in names
+    assert [row["rank"] for row in told["divisions"]] == [0, 1] * 4
+    for row in told["divisions"]:
+        assert row["layers_forward"] > 0
+        assert row["neighbour"] >= 0
+        assert row["message"] >= 0
 
 
-def test_scale(tmp_path: Path) -> None:
-    rows = run("scale", tmp_path / "report.txt", "--processes", "2", "--deep", "--devices", "64")
+def test_scale(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "starts.json"
+    starts = run(pool, "scale", report, report, False)
 
-    starts = [row for row in rows if "edges" in row]
     assert {row["equal"] for row in starts} == {True}
     assert {"1f1b-flush", "2bw", "data parallel", "1f1b-flush, two replicas"} <= {row["name"] for row in starts}
     assert all(seconds >= 0 for row in starts for seconds in row["seconds"].values())
-    (simulated,) = (row for row in rows if "devices" in row)
-    # Of 64 ranks: 64 forwards, 64 backwards and an update each, and a message each way over each of 63 cuts.
-    assert simulated["actions"] == 64 * (2 * 64 + 1) + 63 * 64 * 4
+
+
+def test_what_a_contender_keeps_is_in_its_peak() -> None:
+    """The weights and the gradients of its stage, at least, and not the processes' own hundreds of megabytes."""
+    setting = Setting(Linears(512, 4), 2, 2)
+    stage = 4 * 2 * (512**2 + 512)
+    peaks = measure_peaks("penstock 1f1b-flush", setting)
+
+    assert len(peaks) == 2
+    assert all(2 * stage < peak < 10 * stage for peak in peaks)
+
+
+def test_one_command_starts_its_processes_and_prints_rows_and_tables(tmp_path: Path) -> None:
+    lines, report = tmp_path / "rows.jsonl", tmp_path / "report.txt"
+    options = ["--sizes", "nano", "--microbatches", "4", "--rounds", "1", "--turn-seconds", str(QUICK), "--no-peaks"]
+    files = ["--json", str(lines), "--save", str(report)]
+    command = [sys.executable, "benchmarks/throughput.py", *options, "--only", "gpipe", *files]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    assert list(rows) == ["one process", "torch gpipe", "penstock gpipe", "penstock gpipe, gloo"]
+    assert all(row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"] for row in rows.values())
+    assert rows["penstock gpipe"]["over_peer"] > 0.0
+    assert f"penstock gpipe: {rows['penstock gpipe']['over_peer']:.2f}x torch's same schedule" in report.read_text()
+    assert lines.read_text() in done.stdout
