@@ -26,7 +26,7 @@ def write(ring: RingWriter, *parts: bytes) -> bool:
 
 def read(ring: RingReader, *sizes: int) -> list[bytes]:
     held = [piece_of(bytes(size)) for size in sizes]
-    ring.read(piece for _, piece in held)
+    ring.read([piece for _, piece in held])
     return [memory.raw[:size] for (memory, _), size in zip(held, sizes, strict=True)]
 
 
@@ -122,3 +122,15 @@ def test_nothing_has_a_name() -> None:
     write(writer, b"x" * 1_000_000)
 
     assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_a_reader_that_lies_down_is_seen_or_sees() -> None:
+    writer, reader = ends()
+
+    assert not writer.asleep()
+    assert reader.lie_down()
+    assert writer.asleep()
+    write(writer, b"record")
+    assert not reader.lie_down()
+    reader.rise()
+    assert not writer.asleep()

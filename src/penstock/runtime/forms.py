@@ -55,14 +55,14 @@ class Spec:
     def flatten(self, tensor: Tensor) -> Tensor:
         """`tensor` as it travels: its numbers follow each other in memory, in the agreed order."""
         if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
+            tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides:
-            return tensor.detach()
+            return tensor
         return tensor.detach().permute(self.order).contiguous()
 
     def empty(self) -> Tensor:
         """A tensor like this, on the CPU."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, requires_grad=self.requires_grad)
 
 
 Specs: TypeAlias = tuple[Spec | None, ...]

@@ -73,7 +73,7 @@ class GlooOutbox:
         if header is not None:
             payload = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             self._messages.put([torch.tensor([payload.numel()]), payload])
-        self._messages.put(tensors)
+        self._messages.put([tensor.detach() for tensor in tensors])
 
     def flushed(self, seconds: float) -> bool:
         """Waits so long until everything queued so far has been sent; whether it has."""
@@ -158,7 +158,7 @@ class GlooInbox:
             if spec is None:
                 tensors.append(None)
                 continue
-            tensor = spec.empty()
+            tensor = spec.empty().detach()
             self._fill(tensor.permute(spec.order))
             tensors.append(tensor.to(self._device).requires_grad_(spec.requires_grad))
         return tuple(tensors)

@@ -2,7 +2,8 @@
 
 The memory is a file without a name (``memfd_create``), so nothing is left anywhere when its processes end, however they
 end, and the size of ``/dev/shm`` is no limit. It begins with a page that holds two counters, the bytes written and the
-bytes read since the beginning; behind it lie *segments*, of which the last one is in use, as a ring.
+bytes read since the beginning, and a note of the reader that it goes to sleep; behind it lie *segments*, of which the
+last one is in use, as a ring.
 
 A record is a word with its length, and its bytes. A record that would not fit twice into the ring makes the writer
 begin a larger segment; a word below zero tells the reader so, who then gives the old one's memory back.
@@ -19,8 +20,9 @@ import mmap
 import os
 import platform
 import sys
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.errors import TransportError
@@ -35,8 +37,8 @@ RECORDS = 2
 _LEAST_BYTES = 2**16
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _WORD = 8
-_WRITTEN, _READ = 0, 8
-"""Where the counters lie, in words: each has a cache line to itself."""
+_WRITTEN, _READ, _ASLEEP = 0, 8, 16
+"""Where the counters and the reader's note lie, in words: each has a cache line to itself."""
 
 
 def can_share() -> bool:
@@ -95,10 +97,13 @@ class RingWriter:
         self._counters = memoryview(self._page).cast("q")
         self._segment = _Segment(self.descriptor, _PAGE, _LEAST_BYTES, 0)
         self._written = 0
+        self._fence = threading.Lock()
 
     def write(self, pieces: Sequence[Piece]) -> bool:
         """Writes a record out of `pieces`; False if there is no room at present."""
-        needed = _WORD + sum(_padded(size) for _, size in pieces)
+        needed = _WORD
+        for _, size in pieces:
+            needed += _padded(size)
         segment, written = self._segment, self._written
         if needed * RECORDS > segment.size:
             if self._room(segment) < _WORD:
@@ -114,9 +119,16 @@ class RingWriter:
         for piece in pieces:
             segment.put(count, piece)
             count += _padded(piece[1])
-        segment.put_word(written, sum(size for _, size in pieces))
+        segment.put_word(written, sum([size for _, size in pieces]))
         self._written = self._counters[_WRITTEN] = count
         return True
+
+    def asleep(self) -> bool:
+        """Whether the reader may have gone to sleep before it saw the last record."""
+        # What was written must be there for the reader before its note is looked at: taking a lock is a fence.
+        with self._fence:
+            pass
+        return self._counters[_ASLEEP] != 0
 
     def _room(self, segment: _Segment) -> int:
         return segment.size - (self._written - max(self._counters[_READ], segment.start))
@@ -132,10 +144,23 @@ class RingReader:
         self._counters = memoryview(self._page).cast("q")
         self._segment = _Segment(descriptor, _PAGE, _LEAST_BYTES, 0)
         self._read = 0
+        self._fence = threading.Lock()
 
     def filled(self) -> bool:
         """Whether there is a record."""
         return self._counters[_WRITTEN] != self._read
+
+    def lie_down(self) -> bool:
+        """Notes that the reader goes to sleep, until it does `rise`; False if a record has come in time."""
+        self._counters[_ASLEEP] = 1
+        # The writer must see the note, or the reader the record.
+        with self._fence:
+            pass
+        return not self.filled()
+
+    def rise(self) -> None:
+        """Takes the note back."""
+        self._counters[_ASLEEP] = 0
 
     def size(self) -> int:
         """The bytes of the next record, which must be there."""
@@ -148,12 +173,12 @@ class RingReader:
             word = self._segment.word(self._read)
         return word
 
-    def read(self, pieces: Iterable[Piece]) -> None:
+    def read(self, pieces: Sequence[Piece]) -> None:
         """Reads the next record, which must be there, into `pieces`. `TransportError` if they are not as long."""
-        pieces, size = tuple(pieces), self.size()
-        if size != sum(length for _, length in pieces):
+        size, expected = self.size(), sum([length for _, length in pieces])
+        if size != expected:
             raise TransportError(
-                f"a message has {size} bytes where {sum(length for _, length in pieces)} were expected: the processes "
+                f"a message has {size} bytes where {expected} were expected: the processes "
                 "make different calls. Call the same methods of the Pipeline on every rank, in the same order"
             )
         count = self._read + _WORD

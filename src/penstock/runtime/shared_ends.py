@@ -32,8 +32,12 @@ from penstock.runtime.transport import Edge, Message, Ticket
 
 __all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
 
-SPIN_SECONDS = 200e-6
-"""How long a rank looks at its ring before it sleeps: a sleeper is awake again some 50 us after the bell has rung."""
+SPIN_SECONDS = 2e-3
+"""How long a rank looks at its ring before it sleeps. A sleeper is awake again some 50 to 100 us after the bell has
+rung, and who waits for it would sleep, too: with short actions that would go back and forth.
+"""
+LOOKS = 50
+"""So often a rank looks before it lets other threads of its process run."""
 PUSH_SECONDS = 200e-6
 """How often the thread looks for room. The receiver has a message to work on, so there is no haste."""
 UNREAD = 8
@@ -65,9 +69,9 @@ class SharedOutbox:
                 self._waiting.append([torch.frombuffer(bytearray(header), dtype=torch.uint8)])
             self._waiting.append(tensors)
             self._write()
-            left = bool(self._waiting)
-        if left:
-            self._pusher.add(self)
+            if not self._waiting:
+                return
+        self._pusher.add(self)
 
     def push(self) -> bool:
         """Sends what had to wait, as far as there is room now; whether nothing is left."""
@@ -98,7 +102,8 @@ class SharedOutbox:
         while self._waiting and self._ring.write([(t.data_ptr(), t.nbytes) for t in self._waiting[0]]):
             self._waiting.popleft()
             wrote = True
-        if wrote:
+        # Where there is no room, perhaps nobody is there to make it.
+        if self._waiting or (wrote and self._ring.asleep()):
             try:
                 self._bell.send(b".")
             except BlockingIOError:
@@ -199,8 +204,10 @@ class SharedInbox:
         """Until there is a record."""
         filled, until = self._ring.filled, time.perf_counter() + self._spin_seconds
         while time.perf_counter() < until:
-            if filled():
-                return
+            for _ in range(LOOKS):
+                if filled():
+                    return
+            self._sleep.poll(0)
         place, peers = str(self._edge), (self._edge.source,)
         deadline = self._patience.deadline()
         while not filled():
@@ -211,10 +218,16 @@ class SharedInbox:
 
     def _nap(self, seconds: float) -> bool:
         """Sleeps until the bell rings or the other end hangs up, or for so long; False if nothing happened."""
-        if not self._sleep.poll(seconds * 1e3):
-            return False
+        try:
+            if self._ring.lie_down() and not self._sleep.poll(seconds * 1e3):
+                return False
+        finally:
+            self._ring.rise()
         try:
             self._closed = not self._bell.recv(4096)
+        except BlockingIOError:
+            # A record came in time.
+            pass
         except OSError:
             self._closed = True
         return True
@@ -231,11 +244,14 @@ class SharedInbox:
             # The message itself was written after its header.
             while not self._ring.filled():
                 self._wait()
-        tensors = [None if spec is None else spec.empty() for spec in specs]
-        self._ring.read([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None])
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if spec is not None and tensor is not None and spec.requires_grad:
-                tensor.requires_grad_()
+        tensors, pieces = [], []
+        for spec in specs:
+            tensor = None
+            if spec is not None:
+                tensor = spec.empty()
+                pieces.append((tensor.data_ptr(), spec.bytes))
+            tensors.append(tensor)
+        self._ring.read(pieces)
         ticket.message = tuple(tensors)
         self._posted.popleft()
 
