@@ -136,7 +136,7 @@ def data_parallel(setting: Setting) -> Entry | Absent:
 
 def penstock_entries(setting: Setting) -> list[Entry | Absent]:
     """Every schedule of Penstock, over shared memory and over Gloo."""
-    found = [_penstock_entry(setting, method.name, 2 if method.interleaves else 1) for method in METHODS]
+    found = [_penstock_entry(setting, method.name, stages_per_rank(method.name)) for method in METHODS]
     return [
         replace(entry, name=entry.name + GLOO, build=_over_gloo(entry.build))
         if gloo and isinstance(entry, Entry)
@@ -163,6 +163,14 @@ def _penstock_entry(setting: Setting, method: str, per_rank: int) -> Entry | Abs
         peer=PEERS.get(method),
         flushes=planned.flushes,
     )
+
+
+def stages_per_rank(method: str) -> int:
+    """Two where the schedule takes more than one."""
+    try:
+        return Schedule(method, 2, 4, 2).stages_per_rank
+    except PenstockError:
+        return 1
 
 
 def _steady(planned: Schedule) -> penstock.scheduling.Programs:

@@ -26,7 +26,7 @@ def lengthening(schedule: Schedule) -> float:
     """
     if not schedule.flushes:
         return 1.0
-    layer = penstock.LayerProfile("stage", 1.0, 2.0, cut_bytes=0, saved_bytes=0, parameter_bytes=0)
+    layer = penstock.LayerProfile("stage", 1.0, 2.0, cut_bytes=0, saved_bytes=0, parameter_bytes=1)
     profile = penstock.Profile((layer,) * schedule.stages, microbatch_size=1)
     cluster = penstock.Cluster.uniform(schedule.ranks, bandwidth=1e12)
     return 1 / (1 - penstock.simulate(schedule, profile, cluster, minibatches=1).bubble)

@@ -35,6 +35,7 @@ from penstock.scheduling.schedules import schedule  # noqa: E402
 
 IMPORTED = time.perf_counter()
 
+from contenders import stages_per_rank  # noqa: E402
 from jobs import Language, Setting, sgd  # noqa: E402
 from launches import conditions, everywhere, launch  # noqa: E402
 from startup import PARTS, timed_start  # noqa: E402
@@ -88,7 +89,7 @@ def plans_of(processes: int) -> Iterator[tuple[str, penstock.Plan]]:
     a single stage on all processes.
     """
     for method in METHODS:
-        per_rank = 2 if method.interleaves else 1
+        per_rank = stages_per_rank(method.name)
         stages = processes * per_rank
         yield method.name, penstock.Plan.uniform(2 * processes, stages, method.name, processes, per_rank)
     layers, half = 2 * processes, processes // 2
