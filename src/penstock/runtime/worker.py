@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import PenstockError, ScheduleError, TransportError
 from penstock.runtime.gradients import Gradients
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.mailboxes import Mailbox
@@ -35,6 +35,8 @@ from penstock.runtime.updates import Updater
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -168,6 +170,11 @@ class Worker:
                     self._forward(action)
                 case Backward():
                     self._backward(action)
+                case BackwardInput() | BackwardWeight():
+                    raise ScheduleError(
+                        f"schedule {self._schedule.method!r}: the runtime has no backwards in two parts yet; choose "
+                        "another schedule"
+                    )
                 case Update():
                     self._update(action)
                 case Send():

@@ -4,7 +4,8 @@ Orders say nothing of communication, so no order can get it wrong: this one pass
 
 Laws of this file:
   1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
-  2. A receive stands directly before the action that consumes it, a send directly after the action that makes it.
+  2. A receive stands directly before the action that consumes it, a send directly after the action that makes it: a
+     gradient leaves after the input part of a split backward, and the weight part has no messages.
   3. Only adjacent stages and those of a skip exchange activations and gradients, and no message passes between stages
      of one rank. What has no skip rides along with the rest. The neighbour's message leaves first: most wait for it.
   4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
@@ -25,7 +26,10 @@ from typing import assert_never
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    InputGradients,
     Message,
     Receive,
     ReceiveNorms,
@@ -151,8 +155,10 @@ class _Lowering:
         match entry:
             case Forward(stage):
                 yield from self._compute(entry, self._nexts(stage, later=False), self._nexts(stage, later=True))
-            case Backward(stage):
+            case Backward(stage) | BackwardInput(stage):
                 yield from self._compute(entry, self._nexts(stage, later=True), self._nexts(stage, later=False))
+            case BackwardWeight():
+                yield entry
             case Update():
                 yield from self._lower_updates([entry])
             case Summed(stage, version):
@@ -162,7 +168,9 @@ class _Lowering:
             case _:
                 assert_never(entry)
 
-    def _compute(self, action: Forward | Backward, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Action]:
+    def _compute(
+        self, action: Forward | InputGradients, sources: Sequence[int], targets: Sequence[int]
+    ) -> Iterator[Action]:
         """A forward or backward between what it needs of `sources` and what `targets` need of it."""
         for source in reversed(sources):
             if self._is_apart(source):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
-from penstock.scheduling.actions import Backward, Forward
+from penstock.scheduling.actions import Forward, InputGradients
 from penstock.scheduling.schedules import Schedule
 from penstock.values.crossings import Skip
 
@@ -45,7 +45,7 @@ class _Queues:
         self.places = {}
         for row in self.schedule.step(0):
             for index, action in enumerate(row):
-                if isinstance(action, Forward | Backward):
+                if isinstance(action, Forward | InputGradients):
                     self.places[isinstance(action, Forward), action.stage, action.microbatch] = index
 
     def add(self, pair: tuple[int, int]) -> bool:
