@@ -28,6 +28,7 @@ from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import join
 from penstock.runtime.readings import Readings, find_readings, held_stages
 from penstock.runtime.recomputation import Grain, Recompute, choose_grains
+from penstock.runtime.restrictions import check_parts
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
     build_stages,
@@ -70,10 +71,11 @@ class Pipeline:
             other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
         optimizer: called once with the list of this process's trained parameters, which knows their names
             (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
-        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``1f1b`` or ``2bw``.
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``1f1b`` or
+            ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
-        stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
-            are as many ranks as stages (half as many with ``interleaved``).
+        stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
+            process there are as many ranks as stages (half as many with these two).
         plan: the stages, schedule and microbatches in one; instead of the three before. ``"auto"`` measures the
             model on rank 0 and the links between the processes, and takes the plan with the most samples per second
             that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
@@ -176,6 +178,7 @@ class Pipeline:
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
+                check_parts(self.schedule, bool(compile), parallelize is not None, grains)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.reads = find_readings(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.capturing.chain import LayerChain, ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.errors import PenstockError, ScheduleError, TransportError
+from penstock.errors import PenstockError, TransportError
 from penstock.runtime.gradients import Gradients
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.mailboxes import Mailbox
@@ -38,6 +38,7 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    InputGradients,
     Receive,
     ReceiveNorms,
     ReceiveTied,
@@ -170,11 +171,10 @@ class Worker:
                     self._forward(action)
                 case Backward():
                     self._backward(action)
-                case BackwardInput() | BackwardWeight():
-                    raise ScheduleError(
-                        f"schedule {self._schedule.method!r}: the runtime has no backwards in two parts yet; choose "
-                        "another schedule"
-                    )
+                case BackwardInput():
+                    self._backward_input(action)
+                case BackwardWeight():
+                    self._backward_weight(action)
                 case Update():
                     self._update(action)
                 case Send():
@@ -248,21 +248,38 @@ class Worker:
             self._mailbox.deal(action.stage, k, targets, outputs, later=True)
 
     def _backward(self, action: Backward) -> None:
-        k, stage = action.microbatch, self.stages[action.stage]
-        module = stage.weights.module(action.version)
-        if self._is_last(action.stage):
-            gradients: Message = (self._loss_gradients.pop(k),)
-        else:
-            targets = [action.stage + distance for distance in module.targets]
-            gradients = self._mailbox.collect(action.stage, k, targets, later=True)
-        update = self._gradients.prepare(action.stage, k, action.version)
-        result = stage.executor.backward(k, gradients)
+        gradients = self._gradients_of_outputs(action)
+        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        result = self.stages[action.stage].executor.backward(action.microbatch, gradients)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
+        self._deal_gradients(action, result)
+
+    def _backward_input(self, action: BackwardInput) -> None:
+        gradients = self._gradients_of_outputs(action)
+        self._deal_gradients(action, self.stages[action.stage].executor.backward_input(action.microbatch, gradients))
+
+    def _backward_weight(self, action: BackwardWeight) -> None:
+        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        self.stages[action.stage].executor.backward_weight(action.microbatch, hooked=update is not None)
+        if update is not None:
+            self._gradients.take(action.stage, update, action.version)
+
+    def _gradients_of_outputs(self, action: InputGradients) -> Message:
+        """What a backward starts from."""
+        if self._is_last(action.stage):
+            return (self._loss_gradients.pop(action.microbatch),)
+        module = self.stages[action.stage].weights.module(action.version)
+        targets = [action.stage + distance for distance in module.targets]
+        return self._mailbox.collect(action.stage, action.microbatch, targets, later=True)
+
+    def _deal_gradients(self, action: InputGradients, gradients: Message) -> None:
+        """Hands on the gradients of what a stage received."""
+        module = self.stages[action.stage].weights.module(action.version)
         sources = [action.stage - distance for distance in module.sources]
-        self._mailbox.deal(action.stage, k, sources, result, later=False)
+        self._mailbox.deal(action.stage, action.microbatch, sources, gradients, later=False)
         if action.stage == min(self.stages):
-            del self._microbatches[k]
+            del self._microbatches[action.microbatch]
 
     def _scale(self, stage: int, microbatch: int) -> float:
         """What the loss of `microbatch` is multiplied with."""
