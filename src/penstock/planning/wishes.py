@@ -15,17 +15,18 @@ from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, suggestion, text_of
 from penstock.values.plans import SCHEDULES
 from penstock.values.profiles import Profile
+from penstock.values.stages import DEALT
 
 __all__ = ["SYNCHRONOUS", "Trial", "Wishes"]
 
-SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp")
+SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 """The schedules that flush, and so train as one device does."""
 
 _SCHEDULES_OF = {
     "pipedream": SCHEDULES,
     "2bw": ("2bw", "1f1b-flush", "gpipe"),
     "spp": ("spp",),
-    "interleaved": ("interleaved",),
+    "interleaved": tuple(DEALT),
     "uniform": SCHEDULES,
 }
 """What each planner plans for; in the order in which they are asked, `uniform` only by name."""
@@ -101,7 +102,7 @@ class Wishes:
             and (self.planner is None or schedule in _SCHEDULES_OF[self.planner])
             and (not self.synchronous or schedule in SYNCHRONOUS)
             and (not self.vertical_sync or schedule == "1f1b")
-            and (self.stages_per_rank in (None, 1) or schedule == "interleaved")
+            and self._takes_stages_per_rank(schedule)
         )
 
     def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[Trial, ...]:
@@ -110,7 +111,7 @@ class Wishes:
         if trials:
             return trials
         per_rank = self.stages_per_rank or 2
-        if self.stages is not None and self.stages % per_rank and self.schedules == ("interleaved",):
+        if self.stages is not None and self.stages % per_rank and all(name in DEALT for name in self.schedules):
             raise PlanError(
                 f"stages: expected a multiple of {per_rank} stages per rank, found {self.stages}: "
                 "stages counts the stages of all ranks"
@@ -122,8 +123,9 @@ class Wishes:
                 "take another batch size, or measure a profile at a size that divides it"
             )
         raise PlanError(
-            f"no plan: expected layers and devices for the schedule interleaved, found {len(profiles[0])} layers on "
-            f"{cluster.devices} devices: use fewer stages per rank, or leave the schedule to the search"
+            f"no plan: expected layers and devices for the schedule {' or '.join(self.schedules)}, found "
+            f"{len(profiles[0])} layers on {cluster.devices} devices: use fewer stages per rank, or leave the schedule "
+            "to the search"
         )
 
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[Trial]:
@@ -195,11 +197,20 @@ class Wishes:
     def _is_straight(self, planner: str, schedule: str) -> bool:
         if planner in ("uniform", "interleaved"):
             return planner == "uniform"
-        return self.straight or schedule == "interleaved"
+        return self.straight or schedule in DEALT
+
+    def _takes_stages_per_rank(self, schedule: str) -> bool:
+        match schedule:
+            case "interleaved":
+                return True
+            case "zb-v":
+                return self.stages_per_rank in (None, 2)
+            case _:
+                return self.stages_per_rank in (None, 1)
 
     def _stages_per_rank(self, schedule: str) -> tuple[int, ...]:
         if schedule != "interleaved":
-            return (1,)
+            return (2,) if schedule in DEALT else (1,)
         return (self.stages_per_rank,) if self.stages_per_rank is not None else (2, 4)
 
     def _contradiction(self) -> str:
@@ -213,8 +224,8 @@ class Wishes:
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
-            "schedule='interleaved', vertical_sync needs schedule='1f1b', synchronous=True rules out 1f1b and 2bw, and "
-            "the planner spp plans for schedule='spp'. Drop one of them"
+            "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='1f1b', synchronous=True rules "
+            "out 1f1b and 2bw, and the planner spp plans for schedule='spp'. Drop one of them"
         )
 
 

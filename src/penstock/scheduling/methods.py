@@ -213,7 +213,8 @@ class Method:
 
     `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
     `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form. `defers`: the order of
-    a method without a flush makes the updates of waiting stages so late that what they need is there.
+    a method without a flush makes the updates of waiting stages so late that what they need is there. `folds`: a rank
+    holds two stages as in `Placement.folded`, so that activations and gradients share queues, in whichever order.
     """
 
     name: str
@@ -223,3 +224,4 @@ class Method:
     interleaves: bool = False
     syncs: bool = False
     defers: bool = False
+    folds: bool = False

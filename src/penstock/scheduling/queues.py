@@ -26,6 +26,9 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
     """Those of `skips` whose messages keep the order of every queue in a step of `schedule`, beside those of neighbours
     and of the ones before them.
     """
+    (method,) = schedule.methods
+    if method.folds:  # receives there follow the sends, whatever these are
+        return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):
         queues.add((stage, stage + 1))

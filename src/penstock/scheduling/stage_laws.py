@@ -29,7 +29,7 @@ def _require_training(evidence: Evidence) -> None:
 
 
 def _require_once(evidence: Evidence) -> None:
-    law = "each microbatch goes forward and backward exactly once on each stage, backward as a whole or in two parts"
+    law = "each microbatch goes forward and backward exactly once on each stage"
     for replica in evidence.replicas:
         forwards: set[int] = set()
         inputs: set[int] = set()

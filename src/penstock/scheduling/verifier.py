@@ -47,7 +47,7 @@ class Verification:
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
     in_flight_of_rank: tuple[int, ...]
-    halves: tuple[int, ...] = ()
+    halves: tuple[int, ...]
 
     def __str__(self) -> str:
         in_flight, versions, halves = (

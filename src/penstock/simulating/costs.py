@@ -28,11 +28,12 @@ class Costs:
     """Of every stage on one replica; microbatches that are split cost a replica its share of the seconds and bytes.
 
     `forward_seconds`, `backward_seconds`, `saved_bytes`, `workspace_bytes`: of a microbatch. `weight_seconds`: of a
-    backward's weight part, which is a share of `backward_seconds`; half of them if it is left out. `update_seconds`,
-    `reduce_seconds`: of one update and of its all-reduce. `cut_bytes[s]`: of a whole microbatch, between stages s and
-    s + 1, each way; cuts within a rank are never asked for. With `recompute` a backward takes a forward more, unless it
-    directly follows its forward. Without a `cluster` the links are instant. What is left out is zero. `skips`: of a
-    whole microbatch, what goes directly between two stages that are no neighbours, each way, and is in no cut.
+    backward's weight part, a share of `backward_seconds`; half of them if it is left out. `split_seconds`: what every
+    weight part takes beside that. `update_seconds`, `reduce_seconds`: of one update and of its all-reduce.
+    `cut_bytes[s]`: of a whole microbatch, between stages s and s + 1, each way; cuts within a rank are never asked
+    for. With `recompute` a backward takes a forward more, unless it directly follows its forward. Without a `cluster`
+    the links are instant. What is left out is zero. `skips`: of a whole microbatch, what goes directly between two
+    stages that are no neighbours, each way, and is in no cut.
     """
 
     forward_seconds: tuple[float, ...]
@@ -42,6 +43,7 @@ class Costs:
     cut_bytes: tuple[float, ...] = ()
     skips: tuple[tuple[Skip, float], ...] = ()
     weight_seconds: tuple[float, ...] = ()
+    split_seconds: float = 0.0
     saved_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
@@ -117,6 +119,8 @@ def plan_costs(
     return Costs(
         forward_seconds=shares("forward_seconds"),
         backward_seconds=shares("backward_seconds"),
+        weight_seconds=shares("weight_part_seconds"),
+        split_seconds=assumptions.split_seconds,
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(

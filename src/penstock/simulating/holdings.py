@@ -193,15 +193,31 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     counted = marks[places] // len(sizes.saved) != Mark.OTHER
     places, messages = places[counted], messages[counted]
     sent = kinds[places] == SEND
-    # Sends follow the action that made their messages, receives precede the one that uses them.
+    # Sends follow the action that made their messages.
     sends, receives = places[sent], places[~sent]
     computes = np.flatnonzero(marks // len(sizes.saved) <= Mark.WEIGHT_PART)
     makers = computes[np.searchsorted(computes, sends) - 1]
-    users = computes[np.searchsorted(computes, receives)]
+    users = _users(marks, np.array(track.instructions.contents, dtype=np.int64)[counted][~sent], len(sizes.saved))
     used = np.where(backward[users], ends[users], starts[users])
     moments = [stops[makers], messages[~sent], messages[sent], used, ends[made], stops[gone]]
     amounts = [carried[sends], carried[receives], -carried[sends], -carried[receives], weights[made], -weights[gone]]
     return kept, _drop_nothing(np.concatenate(moments), np.concatenate(amounts))
+
+
+def _users(marks: npt.NDArray[np.int64], received: npt.NDArray[np.int64], stages: int) -> _Places:
+    """The action that uses each message of those that are `received`.
+
+    A stage takes its microbatches in order, and so come the messages from each other stage.
+    """
+    source, target = content_stages(received, stages)
+    users = np.zeros(len(received), dtype=np.intp)
+    for here, there in {*zip(source.tolist(), target.tolist(), strict=True)}:
+        own = marks % stages == there
+        kinds = marks // stages
+        taking = own & (_is_forward(kinds) if here < there else _is_backward(kinds))
+        members = np.flatnonzero((source == here) & (target == there))
+        users[members] = np.flatnonzero(taking)[: len(members)]
+    return users
 
 
 def _gradients(track: Track, marks: npt.NDArray[np.int64], schedule: Schedule) -> tuple[_Places, _Places, _Places]:
@@ -237,6 +253,10 @@ def _sums(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]
 
 def _marks(track: Track) -> npt.NDArray[np.int64]:
     return np.array(track.instructions.marks, dtype=np.int64)
+
+
+def _is_forward(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    return np.isin(marks, (Mark.FORWARD, Mark.FORWARD_KEPT))
 
 
 def _is_backward(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -129,18 +129,21 @@ class Writer:
         self._kinds = len(_TOPICS) * self._stages**2
         """Of messages: from each stage to each other one, on each topic; the number of one is below it."""
         more = costs.forward_seconds if costs.recompute else (0.0,) * self._stages
-        self._backwards = costs.backward_seconds, tuple(map(add, costs.backward_seconds, more))
-        """Of a whole backward: what directly follows its forward, and what does not."""
-        self._inputs = costs.input_seconds, tuple(map(add, costs.input_seconds, more))
+        self._seconds = (
+            costs.forward_seconds,
+            # Of what directly follows its forward, and what does not.
+            (costs.backward_seconds, tuple(map(add, costs.backward_seconds, more))),
+            (costs.input_seconds, tuple(map(add, costs.input_seconds, more))),
+            [seconds + costs.split_seconds for seconds in costs.weight_seconds],
+            costs.update_seconds,
+        )
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
-        forwards, weights, updates = costs.forward_seconds, costs.weight_seconds, costs.update_seconds
-        (backwards, again), (inputs, inputs_again) = self._backwards, self._inputs
-        forward, kept, backward, direct, *rest = (mark * stages for mark in Mark)
-        input_part, input_direct, weight_part, *message_marks, reduce, update, other = rest
-        send_on, send_back, receive_on, receive_back = message_marks
+        forwards, (backwards, again), (inputs, inputs_again), weights, updates = self._seconds
+        forward, kept, backward, direct, input_part, input_direct, weight_part, *rest = (mark * stages for mark in Mark)
+        send_on, send_back, receive_on, receive_back, reduce, update, other = rest
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
         at_once = find_direct(row)

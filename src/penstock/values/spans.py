@@ -109,6 +109,8 @@ class Span:
                 return f"receive {what} from stage {self.reference}"
             case "reduce":
                 return f"sum of gradients for version {self.number}"
+            case "backward input" | "backward weight" as kind:
+                return f"{kind.removeprefix('backward ')} part of backward {self.number}"
             case kind:
                 return f"{kind} {self.number}"
 
