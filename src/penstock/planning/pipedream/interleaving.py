@@ -28,6 +28,9 @@ _TRY_ALL = 20_000
 _QUICK_SWEEPS = 5
 """Enough to come near the best where a message, not a plan, depends on it."""
 
+_MINOR = 1e-6
+"""What a square of a stage's seconds counts beside one of a rank's: equal stages fill and drain a pipe sooner."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deal:
@@ -98,21 +101,26 @@ class _Game:
         return best
 
     def judge(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
-        """Of each of the `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes."""
+        """Of each of the `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes.
+
+        Squares are those of the ranks' seconds; where these are equal, those of the stages decide.
+        """
         stages = cuts.shape[1] - 1
         flat = cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:]
 
         def by_rank(matrix: Matrix) -> Matrix:
             return matrix.take(flat)[:, self.held]
 
-        loads = by_rank(self.costs.seconds).sum(axis=1)
+        stage_seconds = by_rank(self.costs.seconds)
+        loads = stage_seconds.sum(axis=1)
+        squares = (loads**2).sum(axis=1) + _MINOR * (stage_seconds**2).sum(axis=(1, 2))
         sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
         links = sent[:, self.joined].sum(axis=1)
         held = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
         held = held + by_rank(self.costs.working_bytes).max(axis=1)
         held = held + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
         slowest = np.maximum(loads.max(axis=1), links.max(axis=1))
-        return slowest, (loads**2).sum(axis=1), held.max(axis=1)
+        return slowest, squares, held.max(axis=1)
 
 
 def _held(places: Sequence[int]) -> Counts:
