@@ -23,7 +23,9 @@ RUNS = [
     *(Run(subject, "1f1b-flush", 2) for subject in ("gpt2-tied", "bert-tied")),
     *(Run(subject, "gpipe", 3) for subject in ("gpt2-tied", "bert-tied")),
     *(Run(subject, "interleaved", 4, stages_per_rank=2) for subject in ("gpt2-tied", "bert-tied")),
-    *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe")),
+    *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe", "zb-h1")),
+    Run("gpt2-tied", "zb-h1", 2),
+    *(Run(subject, "zb-v", 4, stages_per_rank=2, cuts=(2, 3, 4)) for subject in ("every-second", "three-sharing")),
     *(
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4))
         for subject in ("every-second", "three-sharing")
@@ -38,6 +40,7 @@ REPLICATED = [
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2), split=split)
         for subject, split in (("three-sharing", False), ("every-second", False), ("three-sharing", True))
     ),
+    Run("every-second", "zb-v", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2)),
 ]
 """Two parallel pipelines of two ranks."""
 
