@@ -1,5 +1,6 @@
 """Plans for zb-h1 and zb-v: closed forms, where the search takes them, and where it does not."""
 
+import json
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cli import main
 from penstock.errors import PlanError, ProfileError
 from penstock.planning import plan
 from penstock.planning.costs import chain_costs
@@ -38,7 +40,7 @@ def test_equal_stages_take_the_closed_form_of_the_schedule(
 
     assert made.stages_per_rank == per_rank
     assert [stage.ranks for stage in made.stages] == [(rank,) for rank in (0, 1, 2, 3, 3, 2, 1, 0)[: 4 * per_rank]]
-    # Each weight part takes a tenth of a millisecond more.
+    # Each weight part takes a third of a millisecond more.
     assert made.predicted.minibatch_seconds == pytest.approx(WORK + bubble, abs=8 * per_rank * 4e-4)
     request = Request(schedule, 8, stages_per_rank=per_rank)
     form = foresee(made.stages, EQUAL, chain_costs(EQUAL), FOUR, request)
@@ -209,3 +211,16 @@ def test_files_with_and_without_weight_parts(tmp_path: Path) -> None:
     assert (tmp_path / "profile.json").read_text().count("weight_seconds") == 1
     assert told.scaled(4).layers[0].weight_seconds == 4.0
     assert told.scaled(4).layers[1].weight_seconds is None
+
+
+def test_simulate_takes_what_a_split_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Plan.uniform(2, 2, "zb-h1", 4).save(tmp_path / "plan.yaml")
+    Profile((LAYER,) * 2, 1).save(tmp_path / "profile.json")
+    found = []
+    for cost in ("0", "0.25"):
+        files = [str(tmp_path / name) for name in ("plan.yaml", "profile.json")]
+        assert main(["simulate", *files, "--split-seconds", cost, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["seconds"])
+
+    # The last stage computes from 1 s on and then all the time: four weight parts are a second longer.
+    assert found == [13.0, 14.0]

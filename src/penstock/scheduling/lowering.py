@@ -5,7 +5,8 @@ Orders say nothing of communication, so no order can get it wrong: this one pass
 Laws of this file:
   1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
   2. A receive stands directly before the action that consumes it, a send directly after the action that makes it: a
-     gradient leaves after the input part of a split backward, and the weight part has no messages.
+     gradient leaves after the input part of a split backward, and the weight part has no messages. (`arrivals` may put
+     a receive further ahead.)
   3. Only adjacent stages and those of a skip exchange activations and gradients, and no message passes between stages
      of one rank. What has no skip rides along with the rest. The neighbour's message leaves first: most wait for it.
   4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for

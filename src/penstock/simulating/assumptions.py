@@ -54,9 +54,9 @@ class Assumptions:
     """Of ranks on one host, which share its cores: with k of them computing, each takes ``slowdowns[k - 1]`` times as
     long as alone. Empty: every rank has a device of its own."""
 
-    split_seconds: float = 1e-4
-    """What a backward in two parts takes longer than a whole one, for each microbatch on each stage: profiles measure
-    layers, and this is what the runtime does around them."""
+    split_seconds: float = 3e-4
+    """What a backward in two parts takes longer than a whole one, for each microbatch on each stage. Measured on a CPU
+    core, stages of 2 to 9 small layers: 200 to 570 us."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -53,7 +53,7 @@ def simulate(
 
     Keywords are those of `Assumptions`: update_seconds_per_byte (0), overlap (True), overlap_reduce (True), allreduce
     ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0), version_copies (1), slowdowns (none),
-    split_seconds (1e-4).
+    split_seconds (3e-4).
 
     `PlanError` if plan, profile and cluster do not fit each other; `ScheduleError` if the schedule cannot run.
     """
