@@ -104,9 +104,9 @@ def test_autocast_has_the_bits_of_one_backward(name: str) -> None:
 
 def test_gradients_may_be_wider_than_weights() -> None:
     """As those of weight versions in bfloat16 are, whose masters are in float32."""
-    weight, other = (nn.Parameter(tensor.detach().bfloat16()) for tensor in (W, V))
-    weight.grad_dtype = other.grad_dtype = torch.float32
-    bench = Bench(lambda k, x: [F.linear(x[0] @ weight, other)], [weight, other], dtype=torch.bfloat16)
+    weight, other, row = (nn.Parameter(tensor.detach().bfloat16()) for tensor in (W, V, B))
+    weight.grad_dtype = other.grad_dtype = row.grad_dtype = torch.float32
+    bench = Bench(lambda k, x: [F.linear(x[0] @ weight, other) + row], [weight, other, row], dtype=torch.bfloat16)
     bench.check()
 
     assert bench.deferred() == [0, 1]

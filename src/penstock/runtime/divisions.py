@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ _MOVES = frozenset(
 """What may lie between an operator and its weights: what moves or casts elements, and computes nothing else."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Claim:
+class _Claim(NamedTuple):
     """An argument of an operator that is a weight, or what one was moved or cast to."""
 
     slot: int
@@ -67,8 +66,7 @@ class _Claim:
         return leaf
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Deferred:
+class _Deferred(NamedTuple):
     """The weights of one operator."""
 
     compute: Callable[[], Sequence[Tensor]]
@@ -94,23 +92,22 @@ class WeightPart:
         `hooked`: whether the weights have hooks that are to run when their gradients are added.
         """
         entering = _Entering(hooked)
-        for leaf, gradient in self._made:
-            entering.add_to(leaf, gradient)
-        self._made = ()
-        while self._deferred:
-            if self._deferred[-1].alone:
-                entering.leave(GROUP_BYTES)
-            work = self._deferred.pop()
-            with torch.no_grad():
-                found = work.compute()
-            for claim, gradient in zip(work.claims, found, strict=True):
-                if work.alone and len(claim.path) == 1:
-                    entering.add_to(claim.leaf, gradient)
-                elif work.alone and type(claim.path[0]) is _TRANSPOSED and len(claim.path) == 2:
-                    entering.add_to(claim.leaf, gradient.t())
-                else:
-                    entering.enter(claim.entry, gradient)
-        entering.leave()
+        with torch.no_grad():
+            for leaf, gradient in self._made:
+                entering.add_to(leaf, gradient)
+            self._made = ()
+            while self._deferred:
+                if self._deferred[-1].alone:
+                    entering.leave(GROUP_BYTES)
+                work = self._deferred.pop()
+                for claim, gradient in zip(work.claims, work.compute(), strict=True):
+                    if work.alone and len(claim.path) == 1:
+                        entering.add_to(claim.leaf, gradient)
+                    elif work.alone and len(claim.path) == 2 and type(claim.path[0]) is _TRANSPOSED:
+                        entering.add_to(claim.leaf, gradient.t())
+                    else:
+                        entering.enter(claim.entry, gradient)
+            entering.leave()
 
 
 class _Entering:
@@ -130,12 +127,10 @@ class _Entering:
         if self._hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
             self.enter(leaf, gradient)
         elif own is None:
-            with torch.no_grad():
-                # A copy that is laid out like the leaf: others may hold this gradient.
-                leaf.grad = torch.empty_like(leaf).copy_(gradient)
+            # A copy that is laid out like the leaf: others may hold this gradient.
+            leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
         elif own.layout is torch.strided:
-            with torch.no_grad():
-                own.add_(gradient)
+            own.add_(gradient)
         else:
             self.enter(leaf, gradient)
 
