@@ -6,6 +6,7 @@ so what is proved, predicted, drawn and run is the same thing.
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
@@ -169,16 +170,13 @@ class Schedule:
     def row(self, rank: int, part: Part) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
-        row = self._lower(rank, part)
-        if not method.folds:
+        row = self.lower(rank, part)
+        if not method.folds or not isinstance(part, Step):
             return row
-        # Replicas that share every microbatch receive in the order of the first of them.
-        placement = self.placement
-        first = placement.stages[placement.stages_of(rank)[0]][0] if placement.split else rank
-        others = {source: self._lower(source, part) for source in sources_of(row, first, placement)}
-        return tuple(follow_sends(row, first, placement, others))
+        return tuple(row[place] for place in _order_of_arrivals(self, rank, part.minibatch % self.placement.stride(0)))
 
-    def _lower(self, rank: int, part: Part) -> tuple[Action, ...]:
+    def lower(self, rank: int, part: Part) -> tuple[Action, ...]:
+        """The same with each receive directly before what uses it, whatever was sent before."""
         (method,) = self.methods
         order = method.order(self.shape, rank, part)
         return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
@@ -217,6 +215,21 @@ def schedule(plan: Plan) -> Schedule:
 def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Placement | None = None) -> Schedule:
     """The schedule of an evaluation: forwards only, all at version 0; `placement` as `Schedule.replicated`."""
     return Schedule(INFERENCE.name, ranks, microbatches, stages_per_rank, replicated=placement, methods=(INFERENCE,))
+
+
+@lru_cache(maxsize=1 << 12)
+def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[int, ...]:
+    """The places of the actions of a step as `Schedule.lower` has them, in the order in which messages arrive.
+
+    Steps that deal out their microbatches alike have it in common, so that it is worked out once.
+    """
+    placement = schedule.placement
+    # Replicas that share every microbatch receive in the order of the first of them.
+    first = placement.stages[placement.stages_of(rank)[0]][0] if placement.split else rank
+    row = schedule.lower(first, Step(minibatch))
+    others = {source: schedule.lower(source, Step(minibatch)) for source in sources_of(row, first, placement)}
+    places = {action: place for place, action in enumerate(row)}
+    return tuple(places[action] for action in follow_sends(row, first, placement, others))
 
 
 def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
