@@ -21,7 +21,7 @@ from penstock.planning.requests import Request
 from penstock.planning.wishes import Wishes
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verifier import verify
-from penstock.simulating import simulate
+from penstock.simulating import evaluate, simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 LAYER = LayerProfile("", 1.0, 2.0, 0, 10, 100, weight_seconds=1.0)
@@ -66,6 +66,23 @@ def test_the_search_leaves_backwards_whole_where_parts_do_not_win(layer: LayerPr
     made = plan(Profile((layer,) * 4, 5), FOUR, microbatches=8, straight=True, synchronous=True)
 
     assert made.schedule not in ("zb-h1", "zb-v"), why
+
+
+def test_recomputation_saves_the_last_rank_nothing() -> None:
+    """Its input parts directly follow their forwards, and all that was saved is kept for p weight parts."""
+    profile = Profile((replace(LAYER, saved_bytes=1e6),) * 4, 1)
+    peaks = {}
+    for schedule in ("1f1b-flush", "zb-h1"):
+        for recompute in (False, True):
+            made = Plan.uniform(4, 4, schedule, 8, recompute=recompute)
+            peaks[schedule, recompute] = max(evaluate(made, profile, FOUR).peak_bytes)
+
+    assert peaks["1f1b-flush", True] < 1.1e6 < 4e6 <= peaks["zb-h1", True]
+    tight = Cluster.uniform(4, 1e9, memory_bytes=2e6)
+    found = plan(profile, tight, microbatches=8, straight=True, synchronous=True)
+    assert found.recompute and found.schedule not in ("zb-h1", "zb-v")
+    with pytest.raises(PlanError, match="nothing fits"):
+        plan(profile, tight, schedule="zb-h1", microbatches=8, straight=True)
 
 
 def test_a_measured_weight_part_is_what_counts() -> None:

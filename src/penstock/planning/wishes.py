@@ -31,6 +31,10 @@ _SCHEDULES_OF = {
 }
 """What each planner plans for; in the order in which they are asked, `uniform` only by name."""
 
+_SPLITTING = ("zb-h1", "zb-v")
+"""The schedules with backwards in two parts. What an input part computed again is held up to the weight part, and the
+last rank has nothing to compute again: it keeps all its microbatches whole either way, so that little is gained."""
+
 _MICROBATCHES_PER_DEVICE = 4
 """Of the default minibatch: a flush is then idle for about a fifth of the time."""
 
@@ -170,7 +174,7 @@ class Wishes:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
         # Without a limit nothing is gained by it, and the planner of parallel pipelines tries both by itself.
-        if self.recompute is None and (cluster.memory_bytes is None or planner == "2bw"):
+        if self.recompute is None and (cluster.memory_bytes is None or planner == "2bw" or schedule in _SPLITTING):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
