@@ -1,10 +1,12 @@
 """Backwards in two parts in every picture: both are there, told apart, and explained."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.commands.descriptions import describe_profile
 from penstock.rendering import render
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import critical_path, simulate
@@ -177,3 +179,16 @@ def test_recomputation_for_an_input_part_is_kept_for_the_weight_part() -> None:
         "1W1": 216,
         "1W2": 108,
     }
+
+
+def test_a_profile_shows_weight_parts_where_they_were_measured() -> None:
+    layer = LayerProfile("h", 1.0, 2.0, 1e6, 1e6, 1e6)
+
+    assert "weight part" not in describe_profile(Profile((layer,), 1))
+    assert describe_profile(Profile((layer, replace(layer, weight_seconds=0.5)), 1, "gpt")) == (
+        "profile of gpt: 2 layers, microbatches of 1 sample\n"
+        "   layer  forward  backward  its weight part   cut  saved  parameters  workspace\n"
+        "0  h          1 s       2 s              1 s  1 MB   1 MB        1 MB          0\n"
+        "1  h          1 s       2 s           500 ms  1 MB   1 MB        1 MB          0\n"
+        "   sum        2 s       4 s            1.5 s         2 MB        2 MB"
+    )
