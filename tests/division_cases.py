@@ -102,6 +102,7 @@ W, V, B = leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH, seed=8), leaf(WIDTH)
 WIDE, EXPERTS, FROZEN = leaf(3 * WIDTH, WIDTH), leaf(SAMPLES, WIDTH, WIDTH), leaf(WIDTH, WIDTH, trained=False)
 COLUMNS = nn.Parameter(leaf(WIDTH, WIDTH, seed=9).detach().t())
 NORM = leaf(WIDTH, seed=5)
+FULL, ROWS, ONE = leaf(SAMPLES, WIDTH), leaf(SAMPLES, 1), leaf(1)
 
 CASES: dict[str, tuple[Bench, list[int]]] = {
     # Linear layers, by dimensions, layouts and bias.
@@ -123,6 +124,9 @@ CASES: dict[str, tuple[Bench, list[int]]] = {
     "product on the left": (Bench(lambda k, x: [W @ x[0].t()], [W]), [0]),
     "columns on the left": (Bench(lambda k, x: [COLUMNS @ x[0].t()], [COLUMNS]), [0]),
     "addmm": (Bench(lambda k, x: [torch.addmm(B, x[0], W)], [B, W]), [0, 1]),
+    "addmm to each": (Bench(lambda k, x: [torch.addmm(FULL, x[0], W)], [FULL, W]), [0, 1]),
+    "addmm to rows": (Bench(lambda k, x: [torch.addmm(ROWS, x[0], W)], [ROWS, W]), [0, 1]),
+    "addmm to all": (Bench(lambda k, x: [torch.addmm(ONE, x[0], W)], [ONE, W]), [0, 1]),
     "addmm with factors": (Bench(lambda k, x: [torch.addmm(B, x[0], W, alpha=0.5)], [B, W]), []),
     "experts": (Bench(lambda k, x: [torch.bmm(x[0], EXPERTS)], [EXPERTS], ((SAMPLES, 2, WIDTH),)), [0]),
     "sums by name": (Bench(lambda k, x: [torch.einsum("ij,jk->ik", x[0], W)], [W]), [0]),
@@ -147,6 +151,7 @@ CASES: dict[str, tuple[Bench, list[int]]] = {
     "norms": (bench_of(nn.LayerNorm(WIDTH)), []),
     # What is shared, frozen, moved, or used in other ways.
     "twice": (Bench(lambda k, x: [F.linear(torch.tanh(F.linear(x[0], W, B)), W, B)], [W, B]), [0, 1]),
+    "twice, around another": (Bench(lambda k, x: [x[0] @ W.t() @ V @ W.t() @ W.t()], [W, V]), [0, 1]),
     "four times": (Bench(lambda k, x: [x[0] @ W.t() @ W.t() @ W.t() @ W.t()], [W]), [0]),
     "three times directly": (Bench(lambda k, x: [x[0] @ W @ W @ W], [W]), [0]),
     "two ways": (Bench(lambda k, x: [F.linear(x[0] @ W, W)], [W]), [0]),

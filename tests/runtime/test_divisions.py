@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,9 @@ import models
 import penstock
 from division_cases import CASES, MICROBATCHES, SAMPLES, WIDTH, B, Bench, V, W, words
 from live_tensors import forget_what_is_there, live_tensors
+from penstock.runtime import divisions
 from penstock.runtime.executor import StageExecutor
+from penstock.runtime.operators import OPERATORS
 from skip_models import build_web
 
 
@@ -31,6 +34,36 @@ def test_two_parts_have_the_bits_of_one(name: str) -> None:
     else:
         assert all(leaf.grad is None for leaf in bench.leaves)
     assert bench.deferred() == deferred
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if any(word in name for word in ("twice", "tied", "times"))])
+def test_groups_part_no_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where little is computed before it is added, what goes to one weight still comes together."""
+    monkeypatch.setattr(divisions, "GROUP_BYTES", 0)
+
+    CASES[name][0].check()
+
+
+LAID_OUT = ("linear", "one sample", "one column", "column-major input", "column-major weight", "product", "experts")
+LAID_OUT += ("product on the left", "columns on the left", "addmm", "addmm to rows", "signals", "transposed")
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_formulas_lay_gradients_out_as_autograd_does(name: str) -> None:
+    bench, _ = CASES[name]
+    (received,) = [torch.randn(shape, dtype=bench.dtype).requires_grad_() for shape in bench.received]
+    (output,) = bench.compute(0, [received])
+    node = output.grad_fn
+    while type(node) not in OPERATORS:
+        ((node, _), *_) = node.next_functions
+    edges = {slot: node.next_functions[slot] for slot in OPERATORS[type(node)].slots if node.next_functions[slot][0]}
+    # Its argument itself is not a weight; the formula has it too, and is held to it here.
+    formula = OPERATORS[type(node)].read(node, tuple(edges))
+    caught = torch.randn(node._input_metadata[0].shape, dtype=bench.dtype)
+    expected = torch.autograd.grad(GradientEdge(node, 0), [GradientEdge(*edge) for edge in edges.values()], caught)
+    for one, other in zip(expected, formula(caught), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
 
 
 class Probed(torch.autograd.Function):
