@@ -50,6 +50,10 @@ def test_equal_stages_take_the_closed_form_of_the_schedule(
 def test_the_search_takes_what_wins() -> None:
     """Eight microbatches on four devices: much is lost to filling and draining; zb-h1 where layers cannot be cut."""
     assert plan(EQUAL, FOUR, microbatches=8, straight=True, synchronous=True).schedule == "zb-v"
+    assert plan(EQUAL, FOUR, microbatches=8, straight=True, synchronous=True, whole_backwards=True).schedule not in (
+        "zb-h1",
+        "zb-v",
+    )
     four = Profile((replace(LAYER, forward_seconds=2.0, backward_seconds=4.0, weight_seconds=2.0),) * 4, 5)
     assert plan(four, FOUR, microbatches=8, straight=True, synchronous=True).schedule == "zb-h1"
 
@@ -187,7 +191,8 @@ def test_replicas_of_a_folded_pipeline() -> None:
             lambda: Wishes(schedule="zb-v", stages_per_rank=4),
             "schedule='zb-v', stages_per_rank=4: expected choices that go together, found none that do: several stages "
             "per rank need schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='1f1b', "
-            "synchronous=True rules out 1f1b and 2bw, and the planner spp plans for schedule='spp'. Drop one of them",
+            "synchronous=True rules out 1f1b and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans "
+            "for schedule='spp'. Drop one of them",
         ),
         (
             lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 3, (0,)), Stage(3, 4, (1,))), "zb-v"),

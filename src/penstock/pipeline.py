@@ -166,7 +166,8 @@ class Pipeline:
                 beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
-                choices = Choices(schedule, microbatches, stages, vertical_sync)
+                whole = bool(compile) or parallelize is not None or recompute == "layers"
+                choices = Choices(schedule, microbatches, stages, vertical_sync, whole)
                 made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
                 plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
             with agreed(self._world, "while it read its plan"):

@@ -37,6 +37,7 @@ def plan(
     allreduce: str = "ring",
     optimizer_copies: float = OPTIMIZER_COPIES,
     shared_nic: bool = False,
+    whole_backwards: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
@@ -53,7 +54,8 @@ def plan(
     on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both are
     tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `progress` shows a line on stderr; None shows it on a terminal.
+    default every two ranks have their own. `whole_backwards` leaves out `zb-h1` and `zb-v`. `progress` shows a line
+    on stderr; None shows it on a terminal.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
@@ -74,6 +76,7 @@ def plan(
         allreduce=require_allreduce(allreduce),
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
+        whole_backwards=whole_backwards,
     )
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, wishes)

@@ -73,6 +73,7 @@ class Wishes:
     allreduce: AllReduce = "ring"
     optimizer_copies: float = OPTIMIZER_COPIES
     shared_nic: bool = False
+    whole_backwards: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -106,6 +107,7 @@ class Wishes:
             and (self.planner is None or schedule in _SCHEDULES_OF[self.planner])
             and (not self.synchronous or schedule in SYNCHRONOUS)
             and (not self.vertical_sync or schedule == "1f1b")
+            and not (self.whole_backwards and schedule in _SPLITTING)
             and self._takes_stages_per_rank(schedule)
         )
 
@@ -223,13 +225,15 @@ class Wishes:
             "schedule": self.schedule,
             "synchronous": self.synchronous or None,
             "vertical_sync": self.vertical_sync or None,
+            "whole_backwards": self.whole_backwards or None,
             "stages_per_rank": self.stages_per_rank if self.stages_per_rank != 1 else None,
         }
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
             "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='1f1b', synchronous=True rules "
-            "out 1f1b and 2bw, and the planner spp plans for schedule='spp'. Drop one of them"
+            "out 1f1b and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans for schedule='spp'. Drop "
+            "one of them"
         )
 
 
