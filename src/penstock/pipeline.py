@@ -28,7 +28,7 @@ from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import join
 from penstock.runtime.readings import Readings, find_readings, held_stages
 from penstock.runtime.recomputation import Grain, Recompute, choose_grains
-from penstock.runtime.restrictions import check_parts
+from penstock.runtime.restrictions import check_parts, needs_whole_backwards
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
     build_stages,
@@ -166,10 +166,8 @@ class Pipeline:
                 beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
-                whole = bool(compile) or parallelize is not None or recompute == "layers"
-                choices = Choices(schedule, microbatches, stages, vertical_sync, whole)
-                made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
-                plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
+                undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
+                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided))
             with agreed(self._world, "while it read its plan"):
                 wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
                 chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
@@ -190,6 +188,11 @@ class Pipeline:
             transport = connect(self._world, self.schedule, self._device, timeout_seconds, held.lanes)
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+
+    def _plan(self, plan: str, choices: Choices) -> Plan:
+        made = plan_automatically(self._world, self._chain, self._sample, self._device, plan, choices)
+        self.profile, self.cluster = made.profile, made.cluster
+        return made.plan
 
     def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Grain]) -> LocalStages:
         """What this process holds."""

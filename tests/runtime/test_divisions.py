@@ -311,6 +311,16 @@ def test_between_the_parts_only_what_weights_need_is_held() -> None:
     assert after == {leaf.grad.untyped_storage().data_ptr() for leaf in (W, B, V) if leaf.grad is not None}
 
 
+def test_nothing_may_depend_on_a_stage() -> None:
+    """All gradients that come are absent then, and so are those that leave."""
+    executor, leaf = StageExecutor(), nn.Parameter(W.detach().clone())
+    executor.forward(0, [torch.ones(SAMPLES, WIDTH).double().requires_grad_()], lambda values: (values[0] @ leaf,))
+
+    assert executor.backward_input(0, [None]) == (None,)
+    executor.backward_weight(0)
+    assert leaf.grad is None
+
+
 def test_parts_come_in_their_order_and_once() -> None:
     executor = StageExecutor()
     received = [torch.ones(SAMPLES, WIDTH).double().requires_grad_()]

@@ -35,7 +35,7 @@ __all__ = ["WeightPart", "go_backward_to_inputs"]
 Node: TypeAlias = Any
 """A node of autograd's graph. PyTorch's type for it does not know what is saved there."""
 
-GROUP_BYTES = 2**24
+GROUP_BYTES = 2**22
 """About so many bytes of gradients of weights are there before they are added to those of earlier microbatches."""
 
 (_LEAF,) = kinds_of("AccumulateGrad")
@@ -155,7 +155,7 @@ def go_backward_to_inputs(
     leaves = [leaf for leaf in received if leaf.requires_grad]
     operators, others = _survey(outputs, {id(leaf) for leaf in leaves})
     wanted = [*leaves, *others, *(GradientEdge(operator.node, 0) for operator in operators)]
-    if not wanted:
+    if not wanted or not outputs:
         return (None,) * len(received), WeightPart((), ())
     # Read before the run of autograd, which lets go of what it saved.
     formulas = [OPERATORS[type(operator.node)].read(operator.node, operator.slots) for operator in operators]

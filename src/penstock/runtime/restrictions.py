@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from penstock.errors import PlanError
-from penstock.runtime.recomputation import Grain
+from penstock.runtime.recomputation import Grain, Recompute
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["check_parts"]
+__all__ = ["check_parts", "needs_whole_backwards"]
 
 
 def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Grain]) -> None:
@@ -35,6 +35,11 @@ def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: 
             "there, and would have to compute it a third time for its weights",
             "Use recompute=True, or a set of stages",
         )
+
+
+def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
+    """Whether `check_parts` would refuse any schedule with backwards in two parts."""
+    return compiled or parallelized or recompute == "layers"
 
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:

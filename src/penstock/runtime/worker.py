@@ -260,8 +260,13 @@ class Worker:
         self._deal_gradients(action, self.stages[action.stage].executor.backward_input(action.microbatch, gradients))
 
     def _backward_weight(self, action: BackwardWeight) -> None:
-        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
-        self.stages[action.stage].executor.backward_weight(action.microbatch, hooked=update is not None)
+        update, stage = (
+            self._gradients.prepare(action.stage, action.microbatch, action.version),
+            self.stages[action.stage],
+        )
+        # Sums over replicas begin by hooks.
+        hooked = update is not None and stage.reducer is not None
+        stage.executor.backward_weight(action.microbatch, hooked)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
 
