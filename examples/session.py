@@ -33,7 +33,7 @@ def option_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="a YAML file with options by name; the command line comes first")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b-flush")
     parser.add_argument("--vertical-sync", action="store_true", help="one weight version at all stages (1f1b only)")
-    parser.add_argument("--stages", type=int, help="all stages (one for each process; interleaved: two)")
+    parser.add_argument("--stages", type=int, help="all stages (one for each process; interleaved and zb-v: two)")
     parser.add_argument("--microbatches", type=int, default=4, help="pieces that a minibatch is cut into")
     parser.add_argument("--plan", type=Path, help="a plan's file to use as it is, instead of making a plan")
     parser.add_argument("--batch-size", type=int, default=16, help="samples in a minibatch")
@@ -106,11 +106,11 @@ def choose_plan(
 
 
 def make_plan(profile: penstock.Profile, options: Options) -> penstock.Plan:
-    """The plan of ``--plan``, or the best straight pipeline for `profile`; equal layer counts if interleaved."""
+    """The plan of ``--plan``, or the best straight pipeline for `profile`; equal stages if a rank has two."""
     if options.plan is not None:
         return penstock.Plan.load(options.plan)
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    if options.schedule == "interleaved":
+    if options.schedule in ("interleaved", "zb-v"):
         stages = options.stages or 2 * processes
         return penstock.Plan.uniform(
             len(profile.layers),

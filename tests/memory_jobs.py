@@ -1,6 +1,7 @@
 """What a pipeline holds while it trains, counted: by the tests themselves, and in the processes of the pool."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 import models
 import penstock
 from live_tensors import count_at_rest, forget_what_is_there, live_tensors
+from penstock.runtime.executor import StageExecutor
+from training import stages_on_a_rank
 
 __all__ = ["Observed", "Setting", "observe", "observe_all"]
 
@@ -22,6 +25,10 @@ MICROBATCHES = 12
 
 alive: Counter[tuple[int, int]] = Counter()
 peak: Counter[tuple[int, int]] = Counter()
+executors: dict[tuple[int, int], StageExecutor] = {}
+"""Those of the pipeline at hand."""
+held: Counter[tuple[int, int]] = Counter()
+"""The most microbatches that an executor has had, together with the one that goes forward."""
 
 
 class Token:
@@ -59,7 +66,10 @@ class Layer(nn.Module):
         self.register_buffer("own", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Marked.apply(self.linear(x), (self.layer, self.own.data_ptr()))
+        key = self.layer, self.own.data_ptr()
+        if key in executors:
+            held[key] = max(held[key], len(executors[key].in_flight) + 1)
+        return Marked.apply(self.linear(x), key)
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Setting:
     @property
     def plan(self) -> penstock.Plan:
         """The plan."""
-        per_rank = 2 if self.schedule == "interleaved" else 1
+        per_rank = stages_on_a_rank(self.schedule)
         stages = len(self.replicas) * per_rank
         plan = penstock.Plan.uniform(
             stages,
@@ -93,7 +103,9 @@ class Observed:
     """What one process held."""
 
     peaks: dict[int, list[int]]
-    """By stage: of each replica here, the most forwards that waited for their backwards; ascending."""
+    """By stage: of each replica here, the most microbatches in flight; ascending."""
+    graphs: dict[int, list[int]]
+    """And the most of autograd's graphs."""
     weights: int
     """Tensors of a weight's shape after the drain, each storage once."""
     live: list[int]
@@ -119,6 +131,11 @@ def _observe(setting: Setting, steps: int) -> Observed:
     pipe = penstock.Pipeline(model, sample=(x[:1],), loss_fn=F.mse_loss, optimizer=models.plain, plan=plan)
     # Capture has run the layers too.
     peak.clear()
+    held.clear()
+    executors.clear()
+    for stages in pipe._stages.values():
+        for index, stage in stages.items():
+            executors[index, stage.weights.buffers[0].data_ptr()] = stage.executor
     live: list[int] = []
     for _ in range(steps):
         float(pipe.step(x, x).loss)
@@ -127,8 +144,13 @@ def _observe(setting: Setting, steps: int) -> Observed:
     weights = {t.data_ptr() for t in live_tensors() if t.shape == (WIDTH, WIDTH)}
     left = [key for key, count in alive.items() if count]
     assert not left, f"graphs of {left} are alive after the drain"
-    peaks: dict[int, list[int]] = {}
-    for (stage, _), count in peak.items():
-        peaks[stage] = sorted([*peaks.get(stage, []), count])
+    executors.clear()
     pipe.close()
-    return Observed(peaks, len(weights), live)
+    return Observed(_by_stage(held), _by_stage(peak), len(weights), live)
+
+
+def _by_stage(most: Mapping[tuple[int, int], int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for (stage, _), count in most.items():
+        found[stage] = sorted([*found.get(stage, []), count])
+    return found

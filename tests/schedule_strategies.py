@@ -10,18 +10,21 @@ from penstock.scheduling.schedules import Schedule
 
 __all__ = ["replicated_schedules", "schedules", "waiting_schedules"]
 
+METHODS = ["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]
+
 
 @st.composite
 def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
     """Any method on one rank per stage, up to so many ranks and about so many microbatches a minibatch."""
-    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp"]))
+    method = draw(st.sampled_from(METHODS))
     ranks = draw(st.integers(1, most_ranks))
     if method == "interleaved":
         groups = draw(st.integers(1, max(1, most_microbatches // ranks)))
         return Schedule(method, ranks, ranks * groups, draw(st.integers(1, 3)))
     least = ranks if method == "2bw" else 1
     sync = method == "1f1b" and draw(st.booleans())
-    return Schedule(method, ranks, draw(st.integers(least, max(least, most_microbatches))), vertical_sync=sync)
+    microbatches = draw(st.integers(least, max(least, most_microbatches)))
+    return Schedule(method, ranks, microbatches, 2 if method == "zb-v" else 1, vertical_sync=sync)
 
 
 @st.composite
@@ -43,12 +46,12 @@ def _ties(stages: Sequence[int]) -> st.SearchStrategy[tuple[tuple[int, ...], ...
 @st.composite
 def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, most_microbatches: int) -> Schedule:
     """Any method with replicas, equally or unequally many, that take turns or share every microbatch."""
-    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp"]))
+    method = draw(st.sampled_from(METHODS))
     stages = draw(st.integers(1, most_stages))
     split = draw(st.booleans())
     sync = method == "1f1b" and draw(st.booleans())
     counts = st.integers(1, most_replicas)
-    alike = method == "interleaved" or (sync and not split) or draw(st.booleans())
+    alike = method in ("interleaved", "zb-v") or (sync and not split) or draw(st.booleans())
     replicas = [draw(counts)] * stages if alike else [draw(counts) for _ in range(stages)]
     dealt = iter(draw(st.permutations(range(sum(replicas)))))
     at = tuple(tuple(next(dealt) for _ in range(count)) for count in replicas)
@@ -58,4 +61,5 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
         return Schedule.placed(method, Placement(at * draw(st.integers(1, 3)), split), microbatches)
     least = (stages if split else sum(replicas)) if method == "2bw" else 1
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
+    at = (*at, *reversed(at)) if method == "zb-v" else at
     return Schedule.placed(method, Placement(at, split), microbatches, vertical_sync=sync)

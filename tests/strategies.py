@@ -11,7 +11,11 @@ names = st.text(max_size=12)
 
 @st.composite
 def layer_profiles(draw):
-    return LayerProfile(draw(names), draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes), draw(sizes))
+    backward = draw(seconds)
+    part = draw(st.one_of(st.none(), st.floats(0, backward)))
+    return LayerProfile(
+        draw(names), draw(seconds), backward, draw(sizes), draw(sizes), draw(sizes), draw(sizes), weight_seconds=part
+    )
 
 
 @st.composite
@@ -52,17 +56,20 @@ def predictions(draw, ranks):
 
 @st.composite
 def plans(draw):
-    """Straight, replicated and interleaved plans, with and without a prediction."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw"]))
+    """Straight and replicated plans, and such of several stages per rank, with and without a prediction."""
+    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "1f1b", "2bw"]))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     parallel = draw(st.integers(1, 2))
-    if schedule == "interleaved":
-        around = draw(st.sampled_from([p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]))
+    if schedule in ("interleaved", "zb-v"):
+        if schedule == "zb-v":
+            lengths += lengths[:1] if len(lengths) % 2 else []
+        divisors = [p for p in range(1, len(lengths) + 1) if len(lengths) % p == 0]
+        around = len(lengths) // 2 if schedule == "zb-v" else draw(st.sampled_from(divisors))
         replicas = draw(st.integers(1, 3))
         groups = around * replicas
         dealt = draw(st.permutations(range(groups)))
         at = [tuple(dealt[place * replicas : (place + 1) * replicas]) for place in range(around)]
-        holders = [at[stage % around] for stage in range(len(lengths))]
+        holders = [*at, *at[::-1]] if schedule == "zb-v" else [at[stage % around] for stage in range(len(lengths))]
     else:
         replicas = [draw(st.integers(1, 3)) for _ in lengths]
         groups = sum(replicas)

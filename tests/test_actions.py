@@ -8,6 +8,8 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -21,7 +23,8 @@ from penstock.scheduling.actions import (
     parse_programs,
 )
 
-KINDS = (Forward, Backward, Update, Send, Receive, SendTied, ReceiveTied, SendNorms, ReceiveNorms)
+COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight, Update)
+KINDS = (*COMPUTES, Send, Receive, SendTied, ReceiveTied, SendNorms, ReceiveNorms)
 numbers = st.integers(min_value=0, max_value=10**6)
 actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS), numbers, numbers, numbers)
 
@@ -31,6 +34,8 @@ actions = st.builds(lambda kind, *fields: kind(*fields), st.sampled_from(KINDS),
     [
         (Forward(2, 0, 1), "2F0@1"),
         (Backward(2, 0, 1), "2B0@1"),
+        (BackwardInput(2, 0, 1), "2I0@1"),
+        (BackwardWeight(2, 0, 1), "2W0@1"),
         (Update(2, 3, 1), "2U3<1"),
         (Send(2, 0, 3), "2S0>3"),
         (Receive(3, 0, 2), "3R0<2"),
@@ -62,13 +67,15 @@ def test_program_text_is_one_line_per_rank() -> None:
     assert parse_programs("0F0@0 0S0>1\n1R0<0 1F0@0") == programs
 
 
-@pytest.mark.parametrize("text", ["", "F0@0", "2F0", "2F0@", "2F0@1 ", "2X0@1", "-1F0@0", "2F0<1", "2U3@1", "2S0<3"])
+@pytest.mark.parametrize(
+    "text", ["", "F0@0", "2F0", "2F0@", "2F0@1 ", "2X0@1", "-1F0@0", "2F0<1", "2I0", "2W0<1", "2U3@1", "2S0<3"]
+)
 def test_text_that_is_no_action(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse(text)
 
     assert str(caught.value) == (
-        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2N3>1 or 1N3<2 (norms), "
-        "2A3 (all-reduce of replicas)"
+        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
+        "(its input or weight part), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied "
+        "weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas)"
     )

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
-from penstock.scheduling.actions import Backward, Update
+from penstock.scheduling.actions import Backward, BackwardWeight, Update
 from penstock.scheduling.schedules import Schedule
 from schedule_strategies import replicated_schedules, schedules, waiting_schedules
 
@@ -15,7 +15,7 @@ def found_delays(schedule: Schedule, minibatches: int) -> list[int]:
         taken: dict[tuple[int, int], int] = {}
         for action in row:
             match action:
-                case Backward(stage, microbatch, version):
+                case Backward(stage, microbatch, version) | BackwardWeight(stage, microbatch, version):
                     of = microbatch // schedule.promise.microbatches_per_update[stage] + 1
                     taken[stage, of] = version
                 case Update(stage, version) if (stage, version) in taken:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.actions import Action, Backward, Forward, Receive, Send, Update
+from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Receive, Send, Update
 from penstock.scheduling.orders import (
     forward_only,
     gpipe,
@@ -26,9 +26,19 @@ Start = tuple[Action, Fraction]
 
 
 def run_clock(
-    programs: Programs, forward: Fraction = Fraction(1), backward: Fraction = Fraction(1)
+    programs: Programs,
+    forward: Fraction = Fraction(1),
+    backward: Fraction = Fraction(1),
+    weight: Fraction = Fraction(0),
 ) -> list[list[Start]]:
-    """When each compute action of each rank starts, if messages and updates take no time."""
+    """When each compute action of each rank starts, if messages and updates take no time; `weight` of `backward`."""
+    seconds = {
+        Forward: forward,
+        Backward: backward,
+        BackwardInput: backward - weight,
+        BackwardWeight: weight,
+        Update: Fraction(0),
+    }
     position = [0] * len(programs)
     clock = [Fraction(0)] * len(programs)
     arrival: dict[tuple[int, int, int], Fraction] = {}
@@ -46,10 +56,9 @@ def run_clock(
                         clock[rank] = max(clock[rank], arrival[source, stage, microbatch])
                     case Send(stage, microbatch, target):
                         arrival[stage, target, microbatch] = clock[rank]
-                    case Forward() | Backward() | Update():
+                    case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
                         starts[rank].append((action, clock[rank]))
-                        took = {Forward: forward, Backward: backward, Update: Fraction(0)}[type(action)]
-                        clock[rank] += took
+                        clock[rank] += seconds[type(action)]
                 position[rank] += 1
                 moved = True
     assert position == [len(row) for row in programs]
@@ -98,6 +107,10 @@ def short(action: Action) -> str:
             return f"F{k}"
         case Backward(microbatch=k):
             return f"B{k}"
+        case BackwardInput(microbatch=k):
+            return f"I{k}"
+        case BackwardWeight(microbatch=k):
+            return f"W{k}"
         case Update(version=k):
             return f"U{k}"
         case _:
@@ -234,6 +247,8 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
             yield Schedule("gpipe", ranks, microbatches)
             yield Schedule("1f1b-flush", ranks, microbatches)
             yield Schedule("spp", ranks, microbatches)
+            yield Schedule("zb-h1", ranks, microbatches)
+            yield Schedule("zb-v", ranks, microbatches, 2)
             yield Schedule("1f1b", ranks, microbatches)
             yield Schedule("1f1b", ranks, microbatches, vertical_sync=True)
             if microbatches >= ranks:
@@ -249,6 +264,7 @@ def test_every_small_schedule_keeps_the_laws_and_reaches_its_promise() -> None:
 
         assert verification.in_flight == schedule.promise.in_flight, schedule
         assert verification.versions == schedule.promise.versions, schedule
+        assert verification.halves == schedule.promise.halves, schedule
 
 
 def test_every_small_inference_keeps_the_laws() -> None:
@@ -332,6 +348,10 @@ def test_steady_steps_differ_by_their_numbers_only(schedule: Schedule, later: in
                 return Forward(stage, k + more, version + newer)
             case Backward(stage, k, version):
                 return Backward(stage, k + more, version + newer)
+            case BackwardInput(stage, k, version):
+                return BackwardInput(stage, k + more, version + newer)
+            case BackwardWeight(stage, k, version):
+                return BackwardWeight(stage, k + more, version + newer)
             case Update(stage, version, gradient_version):
                 return Update(stage, version + newer, gradient_version + newer)
             case Send(stage, k, target):

@@ -11,7 +11,8 @@ from penstock.planning.memory import chunks_in_flight, live_counts, peak_bytes
 from penstock.scheduling.schedules import schedule
 from penstock.values import LayerProfile, Plan, Profile, Stage
 
-METHODS = [("gpipe", False), ("1f1b-flush", False), ("spp", False), ("1f1b", False), ("1f1b", True), ("2bw", False)]
+FLUSHING = [("gpipe", False), ("1f1b-flush", False), ("spp", False), ("zb-h1", False)]
+METHODS = [*FLUSHING, ("1f1b", False), ("1f1b", True), ("2bw", False)]
 
 
 @pytest.mark.parametrize(("method", "vertical_sync"), METHODS)

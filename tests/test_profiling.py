@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
 from penstock.errors import PenstockError, ProfileError
@@ -93,10 +94,10 @@ def test_a_linear_chain_has_the_bytes_that_one_counts_by_hand():
     assert found == Profile(
         (
             # The workspace: the gradients of parameters before they are added to the sum, and that of the input.
-            LayerProfile("a", 1.0, 1.0, 4 * 8 * FLOAT, 4 * 6 * FLOAT, (6 * 8 + 8) * FLOAT, (6 * 8 + 8) * FLOAT),
-            LayerProfile("b", 1.0, 1.0, 4 * 10 * FLOAT, 4 * 8 * FLOAT, 8 * 10 * FLOAT, (8 * 10 + 4 * 8) * FLOAT),
+            LayerProfile("a", 1.0, 1.0, 4 * 8 * FLOAT, 4 * 6 * FLOAT, (6 * 8 + 8) * FLOAT, (6 * 8 + 8) * FLOAT, 1.0),
+            LayerProfile("b", 1.0, 1.0, 4 * 10 * FLOAT, 4 * 8 * FLOAT, 8 * 10 * FLOAT, (8 * 10 + 4 * 8) * FLOAT, 1.0),
             LayerProfile(
-                "c", 1.0, 1.0, 4 * 2 * FLOAT, 4 * 10 * FLOAT, (10 * 2 + 2) * FLOAT, (10 * 2 + 2 + 4 * 10) * FLOAT
+                "c", 1.0, 1.0, 4 * 2 * FLOAT, 4 * 10 * FLOAT, (10 * 2 + 2) * FLOAT, (10 * 2 + 2 + 4 * 10) * FLOAT, 1.0
             ),
         ),
         microbatch_size=4,
@@ -186,7 +187,7 @@ def test_a_layer_of_frozen_parameters_keeps_nothing_and_has_no_backward():
 def test_integer_inputs_get_no_gradient_and_the_embedding_saves_them():
     found = one(nn.Embedding(10, 5), torch.randint(10, (4, 7)))
 
-    assert found == LayerProfile("only", 1.0, 1.0, 4 * 7 * 5 * FLOAT, 4 * 7 * LONG, 10 * 5 * FLOAT, 10 * 5 * FLOAT)
+    assert found == LayerProfile("only", 1.0, 1.0, 4 * 7 * 5 * FLOAT, 4 * 7 * LONG, 10 * 5 * FLOAT, 10 * 5 * FLOAT, 1.0)
 
 
 def test_the_workspace_of_a_forward_is_what_it_drops_again() -> None:
@@ -280,13 +281,48 @@ def test_saved_tensors_that_autograd_lets_go_of_are_no_longer_recorded():
 
 def test_forward_and_backward_are_the_medians_of_what_the_clock_says():
     script = [9.0, 9.0, 8.0, 8.0]  # two warm-ups, each a forward and a backward
-    script += [3.0, 0.5, 100.0, 0.7, 1.0, 0.6]  # three iterations, one of them disturbed
+    # Three iterations, one of them disturbed; the first and the last time a weight part, too.
+    script += [3.0, 0.5, 0.2, 100.0, 0.7, 1.0, 0.6, 0.4]
     sample = (torch.randn(4, 6),)
     chain = make_chain([make_layer("a", nn.Linear(6, 6), "x0", "y")], sample, "y")
     clock = ScriptedClock(script)
     (layer,) = profile(chain, sample, iterations=3, warmup=2, clock=clock, progress=False).layers
 
     assert (layer.forward_seconds, layer.backward_seconds) == (3.0, 0.6)
+    assert layer.weight_seconds == (0.2 + 0.4) / 2
+    assert list(clock.script) == []
+
+
+class Forgetting(nn.Module):
+    """A linear layer that is computed again in its backward, in the way that autograd can only do as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "seconds"),
+    [
+        (nn.Tanh(), 0.0),
+        (nn.Linear(6, 6).requires_grad_(False), 0.0),
+        (Forgetting(), 0.0),
+        # A part of the backward takes no longer than all of it.
+        (nn.Linear(6, 6), 3.0),
+    ],
+    ids=["nothing trained", "frozen", "not to be divided", "longer"],
+)
+def test_weight_parts_are_measured_where_there_are_any(layer: nn.Module, seconds: float) -> None:
+    script = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0] + ([] if seconds == 0 else [4.0])
+    sample = (torch.randn(4, 6),)
+    layers = [make_layer("first", nn.Linear(6, 6), "x0", "h"), make_layer("second", layer, "h", "y")]
+    clock = ScriptedClock([*script[:4], 2.0, 3.0, 1.0, *script[4:]])
+    found = profile(make_chain(layers, sample, "y"), sample, iterations=1, warmup=1, clock=clock, progress=False)
+
+    assert [layer.weight_seconds for layer in found.layers] == [1.0, seconds]
     assert list(clock.script) == []
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from penstock.errors import ScheduleError
 from penstock.rendering import render
-from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.values.spans import Span
@@ -373,12 +373,13 @@ def read_back(picture: str) -> dict[int, list[str]]:
     shown: dict[int, list[str]] = {}
     for stage, text in rows.items():
         newest, actions = 0, []
-        for bracket, number, version in re.findall(r"(\[?)(\d+|U)(?:@(\d+))?", text):
+        for bracket, number, version in re.findall(r"([\[{]?)(\d+|U)(?:@(\d+))?", text):
             if number == "U":
                 newest += 1
                 actions.append(f"U{newest}")
             else:
-                actions.append(f"{'B' if bracket else 'F'}{number}@{version or newest}")
+                kind = {"": "F", "[": "B", "{": "W"}[bracket]
+                actions.append(f"{kind}{number}@{version or newest}")
         shown[stage] = actions
     return shown
 
@@ -390,8 +391,8 @@ def test_picture_of_a_schedule_shows_its_program(schedule: Schedule) -> None:
     for action in (action for row in schedule.program(2) for action in row):
         if isinstance(action, Update):
             program[action.stage].append(f"U{action.version}")
-        elif isinstance(action, Forward | Backward):
-            kind = "F" if isinstance(action, Forward) else "B"
+        elif isinstance(action, Forward | Backward | BackwardInput | BackwardWeight):
+            kind = {Forward: "F", BackwardWeight: "W"}.get(type(action), "B")
             program[action.stage].append(f"{kind}{action.microbatch}@{action.version}")
     picture = render(schedule, minibatches=2, width=240)
 

@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import Backward, Forward, Reduce, Send, Update, format_programs, parse_programs
+from penstock.scheduling.actions import (
+    Backward,
+    BackwardWeight,
+    Forward,
+    Reduce,
+    Send,
+    Update,
+    WeightGradients,
+    format_programs,
+    parse_programs,
+)
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, schedule
 from penstock.scheduling.verifier import verify, verify_programs
@@ -94,10 +104,10 @@ def test_every_microbatch_is_summed_once_at_one_version(made: Schedule, minibatc
     parts: dict[tuple[int, int], list[int]] = defaultdict(list)
     versions: dict[tuple[int, int], set[int]] = defaultdict(set)
     for row in _distinct_rows(made, minibatches):
-        waiting: dict[int, list[Backward]] = defaultdict(list)
+        waiting: dict[int, list[WeightGradients]] = defaultdict(list)
         for action in row:
             match action:
-                case Backward(stage=stage):
+                case Backward(stage=stage) | BackwardWeight(stage=stage):
                     waiting[stage].append(action)
                 case Update(stage, version, read):
                     parts[stage, version] += [backward.microbatch for backward in waiting[stage]]

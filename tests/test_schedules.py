@@ -80,7 +80,7 @@ def test_numbers_must_be_counts() -> None:
 
 
 def test_unknown_method() -> None:
-    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', '1f1b', '2bw'"
+    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', 'zb-h1', 'zb-v', '1f1b', '2bw'"
 
     assert message(lambda: Schedule("1f1b-flsh", 2, 2)) == (
         f"schedule: there is no method '1f1b-flsh'; did you mean '1f1b-flush'? choose one of {names}"

@@ -62,11 +62,12 @@ def test_wall_time_is_no_less_than_the_work_of_a_rank_or_the_chain_of_a_microbat
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
     """Equal replicas of every stage, on equal links, any numbering of the ranks."""
-    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp"]))
+    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]))
     length, replicas = draw(st.integers(1, 3)), draw(st.integers(2, 4))
     around = draw(st.integers(1, 2)) if method == "interleaved" else 1
     ranks = draw(st.permutations(range(length * replicas)))
     places = [tuple(ranks[replicas * i : replicas * (i + 1)]) for i in range(length)] * around
+    places += places[::-1] if method == "zb-v" else []
     stages = tuple(Stage(index, index + 1, place) for index, place in enumerate(places))
     microbatches = replicas * length * draw(st.integers(1, 3))
     layers = draw(

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.actions import Backward, Forward, Receive, Reduce, Send, Update
+from penstock.scheduling.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Receive,
+    Reduce,
+    Send,
+    Update,
+)
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.simulating import simulate
 from penstock.values.clusters import Cluster
@@ -40,6 +50,16 @@ class Oracle:
 
     def share(self, stage: int) -> int:
         return len(self.plan.stages[stage].ranks) if self.schedule.placement.split else 1
+
+    def weight_part(self, stage: int) -> float:
+        """Where it was not measured: half of a backward, of layers with weights."""
+        shares = [
+            (layer.backward_seconds / 2 if layer.parameter_bytes else 0.0)
+            if layer.weight_seconds is None
+            else layer.weight_seconds
+            for layer in self.layers(stage)
+        ]
+        return sum(shares)
 
     def transfer(self, low: int, stage: int, target: int, rank: int, peer: int) -> tuple[float, float]:
         """Seconds on the link, and latency."""
@@ -77,7 +97,7 @@ class Oracle:
             changed = False
             for rank, row in enumerate(self.programs):
                 clock, ring_free = 0.0, 0.0
-                compute: Forward | Backward | Update | None = None
+                compute: Compute | None = None
                 backward: dict[int, int] = {}
                 for index, action in enumerate(row):
                     spot, begin, end = (rank, index), clock, clock
@@ -85,13 +105,19 @@ class Oracle:
                     share = self.share(action.stage)
                     if isinstance(action, Forward):
                         end = clock = clock + sum(layer.forward_seconds for layer in layers) / share
-                    elif isinstance(action, Backward):
+                    elif isinstance(action, BackwardWeight):
+                        end = clock = clock + self.weight_part(action.stage) / share + 0.5
+                        backward[action.stage] = index
+                    elif isinstance(action, Backward | BackwardInput):
                         seconds = sum(layer.backward_seconds for layer in layers) / share
+                        if isinstance(action, BackwardInput):
+                            seconds -= self.weight_part(action.stage) / share
                         follows = isinstance(compute, Forward) and compute.stage == action.stage
                         if self.plan.recompute and not (follows and compute.microbatch == action.microbatch):
                             seconds += sum(layer.forward_seconds for layer in layers) / share
                         end = clock = clock + seconds
-                        backward[action.stage] = index
+                        if isinstance(action, Backward):
+                            backward[action.stage] = index
                     elif isinstance(action, Update):
                         end = clock = clock + 0.25 * sum(layer.parameter_bytes for layer in layers)
                     elif isinstance(action, Send):
@@ -118,7 +144,7 @@ class Oracle:
                         self.left[spot] = max(begun if self.overlap_reduce else clock, ring_free)
                         end = max(come, max(self.left[other] for other in places) + self.ring(action.stage))
                         clock = ring_free = end
-                    if isinstance(action, Forward | Backward | Update):
+                    if isinstance(action, Compute):
                         compute = action
                     changed |= (begin, end) != (self.start[spot], self.stop[spot])
                     self.start[spot], self.stop[spot] = begin, end
@@ -150,9 +176,19 @@ def problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
     straight = schedules(most_ranks=4, most_microbatches=5)
     schedule = draw(st.one_of(straight, replicated_schedules(3, 4, 6)))
     layers = draw(
-        st.lists(st.tuples(number, number, number, number), min_size=schedule.stages, max_size=schedule.stages + 2)
+        st.lists(
+            st.tuples(number, number, number, number, st.sampled_from([None, 0, 0.25, 1])),
+            min_size=schedule.stages,
+            max_size=schedule.stages + 2,
+        )
     )
-    profile = Profile(tuple(LayerProfile("", f, b, cut, 0, weights) for f, b, cut, weights in layers), 8)
+    profile = Profile(
+        tuple(
+            LayerProfile("", f, b, cut, 0, weights, weight_seconds=None if part is None else part * b)
+            for f, b, cut, weights, part in layers
+        ),
+        8,
+    )
     if draw(st.booleans()):
         cluster = Cluster.uniform(schedule.ranks, draw(speeds), latency_seconds=draw(number))
     else:
@@ -179,6 +215,7 @@ def test_equals_the_fixed_point(
         update_seconds_per_byte=0.25,
         overlap=overlap,
         overlap_reduce=overlap_reduce,
+        split_seconds=0.5,
     )
     spans = iter(timeline.spans)
     exact = all(count in (1, 2, 4) for count in map(len, schedule.placement.stages))

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -41,6 +43,7 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
     tied: dict[tuple[int, int, int], object] = {}  # to stage, from stage, version
     norms: list[dict[tuple[int, int], object]] = [{} for _ in range(schedule.ranks)]
     saved: dict[tuple[int, int], object] = {}
+    halves: dict[tuple[int, int], object] = {}  # what a weight part still needs
     made: dict[tuple[int, int, int], object] = {}  # by stage, to stage, microbatch
     queues: defaultdict[tuple[int, int], deque[object]] = defaultdict(deque)
     position = [0] * schedule.ranks
@@ -64,6 +67,15 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         weights = slots[s][version % len(slots[s])]
                         gradient = hash(("backward", weights, saved.pop((s, k)), upstream))
                         made[s, s - 1, k] = gradient
+                        sums[s, k // size + 1].append(gradient)
+                    case BackwardInput(s, k, version):
+                        upstream = made.pop((s + 1, s, k)) if s < last else ("loss", made.pop((s, s + 1, k)))
+                        weights = slots[s][version % len(slots[s])]
+                        made[s, s - 1, k] = hash(("backward", weights, saved[s, k], upstream))
+                        halves[s, k] = upstream
+                    case BackwardWeight(s, k, version):
+                        weights = slots[s][version % len(slots[s])]
+                        gradient = hash(("backward", weights, saved.pop((s, k)), halves.pop((s, k))))
                         sums[s, k // size + 1].append(gradient)
                     case Update(s, version, _):
                         before = slots[s][newest[s] % len(slots[s])]
@@ -96,7 +108,7 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                 position[rank] += 1
                 blocked = False
     assert position == [len(row) for row in programs]
-    assert not saved and not any(queues.values()) and not tied
+    assert not saved and not halves and not any(queues.values()) and not tied
     assert all(version <= newest[s] for s, version in sums)
     return [slots[s][newest[s] % len(slots[s])] for s in stages]
 
@@ -185,6 +197,10 @@ SMALL = [
     Schedule("1f1b", 2, 1, vertical_sync=True),
     Schedule("2bw", 2, 2),
     Schedule("interleaved", 2, 2, 2),
+    Schedule("zb-h1", 2, 2),
+    Schedule("zb-h1", 3, 2, ties=((0, 2),), norms=True),
+    Schedule("zb-v", 2, 2, 2),
+    Schedule("zb-v", 2, 3, 2, ties=((0, 2),), norms=True),
     Schedule("2bw", 2, 2, ties=((0, 1),)),
     Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
     Schedule("1f1b", 3, 2, norms=True),

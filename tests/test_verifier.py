@@ -392,7 +392,7 @@ def test_what_cannot_be_verified() -> None:
 def test_what_is_proved() -> None:
     verification = verify(STASH, 3)
 
-    assert verification == Verification("1f1b", 3, 30, (2, 1), (2, 1), (2, 1))
+    assert verification == Verification("1f1b", 3, 30, (2, 1), (2, 1), (2, 1), (0, 0))
     assert str(verification) == (
         "1f1b: every law holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight versions"
     )

@@ -11,11 +11,27 @@ import models
 import penstock
 from live_tensors import count_at_rest, forget_what_is_there
 
-__all__ = ["Case", "Outcome", "assert_equal", "count_tensors", "run_cases", "run_pipeline", "run_reference"]
-
+__all__ = [
+    "PAIRED",
+    "Case",
+    "Outcome",
+    "assert_equal",
+    "count_tensors",
+    "run_cases",
+    "run_pipeline",
+    "run_reference",
+    "stages_on_a_rank",
+]
 
 LAYERS = 8
 """Of every subject."""
+PAIRED = ("interleaved", "zb-v")
+"""The schedules under which a rank has two stages, in these tests."""
+
+
+def stages_on_a_rank(schedule: str) -> int:
+    """How many stages a rank has under `schedule`, in these tests."""
+    return 2 if schedule in PAIRED else 1
 
 
 def find_subject(name: str) -> models.Subject:

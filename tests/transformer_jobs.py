@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from exports import built_as
+from penstock.values.stages import deal_ranks
 from training import Outcome
 
 __all__ = [
@@ -159,7 +160,8 @@ def _options(run: Run) -> dict[str, Any]:
         bounds = tuple(layers * stage // run.stages for stage in range(run.stages + 1))
     ranks = run.stages // run.stages_per_rank
     groups = [tuple(range(*span)) for span in pairwise(accumulate(run.replicas or (1,) * ranks, initial=0))]
-    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[s % ranks]) for s in range(run.stages))
+    places = deal_ranks(run.schedule, run.stages, ranks)
+    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[at]) for s, at in enumerate(places))
     routing = "split" if run.split else "round-robin"
     plan = penstock.Plan(stages, schedule=run.schedule, microbatches=run.microbatches, routing=routing)
     return {**options, "plan": plan}

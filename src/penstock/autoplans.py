@@ -36,6 +36,8 @@ class Choices:
     microbatches: int | None = None
     stages: int | None = None
     vertical_sync: bool = False
+    whole_backwards: bool = False
+    """Whether the stages cannot do a backward in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
         microbatches=choices.microbatches,
         synchronous=flushes,
         vertical_sync=choices.vertical_sync,
+        whole_backwards=choices.whole_backwards and choices.schedule is None,
     )
     per_rank = stages_per_rank(choices.schedule, choices.stages, cluster.devices)
     if choices.stages is None:

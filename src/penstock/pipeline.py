@@ -29,6 +29,7 @@ from penstock.runtime.hooks import Parallelize, parallelize_stages
 from penstock.runtime.microbatches import join
 from penstock.runtime.readings import Readings, find_readings, held_stages
 from penstock.runtime.recomputation import Grain, Recompute, choose_grains
+from penstock.runtime.restrictions import check_parts, needs_whole_backwards
 from penstock.runtime.results import StepResult
 from penstock.runtime.setup import (
     build_stages,
@@ -70,10 +71,11 @@ class Pipeline:
             other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
         optimizer: called once with the list of this process's trained parameters, which knows their names
             (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
-        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``1f1b`` or ``2bw``.
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``1f1b`` or
+            ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
-        stages: how many stages (default: one for each process, two with ``interleaved``). In a single process there
-            are as many ranks as stages (half as many with ``interleaved``).
+        stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
+            process there are as many ranks as stages (half as many with these two).
         plan: the stages, schedule and microbatches in one; instead of the three before. ``"auto"`` measures the
             model on rank 0 and the links between the processes, and takes the plan with the most samples per second
             that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
@@ -164,9 +166,8 @@ class Pipeline:
                 beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
-                choices = Choices(schedule, microbatches, stages, vertical_sync)
-                made = plan_automatically(self._world, self._chain, sample, self._device, plan, choices)
-                plan, self.profile, self.cluster = made.plan, made.profile, made.cluster
+                undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
+                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided))
             with agreed(self._world, "while it read its plan"):
                 wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
                 chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
@@ -176,6 +177,7 @@ class Pipeline:
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
+                check_parts(self.schedule, bool(compile), parallelize is not None, grains)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.reads = find_readings(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
@@ -187,6 +189,11 @@ class Pipeline:
             transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+
+    def _plan(self, plan: str, choices: Choices) -> Plan:
+        made = plan_automatically(self._world, self._chain, self._sample, self._device, plan, choices)
+        self.profile, self.cluster = made.profile, made.cluster
+        return made.plan
 
     def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Grain]) -> LocalStages:
         """What this process holds."""

@@ -126,6 +126,8 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
     assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
     assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), slow, chain, Choices("gpipe")).stages[0].stop == 4
+    assert fastest_plan(even, slow, chain, Choices(microbatches=4)).schedule == "zb-v"
+    assert fastest_plan(even, slow, chain, Choices(microbatches=4, whole_backwards=True)).schedule == "interleaved"
     # More devices than layers: some have replicas.
     assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices()).ranks == 9
     with pytest.raises(penstock.PlanError):

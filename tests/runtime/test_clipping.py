@@ -11,19 +11,19 @@ from clipping_jobs import MOST, run_clipped
 from penstock.scheduling import Update, schedule
 from penstock.scheduling.norms import known_norms
 from processes import Pool
-from training import Case, Outcome, assert_equal, run_reference
+from training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
 
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp")
+FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 CASES = [
     *(
-        Case("layered", schedule, ranks, 4, stages_per_rank=2 if schedule == "interleaved" else 1)
+        Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
         for schedule in (*FLUSHING, "1f1b", "vertical", "2bw")
         for ranks in (1, 2, 4)
     ),
     *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
     *(Case("layered", schedule, 2, 6, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "2bw")),
     *(Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
-    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "1f1b", "2bw")),
+    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "zb-h1", "1f1b", "2bw")),
     Case("layered", "1f1b", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
 ]
 
@@ -41,7 +41,10 @@ def test_clipping_equals_the_oracle(case: Case) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
     cases = {
-        2: [Case("layered", "interleaved", 2, 4, stages_per_rank=2), Case("skipping", "1f1b", 2, 4)],
+        2: [
+            *(Case("layered", schedule, 2, 4, stages_per_rank=2) for schedule in ("interleaved", "zb-v")),
+            Case("skipping", "1f1b", 2, 4),
+        ],
         3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "1f1b", "2bw")],
         4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")],
     }
@@ -53,7 +56,8 @@ def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> None:
-    ranks = stages // 2 if schedule == "interleaved" and stages > 1 else stages
+    ranks = max(1, stages // stages_on_a_rank(schedule))
+    stages = max(stages, stages_on_a_rank(schedule)) if schedule == "zb-v" else stages
     case = Case("perceptron", schedule, ranks, 1, stages_per_rank=stages // ranks)
     case = replace(case, microbatches=ranks) if schedule == "interleaved" else case
     model, options = case.build(), case.options

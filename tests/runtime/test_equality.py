@@ -9,23 +9,23 @@ import torch.nn.functional as F
 
 import models
 from processes import Pool
-from training import Case, assert_equal, run_cases, run_pipeline, run_reference
+from training import Case, assert_equal, run_cases, run_pipeline, run_reference, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw", "zb-h1", "zb-v")
 OPTIMIZERS = ("momentum", "adamw")
 
 reference = cache(run_reference)
 
 
 def case(subject: str, schedule: str, ranks: int, **more: object) -> Case:
-    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule interleaves.
+    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule has more than one.
 
     The optimizers take turns, so that each meets every schedule.
     """
     optimizer = OPTIMIZERS[(ranks + SCHEDULES.index(schedule)) % 2]
     if schedule == "interleaved":
         return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2, **more)
-    return Case(subject, schedule, ranks, 4, optimizer, **more)
+    return Case(subject, schedule, ranks, 4, optimizer, stages_per_rank=stages_on_a_rank(schedule), **more)
 
 
 @pytest.mark.parametrize("subject", models.SUBJECTS)

@@ -8,7 +8,7 @@ import torch
 import penstock
 from hook_jobs import HOOKED, run_hooked
 from processes import Pool
-from training import Case, Outcome, run_pipeline, run_reference
+from training import Case, Outcome, run_pipeline, run_reference, stages_on_a_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,12 +16,12 @@ pytestmark = [
 ]
 
 CASE = Case("normalized", "1f1b-flush", 2, 4, "adamw", device="cuda:0")
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
 
 
 def case(schedule: str) -> Case:
     """The case under another schedule."""
-    return replace(CASE, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1)
+    return replace(CASE, schedule=schedule, stages_per_rank=stages_on_a_rank(schedule))
 
 
 def assert_close(expected: Outcome, actual: Outcome) -> None:

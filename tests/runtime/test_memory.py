@@ -1,23 +1,24 @@
 """What a step holds in memory: what the schedule promises, and nothing that grows."""
 
 from functools import cache
+from typing import TypeAlias
 
 import pytest
 
 from memory_jobs import Setting, observe, observe_all
-from penstock.scheduling import Backward, Forward, schedule
+from penstock.scheduling import Backward, BackwardInput, BackwardWeight, Forward, schedule
 from penstock.scheduling.schedules import Schedule
 from processes import Pool
-from training import Case, count_tensors
+from training import PAIRED, Case, count_tensors, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "interleaved", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
 COUNTS = ((1, 1, 1), (2, 1), (1, 2), (2, 2), (2, 3))
 
 
 def allowed(setting: Setting) -> bool:
     """Whether the schedule takes these replicas."""
     equal = len(set(setting.replicas)) == 1
-    return equal or (setting.schedule != "interleaved" and (setting.split or setting.schedule != "vertical"))
+    return equal or (setting.schedule not in PAIRED and (setting.split or setting.schedule != "vertical"))
 
 
 def settings(schedules: tuple[str, ...], counts: tuple[tuple[int, ...], ...]) -> list[Setting]:
@@ -35,32 +36,41 @@ def ident(setting: Setting) -> str:
     return f"{setting.schedule}-{setting.replicas}{'-split' if setting.split else ''}"
 
 
-def counted_in_flight(made: Schedule, rank: int, stage: int) -> int:
-    """The most microbatches of `stage` that `rank` has in flight, by its program."""
+def counted(made: Schedule, rank: int, stage: int, ends: tuple[type, ...]) -> int:
+    """The most microbatches of `stage` on `rank`, by its program, that had their forward and none of `ends` yet."""
     now = most = 0
     for action in made.program(3)[rank]:
-        if isinstance(action, Forward | Backward) and action.stage == stage:
+        if isinstance(action, (Forward, *ends)) and action.stage == stage:
             now += 1 if isinstance(action, Forward) else -1
             most = max(most, now)
     return most
 
 
-def expected_peaks(setting: Setting) -> dict[int, dict[int, int]]:
-    """By stage and rank; that of some replica is what the schedule promises of the stage."""
+Peaks: TypeAlias = dict[int, dict[int, int]]
+"""By stage and rank."""
+
+
+def expected_peaks(setting: Setting) -> tuple[Peaks, Peaks]:
+    """Of microbatches in flight, that of some replica being what the schedule promises of the stage; and of graphs,
+    which the input part of a backward in two parts uses up.
+    """
     made = schedule(setting.plan)
-    peaks = {
-        stage: {rank: counted_in_flight(made, rank, stage) for rank in ranks}
-        for stage, ranks in enumerate(made.placement.stages)
-    }
+    peaks, graphs = (
+        {
+            stage: {rank: counted(made, rank, stage, ends) for rank in ranks}
+            for stage, ranks in enumerate(made.placement.stages)
+        }
+        for ends in ((Backward, BackwardWeight), (Backward, BackwardInput))
+    )
     for stage, own in peaks.items():
         assert max(own.values()) == made.in_flight(stage), (setting, stage)
-    return peaks
+    return peaks, graphs
 
 
 EVERY = settings(SCHEDULES, COUNTS)
 IN_PROCESSES = {
-    3: settings(("1f1b-flush", "1f1b", "2bw"), ((2, 1), (1, 2))),
-    4: settings(("gpipe", "interleaved", "vertical", "2bw"), ((2, 2),)),
+    3: settings(("1f1b-flush", "zb-h1", "1f1b", "2bw"), ((2, 1), (1, 2))),
+    4: settings(("gpipe", "interleaved", "zb-v", "vertical", "2bw"), ((2, 2),)),
 }
 """By the number of processes."""
 
@@ -70,9 +80,10 @@ observed = cache(observe)
 
 @pytest.mark.parametrize("setting", EVERY, ids=ident)
 def test_activations_in_flight_are_those_of_the_schedule(setting: Setting) -> None:
-    expected = {stage: sorted(peaks.values()) for stage, peaks in expected_peaks(setting).items()}
+    peaks, graphs = expected_peaks(setting)
 
-    assert observed(setting).peaks == expected
+    assert observed(setting).peaks == {stage: sorted(own.values()) for stage, own in peaks.items()}
+    assert observed(setting).graphs == {stage: sorted(own.values()) for stage, own in graphs.items()}
 
 
 @pytest.mark.parametrize("setting", EVERY, ids=ident)
@@ -96,7 +107,8 @@ def test_each_process_holds_what_the_schedule_promises_of_its_rank(pool: Pool, r
         for rank, found in enumerate(row[index] for row in outcomes):
             held = made.stages_of(rank)
 
-            assert found.peaks == {stage: [expected[stage][rank]] for stage in held}, (setting, rank)
+            assert found.peaks == {stage: [expected[0][stage][rank]] for stage in held}, (setting, rank)
+            assert found.graphs == {stage: [expected[1][stage][rank]] for stage in held}, (setting, rank)
             # The stages of other ranks keep the model's own weights.
             others = made.stages - len(held)
             assert found.weights == sum(made.versions(stage) for stage in held) + others, (setting, rank)
@@ -106,12 +118,13 @@ def test_each_process_holds_what_the_schedule_promises_of_its_rank(pool: Pool, r
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_optimizers_and_buffers_add_no_tensors_from_step_to_step(schedule: str) -> None:
-    interleaves = schedule == "interleaved"
-    counts = count_tensors(Case("normalized", schedule, 2, 4, "adamw", stages_per_rank=2 if interleaves else 1), 7)
+    counts = count_tensors(Case("normalized", schedule, 2, 4, "adamw", stages_on_a_rank(schedule)), 7)
 
     assert len(set(counts[3:])) == 1, counts
 
 
 def test_optimizers_and_buffers_add_no_tensors_in_several_processes(pool: Pool) -> None:
-    for counts in pool.run(2, count_tensors, Case("normalized", "1f1b", 2, 4, "adamw"), 7):
-        assert len(set(counts[3:])) == 1, counts
+    for name in ("1f1b", "zb-v"):
+        case = Case("normalized", name, 2, 4, "adamw", stages_on_a_rank(name))
+        for counts in pool.run(2, count_tensors, case, 7):
+            assert len(set(counts[3:])) == 1, counts

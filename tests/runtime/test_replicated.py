@@ -14,7 +14,7 @@ from processes import Pool
 from training import Case, assert_equal, run_cases, run_pipeline, run_reference
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "1f1b", "2bw")
 
 reference = cache(run_reference)
 
@@ -26,6 +26,7 @@ def cases(counts: tuple[int, ...], subject: str, split: bool = False) -> Iterato
     if len(set(counts)) == 1 or split:
         yield Case(subject, "vertical", len(counts), 5, replicas=counts, split=split)
     if len(set(counts)) == 1:
+        yield Case(subject, "zb-v", len(counts), 5, stages_per_rank=2, replicas=counts, split=split)
         per_pipeline = 2 * len(counts)
         yield Case(
             subject,
@@ -66,7 +67,7 @@ def test_drains_end_rounds_early(schedule: str) -> None:
 
 def test_replicas_without_a_microbatch_take_part_in_updates() -> None:
     """Two microbatches for three replicas, in minibatches of different sizes."""
-    for schedule in SCHEDULES[:4]:
+    for schedule in SCHEDULES[:5]:
         tried = Case("layered", schedule, 2, 2, "adamw", replicas=(3, 1), samples=(16, 7, 3))
 
         assert_equal(reference(tried), run_pipeline(tried))

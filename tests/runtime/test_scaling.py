@@ -12,12 +12,12 @@ from penstock.training.scaling import LossScale, ScaleCourse
 from precision_jobs import CAST, cast_options
 from processes import Pool
 from scaling_jobs import RISKY, run_scaled, scaled_options
-from training import Case, Outcome, assert_equal
+from training import Case, Outcome, assert_equal, stages_on_a_rank
 
 CASES = [
     *(
-        Case("layered", schedule, ranks, 4, stages_per_rank=2 if schedule == "interleaved" else 1)
-        for schedule in ("gpipe", "1f1b-flush", "interleaved", "1f1b", "vertical", "2bw")
+        Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
+        for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
         for ranks in (1, 3, 4)
         if schedule != "interleaved" or ranks != 3
     ),

@@ -17,7 +17,7 @@ from processes import Pool
 from skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several
 from training import Outcome, assert_equal
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "1f1b", "2bw")
 REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
 """Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
 

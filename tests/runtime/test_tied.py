@@ -23,7 +23,9 @@ RUNS = [
     *(Run(subject, "1f1b-flush", 2) for subject in ("gpt2-tied", "bert-tied")),
     *(Run(subject, "gpipe", 3) for subject in ("gpt2-tied", "bert-tied")),
     *(Run(subject, "interleaved", 4, stages_per_rank=2) for subject in ("gpt2-tied", "bert-tied")),
-    *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe")),
+    *(Run("three-sharing", schedule, 3, cuts=(2, 4)) for schedule in ("1f1b-flush", "gpipe", "zb-h1")),
+    Run("gpt2-tied", "zb-h1", 2),
+    *(Run(subject, "zb-v", 4, stages_per_rank=2, cuts=(2, 3, 4)) for subject in ("every-second", "three-sharing")),
     *(
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4))
         for subject in ("every-second", "three-sharing")
@@ -38,6 +40,7 @@ REPLICATED = [
         Run(subject, "interleaved", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2), split=split)
         for subject, split in (("three-sharing", False), ("every-second", False), ("three-sharing", True))
     ),
+    Run("every-second", "zb-v", 4, stages_per_rank=2, cuts=(2, 3, 4), replicas=(2, 2)),
 ]
 """Two parallel pipelines of two ranks."""
 
@@ -117,8 +120,8 @@ def test_stages_that_update_behind_every_microbatch_may_not_share() -> None:
 
     assert str(caught.value) == (
         "weights are shared across stages: transformer.wte.weight (stages 0, 2). Under '1f1b' every stage updates at "
-        "its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp) "
-        "or 2bw, untie the weights, or plan the layers that share them into one stage"
+        "its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, "
+        "zb-h1, zb-v) or 2bw, untie the weights, or plan the layers that share them into one stage"
     )
 
 

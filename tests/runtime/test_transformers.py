@@ -28,6 +28,8 @@ UNTIED = (
     "Recurrent",
     "PeftModel",
 )
+SPLIT = ("T5ForConditionalGeneration", "LlamaForCausalLM", "Recurrent", "PeftModel")
+"""Whose backwards are done in two parts, too."""
 
 
 def runs_of(subject: str) -> list[Run]:
@@ -37,7 +39,8 @@ def runs_of(subject: str) -> list[Run]:
         Run(subject, "interleaved", 6, stages_per_rank=2, microbatches=3),
     ]
     delayed = [Run(subject, schedule, 3, microbatches=3) for schedule in ("2bw", "1f1b")]
-    return flushing + (delayed[:1] if subject in TIED else delayed)
+    split = [Run(subject, "zb-v", 6, stages_per_rank=2, microbatches=3)] if subject in SPLIT else []
+    return flushing + (delayed[:1] if subject in TIED else delayed) + split
 
 
 def promised(run: Run) -> Outcome:

@@ -7,41 +7,37 @@ from penstock.values import LinkLevels, LinkMatrix
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile
+    from penstock.values import Cluster, LayerProfile, Plan, Profile
 
 __all__ = ["describe_cluster", "describe_plan", "describe_profile"]
 
 
 def describe_profile(profile: "Profile") -> str:
-    """One row per layer and the sums."""
-    head = ("", "layer", "forward", "backward", "cut", "saved", "parameters", "workspace")
-    rows = [
-        (
-            str(index),
-            layer.name,
-            seconds_text(layer.forward_seconds),
-            seconds_text(layer.backward_seconds),
-            bytes_text(layer.cut_bytes),
-            bytes_text(layer.saved_bytes),
-            bytes_text(layer.parameter_bytes),
-            bytes_text(layer.workspace_bytes),
-        )
-        for index, layer in enumerate(profile.layers)
-    ]
+    """One row per layer and the sums. The weight part of a backward has a column where it was measured."""
     layers = profile.layers
-    total = (
-        "",
-        "sum",
-        seconds_text(sum(layer.forward_seconds for layer in layers)),
-        seconds_text(sum(layer.backward_seconds for layer in layers)),
-        "",
-        bytes_text(sum(layer.saved_bytes for layer in layers)),
-        bytes_text(sum(layer.parameter_bytes for layer in layers)),
-        "",
-    )
+    columns: list[tuple[str, Callable[[LayerProfile], str], str]] = [
+        ("layer", lambda layer: layer.name, "sum"),
+        _summed(layers, "forward", lambda layer: layer.forward_seconds, seconds_text),
+        _summed(layers, "backward", lambda layer: layer.backward_seconds, seconds_text),
+        ("cut", lambda layer: bytes_text(layer.cut_bytes), ""),
+        _summed(layers, "saved", lambda layer: layer.saved_bytes, bytes_text),
+        _summed(layers, "parameters", lambda layer: layer.parameter_bytes, bytes_text),
+        ("workspace", lambda layer: bytes_text(layer.workspace_bytes), ""),
+    ]
+    if any(layer.weight_seconds is not None for layer in layers):
+        columns.insert(3, _summed(layers, "its weight part", lambda layer: layer.weight_part_seconds, seconds_text))
+    rows = [(str(index), *(cell(layer) for _, cell, _ in columns)) for index, layer in enumerate(layers)]
+    head, total = ("", *(name for name, _, _ in columns)), ("", *(sum_ for _, _, sum_ in columns))
     about = ", ".join(part for part in (profile.name, profile.device) if part)
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{_table([head, *rows, total], names=1)}"
+
+
+def _summed(
+    layers: "Sequence[LayerProfile]", name: str, number: "Callable[[LayerProfile], float]", text: Callable[[float], str]
+) -> "tuple[str, Callable[[LayerProfile], str], str]":
+    """A column: its name, its cell for a layer, its sum."""
+    return name, lambda layer: text(number(layer)), text(sum(map(number, layers)))
 
 
 def describe_plan(plan: "Plan") -> str:

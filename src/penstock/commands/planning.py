@@ -22,6 +22,7 @@ _OPTIONS = (
     "vertical_sync",
     "recompute",
     "shared_nic",
+    "whole_backwards",
 )
 
 
@@ -31,11 +32,11 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
-        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, 1f1b or 2bw"),
+        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, 1f1b or 2bw"),
         ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
         ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
         ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
-        ("--stages-per-rank", parse_count, "V", "with the schedule interleaved"),
+        ("--stages-per-rank", parse_count, "V", "with the schedule interleaved; 2 with zb-v"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
         ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
     ):
@@ -44,6 +45,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--straight", "one device per stage, no replicas"),
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
+        ("--whole-backwards", "only schedules whose backwards are not in two parts"),
         ("--vertical-sync", "with the schedule 1f1b: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -97,7 +97,7 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
         write_text(arguments.map, draw_plan(plan, cluster, profile), PenstockError)
     if profile is None:
         if any(getattr(arguments, name) for name in _PICTURES):
-            _show_timeline(_play(plan), None, arguments, f"{title}; forward and backward drawn equally long")
+            _show_timeline(_play(plan), None, arguments, f"{title}; {_equal(plan)} drawn equally long")
         return text
     if plan.microbatch_size is not None:
         profile = profile.scaled(plan.microbatch_size)
@@ -106,15 +106,27 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
 
 
 def _play(plan: "Plan") -> "Timeline":
-    """The plan's timeline if every forward and every backward of a stage takes one second; nothing of memory."""
+    """The plan's timeline if every forward and every backward of a stage takes one second; nothing of memory.
+
+    Where backwards are in two parts, each of these takes one second.
+    """
     from penstock.scheduling import schedule
     from penstock.simulating import simulate
     from penstock.values import Cluster, LayerProfile, Profile
 
     played = schedule(plan)
-    layers = (LayerProfile(f"stage {stage}", 1.0, 1.0, 0.0, 0.0, 0.0) for stage in range(played.stages))
-    timeline = simulate(played, Profile(tuple(layers), 1), Cluster.uniform(played.ranks, float("inf")))
+    backward = 2.0 if played.promise.splits else 1.0
+    layer = LayerProfile("stage", 1.0, backward, 0.0, 0.0, 0.0, weight_seconds=backward / 2)
+    cluster = Cluster.uniform(played.ranks, float("inf"))
+    timeline = simulate(played, Profile((layer,) * played.stages, 1), cluster, split_seconds=0.0)
     return replace(timeline, memory=())
+
+
+def _equal(plan: "Plan") -> str:
+    """What `_play` takes to be equally long."""
+    from penstock.scheduling import schedule
+
+    return "forward, input part and weight part" if schedule(plan).promise.splits else "forward and backward"
 
 
 def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments: argparse.Namespace, title: str) -> str:
@@ -158,7 +170,8 @@ SHOW = Command(
     summary="print and draw a plan, a profile, a cluster or a trace",
     description="Prints what is in a file: a plan with the picture of its schedule, a profile, a cluster, or a trace "
     "that Penstock wrote. With PROFILE it also predicts the timeline of a plan; without, pictures of a plan show every "
-    "forward and backward equally long. Links are instant if neither CLUSTER nor --bandwidth is given.",
+    "forward and backward (or both parts of one) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
+    "given.",
     example="penstock show plan.yaml profile.json cluster.yaml --html timeline.html --map plan.svg",
     declare=_declare,
     run=_run,

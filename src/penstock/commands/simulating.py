@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SIMULATE"]
 
-_OPTIONS = ("update_seconds_per_byte", "overlap", "overlap_reduce", "allreduce", "shared_nic")
+_OPTIONS = ("update_seconds_per_byte", "overlap", "overlap_reduce", "allreduce", "shared_nic", "split_seconds")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,13 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=argparse.SUPPRESS,
         help="all ranks of a server share its link to each other server",
+    )
+    parser.add_argument(
+        "--split-seconds",
+        type=float,
+        metavar="S",
+        default=argparse.SUPPRESS,
+        help="seconds that a backward in two parts takes more than a whole one (default: 3e-4)",
     )
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev (JSON)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")

@@ -72,7 +72,8 @@ def reference_train(
 
     ========================  =====================================================================
     gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
-    interleaved, spp
+    interleaved, spp,
+    zb-h1, zb-v
     1f1b                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
     1f1b with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
     2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
@@ -234,7 +235,7 @@ def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, m
     strides, behind = _strides(plan), _behind(plan)
     rounds = [microbatch // stride for stride in strides]
     match schedule:
-        case "gpipe" | "1f1b-flush" | "interleaved" | "spp":
+        case "gpipe" | "1f1b-flush" | "interleaved" | "spp" | "zb-h1" | "zb-v":
             return [minibatch for _ in stages]
         case "1f1b" if vertical_sync:
             return [max(0, rounds[0] - behind[0]) for _ in stages]
@@ -244,5 +245,6 @@ def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, m
             return [max(minibatch - 1, 0) for _ in stages]
         case _:
             raise PlanError(
-                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, spp, 1f1b or 2bw"
+                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, spp, zb-h1, "
+                "zb-v, 1f1b or 2bw"
             )

@@ -14,6 +14,8 @@ For a stage of r replicas, with R workers in it and behind it, so that D = ceil(
     1f1b-flush    min(ceil(m / r), D)             1
     interleaved   chunks, see `peak_bytes`        1
     spp           min(ceil(m / r), 4 (D - 1) + 1) 1
+    zb-h1         min(ceil(m / r), all ranks / r) 1
+    zb-v          chunks, see `peak_bytes`        1
     1f1b          D                               D; with vertical sync ceil(all workers / r)
     2bw           D                               2
 
@@ -29,6 +31,7 @@ from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Flags, Matrix
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
+from penstock.values.stages import DEALT
 
 __all__ = [
     "OPTIMIZER_COPIES",
@@ -57,7 +60,7 @@ def live_counts(
     """(Activations in flight, weight versions) on each replica of a stage that takes its microbatches in turn.
 
     `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for
-    `interleaved`, whose ranks hold several stages.
+    `interleaved` and `zb-v`, whose ranks hold several stages.
     """
     deep = ceil(behind / replicas)
     match schedule:
@@ -69,15 +72,25 @@ def live_counts(
             return deep, 2
         case "spp":
             return min(ceil(microbatches / replicas), 4 * (deep - 1) + 1), 1
+        case "zb-h1":
+            return min(ceil(microbatches / replicas), ceil(workers / replicas)), 1
         case _:
             return min(ceil(microbatches / replicas), deep), 1
 
 
-def chunks_in_flight(ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
-    """Per rank of one `interleaved` pipeline: its stages' microbatches in flight, of all its stages together.
+def chunks_in_flight(
+    ranks: int, stages_per_rank: int, microbatches: int, schedule: str = "interleaved"
+) -> tuple[int, ...]:
+    """Per rank of one pipeline: its stages' microbatches in flight, of all its stages together.
 
     ``min(2 (p - q - 1) + (v - 1) p + 1, m v)`` on rank q: the warm-up of Megatron-LM's rule, and one (SC 2021, 2.2).
+    Under `zb-v` ``min(2p, min(m, 2p - q) + min(m, q + 1))``.
     """
+    if schedule == "zb-v":
+        longest = 2 * ranks
+        return tuple(
+            min(longest, min(microbatches, longest - rank) + min(microbatches, rank + 1)) for rank in range(ranks)
+        )
     most = microbatches * stages_per_rank
     return tuple(min(2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1, most) for rank in range(ranks))
 
@@ -137,7 +150,7 @@ class Room:
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
-    """Per rank. Under `interleaved` an upper bound: all chunks in flight are counted as the rank's largest.
+    """Per rank. An upper bound where a rank holds several stages: all chunks in flight count as the rank's largest.
 
     So many as `chunks_in_flight` says for one of the parallel pipelines.
     """
@@ -148,10 +161,10 @@ def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZE
     behind = workers
     for index, (stage, count) in enumerate(zip(plan.stages[:positions], replicas, strict=False)):
         split = plan.routing == "split"
-        own = [(other.start, other.stop) for other in plan.stages[index::positions]]
-        if plan.schedule == "interleaved":
+        own = [(other.start, other.stop) for other in plan.stages if other.ranks == stage.ranks]
+        if plan.schedule in DEALT:
             each = plan.microbatches if split else ceil(plan.microbatches / count)
-            counts = chunks_in_flight(positions, len(own), each)[index], 1
+            counts = chunks_in_flight(positions, len(own), each, plan.schedule)[index], 1
         else:
             straight = 1, len(plan.stages) - index, len(plan.stages)
             seen = straight if split else (count, behind, workers)

@@ -37,6 +37,7 @@ def plan(
     allreduce: str = "ring",
     optimizer_copies: float = OPTIMIZER_COPIES,
     shared_nic: bool = False,
+    whole_backwards: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
@@ -44,16 +45,17 @@ def plan(
     `Plan.explain` gives the ranked table of what was considered. What is not given is tried:
 
     `planner`: `pipedream` (the fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas),
-    `2bw` (equal parallel pipelines of repeated blocks), `interleaved` (parallel interleaved pipelines), `uniform`
-    (equally many layers per stage; asked by name only). `schedule`: one of `penstock.values.SCHEDULES`; `synchronous`
-    leaves those that train as one device does. `microbatches` of a minibatch, over all replicas, or else its
-    `batch_size` in samples; by default four microbatches for every device (one under `1f1b`, whose microbatches have
-    updates of their own). Several profiles of one model, measured at different microbatch sizes, let the search choose
-    the size; a single one is taken at its own. `stages`: so many, on one rank each (with `stages_per_rank`: on all
-    ranks together). `straight`: no replicas. `recompute`: both are tried where memory is limited. `optimizer_copies`:
-    the optimizer's state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of
-    the cluster) share one link to each other server; by default every two ranks have their own. `progress`
-    shows a line on stderr; None shows it on a terminal.
+    `2bw` (equal parallel pipelines of repeated blocks), `interleaved` (parallel pipelines of several stages per rank,
+    `zb-v` too), `uniform` (equally many layers per stage; asked by name only). `schedule`: one of
+    `penstock.values.SCHEDULES`; `synchronous` leaves those that train as one device does. `microbatches` of a
+    minibatch, over all replicas, or else its `batch_size` in samples; by default four microbatches for every device
+    (one under `1f1b`, whose microbatches have updates of their own). Several profiles of one model, measured at
+    different microbatch sizes, let the search choose the size; a single one is taken at its own. `stages`: so many,
+    on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both are
+    tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
+    `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
+    default every two ranks have their own. `whole_backwards` leaves out `zb-h1` and `zb-v`. `progress` shows a line
+    on stderr; None shows it on a terminal.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
@@ -74,6 +76,7 @@ def plan(
         allreduce=require_allreduce(allreduce),
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
+        whole_backwards=whole_backwards,
     )
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, wishes)

@@ -5,6 +5,8 @@ table 1.1; section 4.2 for interleaving), a minibatch takes
 
     gpipe, 1f1b-flush, spp    (m + p - 1) t
     interleaved               (m + (p' - 1) / v) t       p' ranks, t of a whole rank
+    zb-h1                     (m + (p - 1) / 3) t        if a forward takes as long as each part of a backward
+    zb-v                      (m + (p' - 1) / 6) t
     1f1b, 2bw                 m t                        in the steady state, without fill and drain
 
 Replicas that take microbatches in turn need r t for each, so that the pipe fills with ``sum of r`` of them instead of
@@ -66,12 +68,12 @@ def _rounds(plan: Plan) -> float:
     count = plan.microbatches
     if plan.schedule in ("1f1b", "2bw"):
         return count
-    per_rank = plan.stages_per_rank
-    replicas = plan.replicas[: len(plan.stages) // per_rank]
+    filling = {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(plan.schedule, 1 / plan.stages_per_rank)
+    replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]
     if plan.routing == "split":
         replicas = (1,) * len(replicas)
-    fullest = max(ceil(count / each) * each - each / per_rank for each in replicas)
-    return fullest + sum(replicas) / per_rank
+    fullest = max(ceil(count / each) * each - each * filling for each in replicas)
+    return fullest + sum(replicas) * filling
 
 
 def slowest_seconds(stages: Sequence[Stage], costs: ChainCosts, cluster: Cluster, allreduce: AllReduce) -> float:
@@ -85,9 +87,10 @@ def slowest_part(
     """Seconds per microbatch of the slowest rank or link of any plan, and which it is ("stage 2").
 
     A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
-    stages. Under `interleaved` a rank, and a link, has the time of all its stages.
+    stages. Where a rank holds several stages it, and a link, has the time of all of them.
     """
     parts: dict[tuple[object, ...], tuple[float, list[int]]] = {}
+    folded = [stage.ranks for stage in stages] == [stage.ranks for stage in reversed(stages)]
 
     def add(place: tuple[object, ...], seconds: float, stage: int) -> None:
         before, held = parts.get(place, (0.0, []))
@@ -103,10 +106,12 @@ def slowest_part(
         seconds = float(replicated_seconds(work, weights, replicas, bandwidth, allreduce)[0, 0])
         reduced.append(seconds > 1.5 * float(work[0, 0]) / replicas)
         add((stage.ranks,), seconds, index)
-        if index:
-            before = stages[index - 1]
+        before = stages[index - 1]
+        if index and before.ranks != stage.ranks:
+            # Where the stages go there and back again, a link has a cut of either half.
+            ends = sorted((before.ranks, stage.ranks)) if folded else (before.ranks, stage.ranks)
             sent = float(costs.exchange_seconds(_slowest_link(cluster, before, stage))[stage.start])
-            add((before.ranks, stage.ranks), sent, index)
+            add(tuple(ends), sent, index)
     place, (slowest, held) = max(parts.items(), key=lambda part: part[1][0])
     numbers = " and ".join(map(str, held))
     if len(place) == 2:

@@ -23,6 +23,7 @@ from penstock.planning.wishes import Trial
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
+from penstock.values.stages import DEALT
 
 __all__ = ["Proposer"]
 
@@ -72,12 +73,13 @@ class Proposer:
             yield from (candidate.plan(self._cluster) for candidate in allowed[:_PROPOSED])
 
     def _ask_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """d equal pipelines on all devices, for every d of 2 or more that they and the microbatches allow."""
+        """d equal pipelines of several stages per rank, on all devices, for every d of 2 or more that goes."""
         devices = self._cluster.devices
         for replicas in range(2, devices + 1):
             length = devices // replicas
             stages = length * request.stages_per_rank
-            if devices % replicas or length < 2 or request.microbatches % devices or stages > len(profile):
+            group = devices if request.schedule == "interleaved" else replicas
+            if devices % replicas or length < 2 or request.microbatches % group or stages > len(profile):
                 continue
             alone = replace(request, microbatches=request.microbatches // replicas, stages=stages)
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
@@ -85,7 +87,7 @@ class Proposer:
                 yield widen(narrow, replicas, profile, self._cluster, request)
 
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
-        if request.schedule == "interleaved":
+        if request.schedule in DEALT:
             return find_pipedream(profile, self._cluster, request)
         free = replace(request, schedule="1f1b-flush", microbatches=1, vertical_sync=False, buffers=0)
         key = profile.microbatch_size, free

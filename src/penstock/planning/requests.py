@@ -12,6 +12,7 @@ from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.values.documents import is_count, suggestion, text_of
 from penstock.values.plans import SCHEDULES, Plan, Stage
 from penstock.values.profiles import Profile
+from penstock.values.stages import DEALT
 
 __all__ = ["Request"]
 
@@ -47,10 +48,14 @@ class Request:
         for name, value in counts:
             if not is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
-        if self.stages_per_rank > 1 and self.schedule != "interleaved":
+        if self.stages_per_rank > 1 and self.schedule not in DEALT:
             raise PlanError(
                 f"stages_per_rank: expected 1 under {self.schedule}, found {self.stages_per_rank}: "
-                "only the schedule interleaved puts several stages on a rank"
+                "only the schedules interleaved and zb-v put several stages on a rank"
+            )
+        if self.schedule == "zb-v" and self.stages_per_rank != 2:
+            raise PlanError(
+                f"stages_per_rank: expected 2 under zb-v, found {self.stages_per_rank}: give 2, or plan for zb-h1"
             )
         if self.stages is not None and self.stages % self.stages_per_rank:
             raise PlanError(

@@ -15,20 +15,25 @@ from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, suggestion, text_of
 from penstock.values.plans import SCHEDULES
 from penstock.values.profiles import Profile
+from penstock.values.stages import DEALT
 
 __all__ = ["SYNCHRONOUS", "Trial", "Wishes"]
 
-SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp")
+SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 """The schedules that flush, and so train as one device does."""
 
 _SCHEDULES_OF = {
     "pipedream": SCHEDULES,
     "2bw": ("2bw", "1f1b-flush", "gpipe"),
     "spp": ("spp",),
-    "interleaved": ("interleaved",),
+    "interleaved": tuple(DEALT),
     "uniform": SCHEDULES,
 }
 """What each planner plans for; in the order in which they are asked, `uniform` only by name."""
+
+_SPLITTING = ("zb-h1", "zb-v")
+"""The schedules with backwards in two parts. What an input part computed again is held up to the weight part, and the
+last rank has nothing to compute again: it keeps all its microbatches whole either way, so that little is gained."""
 
 _MICROBATCHES_PER_DEVICE = 4
 """Of the default minibatch: a flush is then idle for about a fifth of the time."""
@@ -68,6 +73,7 @@ class Wishes:
     allreduce: AllReduce = "ring"
     optimizer_copies: float = OPTIMIZER_COPIES
     shared_nic: bool = False
+    whole_backwards: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -101,7 +107,8 @@ class Wishes:
             and (self.planner is None or schedule in _SCHEDULES_OF[self.planner])
             and (not self.synchronous or schedule in SYNCHRONOUS)
             and (not self.vertical_sync or schedule == "1f1b")
-            and (self.stages_per_rank in (None, 1) or schedule == "interleaved")
+            and not (self.whole_backwards and schedule in _SPLITTING)
+            and self._takes_stages_per_rank(schedule)
         )
 
     def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[Trial, ...]:
@@ -110,7 +117,7 @@ class Wishes:
         if trials:
             return trials
         per_rank = self.stages_per_rank or 2
-        if self.stages is not None and self.stages % per_rank and self.schedules == ("interleaved",):
+        if self.stages is not None and self.stages % per_rank and all(name in DEALT for name in self.schedules):
             raise PlanError(
                 f"stages: expected a multiple of {per_rank} stages per rank, found {self.stages}: "
                 "stages counts the stages of all ranks"
@@ -122,8 +129,9 @@ class Wishes:
                 "take another batch size, or measure a profile at a size that divides it"
             )
         raise PlanError(
-            f"no plan: expected layers and devices for the schedule interleaved, found {len(profiles[0])} layers on "
-            f"{cluster.devices} devices: use fewer stages per rank, or leave the schedule to the search"
+            f"no plan: expected layers and devices for the schedule {' or '.join(self.schedules)}, found "
+            f"{len(profiles[0])} layers on {cluster.devices} devices: use fewer stages per rank, or leave the schedule "
+            "to the search"
         )
 
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[Trial]:
@@ -168,7 +176,7 @@ class Wishes:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
         # Without a limit nothing is gained by it, and the planner of parallel pipelines tries both by itself.
-        if self.recompute is None and (cluster.memory_bytes is None or planner == "2bw"):
+        if self.recompute is None and (cluster.memory_bytes is None or planner == "2bw" or schedule in _SPLITTING):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
@@ -195,11 +203,20 @@ class Wishes:
     def _is_straight(self, planner: str, schedule: str) -> bool:
         if planner in ("uniform", "interleaved"):
             return planner == "uniform"
-        return self.straight or schedule == "interleaved"
+        return self.straight or schedule in DEALT
+
+    def _takes_stages_per_rank(self, schedule: str) -> bool:
+        match schedule:
+            case "interleaved":
+                return True
+            case "zb-v":
+                return self.stages_per_rank in (None, 2)
+            case _:
+                return self.stages_per_rank in (None, 1)
 
     def _stages_per_rank(self, schedule: str) -> tuple[int, ...]:
         if schedule != "interleaved":
-            return (1,)
+            return (2,) if schedule in DEALT else (1,)
         return (self.stages_per_rank,) if self.stages_per_rank is not None else (2, 4)
 
     def _contradiction(self) -> str:
@@ -208,13 +225,15 @@ class Wishes:
             "schedule": self.schedule,
             "synchronous": self.synchronous or None,
             "vertical_sync": self.vertical_sync or None,
+            "whole_backwards": self.whole_backwards or None,
             "stages_per_rank": self.stages_per_rank if self.stages_per_rank != 1 else None,
         }
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
-            "schedule='interleaved', vertical_sync needs schedule='1f1b', synchronous=True rules out 1f1b and 2bw, and "
-            "the planner spp plans for schedule='spp'. Drop one of them"
+            "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='1f1b', synchronous=True rules "
+            "out 1f1b and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans for schedule='spp'. Drop "
+            "one of them"
         )
 
 

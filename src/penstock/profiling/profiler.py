@@ -10,6 +10,9 @@ What the numbers of a layer mean:
   forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
       parameters; it is 0 where no output needs a gradient. The optimizer is not in it. The loss is in the numbers of
       the last layer, as the last stage computes it, if it was given.
+  weight_seconds  the median of the weight part alone where the backward is done in two parts, as `divisions` does it;
+      at most the whole backward, and 0 where the backward is one part or there is nothing to train. Every second
+      iteration measures it.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
   saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may part them: the
@@ -20,16 +23,14 @@ What the numbers of a layer mean:
       because each rank that holds one of the layers holds a copy.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
@@ -38,20 +39,29 @@ from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
 from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
+from penstock.profiling.devices import (
+    Model,
+    Sample,
+    device_name,
+    device_named,
+    device_of,
+    first_device,
+    modules_of,
+    moved,
+    placed,
+)
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import WorkspaceMeter
 from penstock.progress import progress_line
+from penstock.runtime.divisions import go_backward_to_inputs
 from penstock.runtime.skips import crossings_of
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
 
-Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs the work that it is given and measures it."""
-Found = TypeVar("Found")
-Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 
 
 def profile(
@@ -88,13 +98,13 @@ def profile(
     for label, number in (("iterations", iterations), ("warmup", warmup)):
         if number < 1:
             raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
-    found = _device_of(model)
-    place = _device_named(device) if device is not None else found or _first_device(sample)
+    found = device_of(model)
+    place = device_named(device) if device is not None else found or first_device(sample)
     if found is not None and place != found:
-        model = _moved(model, found, place)
+        model = moved(model, found, place)
     clock = clock_of(place) if clock is None else clock
-    sample, target = _placed(sample, place), _placed(target, place)
-    modules = _modules_of(model)
+    sample, target = placed(sample, place), placed(target, place)
+    modules = modules_of(model)
     with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
@@ -113,7 +123,7 @@ def profile(
         if found.read != (found.made + 1,)
     )
     size = chain.inputs.microbatch_size
-    return Profile(layers, size, name=title, device=_device_name(place), crossings=crossings)
+    return Profile(layers, size, name=title, device=device_name(place), crossings=crossings)
 
 
 class _Bench:
@@ -147,6 +157,7 @@ class _Bench:
         self.workspace_bytes: list[float] = []
         self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
+        self.weight_parts: list[list[float]] = [[] for _ in chain.layers]
 
     def step(self, run: int, index: int) -> None:
         """Layer `index` in run `run`. Run 0 counts the bytes, the next `warmup` runs show how long calls take."""
@@ -158,19 +169,22 @@ class _Bench:
             self.pilots[index].append(self._time(index, 1))
         else:
             calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
-            self.samples[index].append(self._time(index, calls))
+            # Every second time: a weight part takes a forward and an input part before it.
+            self.samples[index].append(self._time(index, calls, weighs=(run - self.warmup) % 2 == 1))
 
     def result(self, index: int) -> LayerProfile:
         """What all runs found of layer `index`."""
         layer = self.chain.layers[index]
+        backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
             name=layer.name,
             forward_seconds=median_seconds(forward for forward, _ in self.samples[index]),
-            backward_seconds=median_seconds(backward for _, backward in self.samples[index]),
+            backward_seconds=backward_seconds,
             cut_bytes=self.cut_bytes[index],
             saved_bytes=self.saved_bytes[index],
             parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
             workspace_bytes=self.workspace_bytes[index],
+            weight_seconds=min(median_seconds(self.weight_parts[index] or [0.0]), backward_seconds),
         )
 
     def _survey(self, index: int) -> None:
@@ -186,11 +200,15 @@ class _Bench:
         self.value_bytes.update((name, _size(self.values[name])) for name in layer.outputs if name in self.values)
         self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
 
-    def _time(self, index: int, calls: int) -> tuple[float, float]:
-        return self._sample(index, calls, self.clock.seconds, self.clock.seconds)
+    def _time(self, index: int, calls: int, weighs: bool = False) -> tuple[float, float]:
+        return self._sample(index, calls, self.clock.seconds, self.clock.seconds, weighs)
 
-    def _sample(self, index: int, calls: int, forward_gauge: Gauge, backward_gauge: Gauge) -> tuple[float, float]:
-        """What the gauges find of one forward and of one backward, each the mean over `calls`; then moves on."""
+    def _sample(
+        self, index: int, calls: int, forward_gauge: Gauge, backward_gauge: Gauge, weighs: bool = False
+    ) -> tuple[float, float]:
+        """What the gauges find of one forward and of one backward, each the mean over `calls`; then moves on. `weighs`:
+        after it has timed the weight part of a backward in two parts.
+        """
         layer = self.chain.layers[index]
         prepared = [self._arguments(index) for _ in range(calls)]
         results: list[_Result] = []
@@ -211,8 +229,28 @@ class _Bench:
         if gradients:
             with _blaming(index, layer, "backward"), _accumulating(layer.module):
                 backward = backward_gauge(backwards) / calls
+                if weighs and any(parameter.requires_grad for parameter in layer.module.parameters()):
+                    self._weigh(index, calls, gradients)
         self._move(index, prepared[-1], results[-1].outputs)
         return forward, backward
+
+    def _weigh(self, index: int, calls: int, gradients: Sequence[Tensor]) -> None:
+        """Times the weight part of the layer's backward."""
+        parts = []
+        for _ in range(calls):
+            arguments = self._arguments(index)
+            roots = self._call(index, arguments).roots
+            try:
+                parts.append(go_backward_to_inputs(roots, gradients, arguments)[1])
+            except RuntimeError:
+                # Autograd has functions whose backward cannot be done in part; the whole one has just run.
+                return
+
+        def weight_parts() -> None:
+            for part in parts:
+                part.run()
+
+        self.weight_parts[index].append(self.clock.seconds(weight_parts) / calls)
 
     def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
         """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""
@@ -313,70 +351,7 @@ def _size(tensor: Tensor) -> int:
 def _captured(model: Model, sample: Sample) -> LayerChain:
     if isinstance(model, LayerChain):
         return model
-    for part in _modules_of(model):
+    for part in modules_of(model):
         if not part.training:
             part.train()
     return capture(model, sample)
-
-
-def _modules_of(model: Model) -> list[nn.Module]:
-    match model:
-        case nn.Module():
-            return [model]
-        case LayerChain():
-            return [layer.module for layer in model.layers]
-        case _:
-            return [part for part in model if isinstance(part, nn.Module)]
-
-
-def _device_of(model: Model) -> torch.device | None:
-    """The device of the model's parameters and buffers; None if it has neither."""
-    tensors = [tensor for part in _modules_of(model) for tensor in (*part.parameters(), *part.buffers())]
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if "meta" in devices:
-        raise ProfileError(
-            "the model is on the meta device, which computes nothing: expected one that holds its weights; "
-            "materialise it first, for example by model.to_empty(device='cpu')"
-        )
-    if len(devices) > 1:
-        raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
-    return tensors[0].device if tensors else None
-
-
-def _device_named(device: torch.device | str) -> torch.device:
-    """The device with its index, once a tensor was made there."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ProfileError(
-            f"device={str(device)!r}: expected cpu, cuda or cuda:N that is there, found: {error}"
-        ) from error
-
-
-def _first_device(sample: Sample) -> torch.device:
-    leaves = pytree.tree_leaves(sample)
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
-def _moved(model: Model, found: torch.device, target: torch.device) -> Model:
-    """A copy of `model` on `target`."""
-    if isinstance(model, LayerChain):
-        raise ProfileError(
-            f"device={target}: the chain was captured on {found}; move the model there and capture it again"
-        )
-    if isinstance(model, nn.Module):
-        return copy.deepcopy(model).to(target)
-    return [part.to(target) if isinstance(part, nn.Module) else part for part in copy.deepcopy(list(model))]
-
-
-def _placed(sample: Found, device: torch.device) -> Found:
-    """The sample, or target, on `device`, each tensor in a storage of its own that is no larger than it."""
-
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).clone()
-
-    return pytree.tree_map_only(Tensor, place, sample)  # type: ignore[no-any-return]
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

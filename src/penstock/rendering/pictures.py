@@ -2,7 +2,8 @@
 
 A schedule has no time in it. Its picture is what the simulator makes of it when every forward and every backward takes
 one unit and the links are instant, so the picture shows the program that runs. (The papers draw backwards twice as
-long; one unit keeps the picture narrow, and the bubble's share is the same.)
+long; one unit keeps the picture narrow, and the bubble's share is the same.) Where a schedule has backwards in two
+parts, each of these takes one unit and a whole backward two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ _PANELS = 4
 """A picture that needs more panels of full width than this is cut short."""
 _RANKS = 64
 """Of more ranks only these are drawn: nobody reads a thousand lines."""
-_MICROBATCHES = ("forward", "backward")
+_MICROBATCHES = ("forward", "backward", "backward input", "backward weight")
 """The kinds of spans whose number is a microbatch."""
 
 
@@ -46,14 +47,17 @@ def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None
 
 
 def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
-    timeline = execute(schedule.program(minibatches), schedule.shape.placement, Costs.unit(schedule.stages))
+    splits = schedule.promise.splits
+    costs = Costs.unit(schedule.stages, split=splits)
+    timeline = execute(schedule.program(minibatches), schedule.shape.placement, costs)
     marks = read_marks(timeline)
     # A slot takes three columns or more, so that nothing after this is ever drawn.
     horizon = _PANELS * width / 3
     slot = 2 + max(len(mark.label) for mark in marks if mark.span.start_seconds < horizon)
     head = [_title(schedule, minibatches), _bubble(schedule, timeline), *_promises(schedule, marks)]
     layout = _Layout(1 / slot, unit=slot, dot_columns=slot, width=width)
-    return "\n".join([*head, *_panels(marks, schedule.ranks, layout, "forward and backward drawn equally long")])
+    equal = "forward, input part and weight part" if splits else "forward and backward"
+    return "\n".join([*head, *_panels(marks, schedule.ranks, layout, f"{equal} drawn equally long")])
 
 
 def _render_timeline(timeline: Timeline, width: int) -> str:
@@ -103,7 +107,7 @@ def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
     held, peaks = [0] * schedule.ranks, [0] * schedule.ranks
     for mark in marks:
         rank = mark.span.rank
-        held[rank] += {"forward": 1, "backward": -1}.get(mark.span.kind, 0)
+        held[rank] += {"forward": 1, "backward": -1, "backward weight": -1}.get(mark.span.kind, 0)
         peaks[rank] = max(peaks[rank], held[rank])
     versions = [max(map(schedule.versions, schedule.stages_of(rank))) for rank in range(schedule.ranks)]
     where = " over its stages" if schedule.stages_per_rank > 1 else ""
@@ -117,7 +121,11 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: i
     text = "".join(strip.text for strip in strips)
     number = max((mark.span.number for mark in marks if mark.span.kind in _MICROBATCHES), default=0)
     signs = [f" {number}  forward of microbatch {number}"]
-    signs += [f"[{number}]  its backward"] if "backward" in kinds else []
+    if "backward input" in kinds:
+        whole = "its backward, or " if "backward" in kinds else ""
+        signs += [f"[{number}]  {whole}the input part of its backward", f"{{{number}}}  the weight part"]
+    elif "backward" in kinds:
+        signs += [f"[{number}]  its backward"]
     signs += ["U  update"] if "update" in kinds else []
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []

@@ -4,7 +4,8 @@ A schedule and a measurement are drawn by this one hand; they differ in how many
 several stages has a row for each, so that every row reads as the pipeline of its stage.
 
      3       forward of microbatch 3, until the next thing or a dot; `-` where there is no room for the number
-    [3]      its backward, from bracket to bracket; `=` where there is no room
+    [3]      its backward, or the input part of it, from bracket to bracket; `=` where there is no room
+    {3}      the weight part of its backward
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn at its moment: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time
@@ -117,7 +118,8 @@ def _cell(mark: Mark, columns: int) -> Iterable[str]:
     if mark.span.kind == "forward":
         fitting = (f" {label}".ljust(columns) for label in labels if len(label) + 1 <= columns)
         return next(fitting, "-" * columns)
-    fitting = (f"[{label.ljust(columns - 2)}]" for label in labels if len(label) + 2 <= columns)
+    start, stop = "{}" if mark.span.kind == "backward weight" else "[]"
+    fitting = (f"{start}{label.ljust(columns - 2)}{stop}" for label in labels if len(label) + 2 <= columns)
     return next(fitting, "=" * columns)
 
 

@@ -1,9 +1,12 @@
 """Forward and backward of one stage, and what is kept between them.
 
+A backward is done at once, or in two parts: `backward_input`, and later `backward_weight`.
+
 Laws of this file:
   1. It knows no schedule, no version and no peer: it is told what to compute, on what, for which microbatch.
   2. What it hands out carries no autograd history: a cut between stages is a cut in the graph.
-  3. Of a microbatch that is to be recomputed it keeps what the stage received and nothing that autograd saved.
+  3. Of a microbatch that is to be recomputed it keeps what the stage received and nothing that autograd saved. Its
+     backward computes it again once, in the input part if there are two.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
+from penstock.runtime.divisions import WeightPart, go_backward_to_inputs
 
 __all__ = ["Compute", "StageExecutor"]
 
@@ -32,9 +36,9 @@ class _Kept:
 
 @dataclass(slots=True)
 class StageExecutor:
-    """The microbatches of one stage that are in flight: forwarded and not yet gone backward."""
+    """The microbatches of one stage that are in flight: forwarded and not yet gone backward, or not yet all the way."""
 
-    in_flight: dict[int, _Kept] = field(default_factory=dict)
+    in_flight: dict[int, _Kept | WeightPart] = field(default_factory=dict)
 
     def forward(
         self,
@@ -65,23 +69,43 @@ class StageExecutor:
         `gradients` belong to the results of `forward`, in order; None means that nothing depends on that one. So does a
         None that is returned.
         """
-        kept = self.in_flight.pop(microbatch)
-        if any(gradient is not None for gradient in gradients):
-            _go_backward(kept.compute(), gradients)
+        kept = self._take(microbatch)
+        outputs, given = _roots(kept, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, given)
         result = tuple(leaf.grad for leaf in kept.received)
         for leaf in kept.received:
             leaf.grad = None
         return result
 
+    def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """As `backward`, but the weights' gradients are left to `backward_weight`."""
+        kept = self._take(microbatch)
+        result, self.in_flight[microbatch] = go_backward_to_inputs(*_roots(kept, gradients), kept.received)
+        return result
 
-def _go_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def backward_weight(self, microbatch: int, hooked: bool = False) -> None:
+        """Adds the gradients that `backward_input` left to the weights' ``.grad``. `hooked`: these have hooks."""
+        part = self.in_flight.pop(microbatch)
+        assert isinstance(part, WeightPart), "the weight part of a backward comes after its input part"
+        part.run(hooked)
+
+    def _take(self, microbatch: int) -> _Kept:
+        kept = self.in_flight.pop(microbatch)
+        assert isinstance(kept, _Kept), "the input part of a backward comes once, and instead of a whole one"
+        return kept
+
+
+def _roots(kept: _Kept, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that a backward starts from, and the gradients of these."""
+    if all(gradient is None for gradient in gradients):
+        return [], []
     roots = [
         (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
+        for output, gradient in zip(kept.compute(), gradients, strict=True)
         if gradient is not None and output.requires_grad
     ]
-    if roots:
-        torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+    return [output for output, _ in roots], [gradient for _, gradient in roots]
 
 
 def _repeat(

@@ -37,7 +37,7 @@ class Gradients:
         self._means: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def prepare(self, stage: int, microbatch: int, version: int) -> int | None:
-        """Before a backward at `version`: if it is the last one of an update, that update's version.
+        """Before a backward at `version`, or its weight part: if it is an update's last one, that update's version.
 
         The sums over replicas then begin while it runs.
         """

@@ -58,8 +58,8 @@ def choose_plan(
     """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
     `tensor_parallel` of the `processes`).
 
-    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default. Raises
-    `PlanError` if the arguments contradict each other.
+    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default, and always
+    two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
         lanes = 1 if tensor_parallel is None else tensor_parallel
@@ -113,10 +113,12 @@ def _widened(plan: Plan, lanes: int) -> Plan:
 
 
 def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
-    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it."""
-    if schedule != "interleaved":
+    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it; 2 under
+    `zb-v`.
+    """
+    if schedule not in ("interleaved", "zb-v"):
         return 1
-    if stages is None or processes == 1:
+    if stages is None or processes == 1 or schedule == "zb-v":
         return 2
     return max(1, stages // processes)
 
@@ -144,8 +146,8 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
             f"weights are shared across stages: {names}. Under '1f1b' every stage updates at its own time, so the "
-            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp) or 2bw, untie the "
-            "weights, or plan the layers that share them into one stage"
+            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or "
+            "2bw, untie the weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
         if not schedule.placement.equal(stages):

@@ -35,7 +35,10 @@ from penstock.runtime.updates import Updater
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    InputGradients,
     Receive,
     ReceiveNorms,
     ReceiveTied,
@@ -174,6 +177,10 @@ class Worker:
                     self._forward(action)
                 case Backward():
                     self._backward(action)
+                case BackwardInput():
+                    self._backward_input(action)
+                case BackwardWeight():
+                    self._backward_weight(action)
                 case Update():
                     self._update(action)
                 case Send():
@@ -245,18 +252,37 @@ class Worker:
             self._mailbox.deal(action.stage, k, self._targets[action.stage], outputs, later=True)
 
     def _backward(self, action: Backward) -> None:
-        k, stage = action.microbatch, self.stages[action.stage]
-        if self._is_last(action.stage):
-            gradients: Message = (self._loss_gradients.pop(k),)
-        else:
-            gradients = self._mailbox.collect(action.stage, k, self._targets[action.stage], later=True)
-        update = self._gradients.prepare(action.stage, k, action.version)
-        result = stage.executor.backward(k, gradients)
+        gradients = self._gradients_of_outputs(action)
+        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        result = self.stages[action.stage].executor.backward(action.microbatch, gradients)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
-        self._mailbox.deal(action.stage, k, self._sources[action.stage], result, later=False)
+        self._deal_gradients(action, result)
+
+    def _backward_input(self, action: BackwardInput) -> None:
+        gradients = self._gradients_of_outputs(action)
+        self._deal_gradients(action, self.stages[action.stage].executor.backward_input(action.microbatch, gradients))
+
+    def _backward_weight(self, action: BackwardWeight) -> None:
+        stage = self.stages[action.stage]
+        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        # Sums over replicas begin by hooks.
+        hooked = update is not None and stage.reducer is not None
+        stage.executor.backward_weight(action.microbatch, hooked)
+        if update is not None:
+            self._gradients.take(action.stage, update, action.version)
+
+    def _gradients_of_outputs(self, action: InputGradients) -> Message:
+        """What a backward starts from."""
+        if self._is_last(action.stage):
+            return (self._loss_gradients.pop(action.microbatch),)
+        return self._mailbox.collect(action.stage, action.microbatch, self._targets[action.stage], later=True)
+
+    def _deal_gradients(self, action: InputGradients, gradients: Message) -> None:
+        """Hands on the gradients of what a stage received."""
+        self._mailbox.deal(action.stage, action.microbatch, self._sources[action.stage], gradients, later=False)
         if action.stage == self._first:
-            del self._microbatches[k]
+            del self._microbatches[action.microbatch]
 
     def _scale(self, stage: int, microbatch: int) -> float:
         """What the loss of `microbatch` is multiplied with."""

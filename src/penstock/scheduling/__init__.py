@@ -3,6 +3,8 @@
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Receive,
@@ -22,6 +24,8 @@ __all__ = [
     "METHODS",
     "Action",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "Compute",
     "Drain",
     "Forward",

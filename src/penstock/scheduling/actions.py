@@ -11,6 +11,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
 
     2F0@1    stage 2, forward of microbatch 0 with the weights of version 1
     2B0@1    its backward, with the same version
+    2I0@1    the input part of its backward alone: the gradients of what the stage received
+    2W0@1    the weight part that is left then: the gradients of the weights
     2U3<1    update of stage 2: makes version 3 from gradients taken at version 1
     2S0>3    stage 2 sends what it made of microbatch 0 to stage 3 (an activation, since 3 > 2)
     3R0<2    stage 3 receives it
@@ -31,8 +33,11 @@ from penstock.errors import ScheduleError
 __all__ = [
     "Action",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "Compute",
     "Forward",
+    "InputGradients",
     "Message",
     "Receive",
     "ReceiveNorms",
@@ -42,6 +47,7 @@ __all__ = [
     "SendNorms",
     "SendTied",
     "Update",
+    "WeightGradients",
     "format_programs",
     "parse",
     "parse_programs",
@@ -70,6 +76,33 @@ class Backward:
 
     def __str__(self) -> str:
         return f"{self.stage}B{self.microbatch}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Stage `stage` computes its gradients for `microbatch` at `version`, but for those that a `BackwardWeight` adds.
+
+    Those of its inputs are whole then, and can be sent.
+    """
+
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.microbatch}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Stage `stage` computes what its `BackwardInput` left: gradients of weights, for `microbatch`, at `version`."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.microbatch}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +200,19 @@ class Reduce:
         return f"{self.stage}A{self.version}"
 
 
-Compute: TypeAlias = Forward | Backward | Update
+InputGradients: TypeAlias = Backward | BackwardInput
+"""What makes the gradients of a stage's inputs, which the stages before it wait for."""
+WeightGradients: TypeAlias = Backward | BackwardWeight
+"""What ends the backward of a microbatch: the gradients of its stage's weights are whole then."""
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
 Message: TypeAlias = Send | Receive | SendTied | ReceiveTied | SendNorms | ReceiveNorms
 Action: TypeAlias = Compute | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
     (re.compile(r"(\d+)F(\d+)@(\d+)"), Forward),
     (re.compile(r"(\d+)B(\d+)@(\d+)"), Backward),
+    (re.compile(r"(\d+)I(\d+)@(\d+)"), BackwardInput),
+    (re.compile(r"(\d+)W(\d+)@(\d+)"), BackwardWeight),
     (re.compile(r"(\d+)U(\d+)<(\d+)"), Update),
     (re.compile(r"(\d+)S(\d+)>(\d+)"), Send),
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
@@ -191,9 +230,9 @@ def parse(text: str) -> Action:
         if match := pattern.fullmatch(text):
             return kind(*(int(number) for number in match.groups()))
     raise ScheduleError(
-        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2U3<1 (update), "
-        "2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied weights), 2N3>1 or 1N3<2 (norms), "
-        "2A3 (all-reduce of replicas)"
+        f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
+        "(its input or weight part), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied "
+        "weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas)"
     )
 
 

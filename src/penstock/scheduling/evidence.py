@@ -14,6 +14,8 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Receive,
@@ -130,7 +132,7 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
                     schedule, programs, law, rank, index, f"stages {sorted(mine)} on rank {rank}", "move the action"
                 )
             match action:
-                case Forward() | Backward():
+                case Forward() | Backward() | BackwardInput() | BackwardWeight():
                     turns[action.stage, rank].append((index, action))
                 case Update():
                     turns[action.stage, rank].append((index, action))

@@ -4,7 +4,9 @@ Orders say nothing of communication, so no order can get it wrong: this one pass
 
 Laws of this file:
   1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
-  2. A receive stands directly before the action that consumes it, a send directly after the action that makes it.
+  2. A receive stands directly before the action that consumes it, a send directly after the action that makes it: a
+     gradient leaves after the input part of a split backward, and the weight part has no messages. (`arrivals` may put
+     a receive further ahead.)
   3. Only adjacent stages and those of a skip exchange activations and gradients, and no message passes between stages
      of one rank. What has no skip rides along with the rest. The neighbour's message leaves first: most wait for it.
   4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
@@ -25,7 +27,10 @@ from typing import assert_never
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    InputGradients,
     Message,
     Receive,
     ReceiveNorms,
@@ -153,8 +158,10 @@ class _Lowering:
         match entry:
             case Forward():
                 yield from self._compute(entry, later=True)
-            case Backward():
+            case Backward() | BackwardInput():
                 yield from self._compute(entry, later=False)
+            case BackwardWeight():
+                yield entry
             case Update():
                 yield from self._lower_updates([entry])
             case Summed(stage, version):
@@ -164,7 +171,7 @@ class _Lowering:
             case _:
                 assert_never(entry)
 
-    def _compute(self, action: Forward | Backward, *, later: bool) -> Iterator[Action]:
+    def _compute(self, action: Forward | InputGradients, *, later: bool) -> Iterator[Action]:
         """A forward or backward between what it needs and what others need of it, `later` stages or earlier ones."""
         stage, microbatch = action.stage, action.microbatch
         for source in reversed(self._apart(stage, later=not later)):

@@ -16,7 +16,10 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    InputGradients,
     Message,
     Receive,
     ReceiveNorms,
@@ -26,6 +29,7 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    WeightGradients,
 )
 from penstock.scheduling.evidence import Evidence, report_breach, show_row
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
@@ -35,13 +39,16 @@ from penstock.scheduling.norms import Norm, carried_norms, known_norms
 __all__ = ["MESSAGE_LAWS", "require_parts"]
 
 Need: TypeAlias = tuple[str, int, int, int]
-"""What a rank has done: F or B of a stage and a microbatch, U or an all-reduce (R) of a stage for a version, or the
-receive of an activation (A) or gradient (G) of a microbatch, of the gradients of tied weights (T) for a version, or of
-the norm (N) of a stage for a version; of A, G and T then the stage that it came from, else -1."""
+"""What a rank has done: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage and a
+microbatch, U or an all-reduce (R) of a stage for a version, or the receive of an activation (A) or gradient (G) of a
+microbatch, of the gradients of tied weights (T) for a version, or of the norm (N) of a stage for a version; of A, G and
+T then the stage that it came from, else -1."""
 
 _NAMES = {
     "F": "forward",
     "B": "backward",
+    "W": "backward",
+    "I": "input part of the backward",
     "A": "receive of the activation",
     "G": "receive of the gradient",
 }
@@ -70,7 +77,7 @@ def _require_neighbours(evidence: Evidence) -> None:
                         mend = "drop it, or let lower() derive it"
                         report_breach(evidence, law, rank, index, f"none: stage {stage} has no replicas", mend)
                     continue
-                case Forward() | Backward() | Update():
+                case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
                     continue
                 case _:
                     assert_never(action)
@@ -95,7 +102,11 @@ def _require_data(evidence: Evidence) -> None:
                 case Forward(stage, microbatch):
                     done.add(("F", stage, microbatch, -1))
                 case Backward(stage, microbatch):
-                    done.add(("B", stage, microbatch, -1))
+                    done.update((letter, stage, microbatch, -1) for letter in "BW")
+                case BackwardInput(stage, microbatch):
+                    done.update((letter, stage, microbatch, -1) for letter in "BI")
+                case BackwardWeight(stage, microbatch):
+                    done.add(("W", stage, microbatch, -1))
                 case Receive(stage, microbatch, source):
                     done.add(("A" if source < stage else "G", stage, microbatch, source))
                 case ReceiveTied(stage, version, source):
@@ -135,11 +146,13 @@ def _needs(action: Action, rank: int, evidence: Evidence) -> Iterator[Need]:
             for other in _nexts(stage, evidence, later=False):
                 together = rank in placement[other]
                 yield ("F", other, microbatch, -1) if together else ("A", stage, microbatch, other)
-        case Backward(stage, microbatch):
+        case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
             yield "F", stage, microbatch, -1
             for other in _nexts(stage, evidence, later=True):
                 together = rank in placement[other]
                 yield ("B", other, microbatch, -1) if together else ("G", stage, microbatch, other)
+        case BackwardWeight(stage, microbatch):
+            yield "I", stage, microbatch, -1
         case Send(stage, microbatch, target):
             yield "F" if target > stage else "B", stage, microbatch, -1
         case SendTied(stage, version):
@@ -197,7 +210,7 @@ def _last_backward(stage: int, version: int, rank: int, evidence: Evidence) -> I
     size = evidence.promise.microbatches_per_update[stage]
     own = range((version - 1) * size, min(version * size, evidence.microbatches))
     if mine := evidence.placement.taken_by(rank, own):
-        yield "B", stage, mine[-1], -1
+        yield "W", stage, mine[-1], -1
 
 
 def _require_matches(evidence: Evidence) -> None:
@@ -233,7 +246,7 @@ def _require_fifo(evidence: Evidence) -> None:
                         sends[rank, there].append(action)
                 case Receive() | ReceiveTied() | ReceiveNorms():
                     receives[peer(action, rank, placement), rank].append((index, action))
-                case Forward() | Backward() | Update() | Reduce():
+                case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update() | Reduce():
                     pass
                 case _:
                     assert_never(action)
@@ -275,7 +288,7 @@ def _require_progress(evidence: Evidence) -> None:
                             break
                         # The last to come goes on at once; those that wait stand behind the action already.
                         ready += meeting.pop(action)[:-1]
-                    case Forward() | Backward() | Update():
+                    case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
                         pass
                     case _:
                         assert_never(action)
@@ -331,7 +344,7 @@ def require_parts(evidence: Evidence) -> None:
             start, end = starts[number][rank], evidence.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
-                if not isinstance(action, Forward | Backward | Send | Receive):
+                if not isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
                     expected = f"in {_name(evidence, number)} " + (

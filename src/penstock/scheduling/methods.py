@@ -155,10 +155,12 @@ class Promise:
     """What a method costs and keeps to, per stage; `verify` holds every program to it.
 
     `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
-    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage.
+    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage; a backward in
+    two parts is done when its weight part is, since that needs what the forward saved.
     `rule`: the version that a forward reads. `flushes`: the pipe is empty after every step.
     `microbatches_per_update`: how many backwards one update of a stage sums up, over all its replicas.
     `gradients`: updates of a stage that have gradients and are not made yet, at once; one each if it is left out.
+    `halves`: of those in flight, how many have had the input part of their backward; none if it is left out.
     """
 
     versions: tuple[int, ...]
@@ -167,15 +169,23 @@ class Promise:
     flushes: bool
     microbatches_per_update: tuple[int, ...]
     gradients: tuple[int, ...] = ()
+    halves: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.gradients:
             object.__setattr__(self, "gradients", (1,) * len(self.versions))
+        if not self.halves:
+            object.__setattr__(self, "halves", (0,) * len(self.versions))
 
     @property
     def trains(self) -> bool:
         """Whether there are backwards and updates at all."""
         return self.rule is not VersionRule.INITIAL
+
+    @property
+    def splits(self) -> bool:
+        """Whether there are backwards in two parts."""
+        return any(self.halves)
 
     @property
     def delays(self) -> tuple[int, ...]:
@@ -203,7 +213,8 @@ class Method:
 
     `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
     `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form. `defers`: the order of
-    a method without a flush makes the updates of waiting stages so late that what they need is there.
+    a method without a flush makes the updates of waiting stages so late that what they need is there. `folds`: a rank
+    holds two stages as in `Placement.folded`, so that activations and gradients share queues, in whichever order.
     """
 
     name: str
@@ -213,3 +224,4 @@ class Method:
     interleaves: bool = False
     syncs: bool = False
     defers: bool = False
+    folds: bool = False

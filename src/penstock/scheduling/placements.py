@@ -42,6 +42,12 @@ class Placement:
                 )
         return cls(tuple((stage % ranks,) for stage in range(ranks * stages_per_rank)))
 
+    @classmethod
+    def folded(cls, ranks: int) -> "Placement":
+        """Two stages for each rank, there and back again: rank r has stages r and 2 `ranks` - 1 - r, a V."""
+        there = cls.straight(ranks).stages
+        return cls((*there, *reversed(there)))
+
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
@@ -101,6 +107,10 @@ class Placement:
         if self.split:
             return len(behind)
         return -(-sum(map(len, behind)) // self.replicas(stage))
+
+    def whole_depth(self, stage: int) -> int:
+        """``depth`` of a stage if all ranks were in it or behind it: p without replicas, on every stage."""
+        return len(self.stages) if self.split else -(-self.ranks // self.replicas(stage))
 
     def beside(self, stage: int, other: int, rank: int) -> int:
         """The rank of `other` that has the replica number of `rank` in `stage`, modulo its replicas."""

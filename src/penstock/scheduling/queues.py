@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
-from penstock.scheduling.actions import Backward, Forward
+from penstock.scheduling.actions import Forward, InputGradients
 from penstock.scheduling.schedules import Schedule
 from penstock.values.crossings import Skip
 
@@ -26,6 +26,9 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
     """Those of `skips` whose messages keep the order of every queue in a step of `schedule`, beside those of neighbours
     and of the ones before them.
     """
+    (method,) = schedule.methods
+    if method.folds:  # receives there follow the sends, whatever these are
+        return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):
         queues.add((stage, stage + 1))
@@ -45,7 +48,7 @@ class _Queues:
         self.places = {}
         for row in self.schedule.step(0):
             for index, action in enumerate(row):
-                if isinstance(action, Forward | Backward):
+                if isinstance(action, Forward | InputGradients):
                     self.places[isinstance(action, Forward), action.stage, action.microbatch] = index
 
     def add(self, pair: tuple[int, int]) -> bool:

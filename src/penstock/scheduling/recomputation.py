@@ -1,5 +1,7 @@
 """Which backwards have something to recompute: those that do not directly follow their forward.
 
+Of a backward in two parts it is the input part that recomputes, or does not; the weight part uses what that kept.
+
 One rule for the simulator, which predicts time and memory, and the worker, which carries it out.
 """
 
@@ -9,6 +11,8 @@ from typing import assert_never
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -35,11 +39,11 @@ def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
         match action:
             case Forward(stage=stage, microbatch=microbatch):
                 latest = stage, microbatch
-            case Backward(stage=stage, microbatch=microbatch):
+            case Backward(stage=stage, microbatch=microbatch) | BackwardInput(stage=stage, microbatch=microbatch):
                 if latest == (stage, microbatch):
                     direct.append(latest)
                 latest = None
-            case Update():
+            case BackwardWeight() | Update():
                 latest = None
             case Send() | Receive() | SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms() | Reduce():
                 pass

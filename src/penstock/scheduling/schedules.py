@@ -6,10 +6,12 @@ so what is proved, predicted, drawn and run is the same thing.
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
+from penstock.scheduling.arrivals import follow_sends, sources_of
 from penstock.scheduling.lowering import lower_row
 from penstock.scheduling.methods import Drain, Method, NormRule, Part, Promise, Shape, Step
 from penstock.scheduling.orders import INFERENCE, METHODS
@@ -28,7 +30,7 @@ class Schedule:
     """A scheduling method for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
 
     `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries, over all
-    replicas. `stages_per_rank`: more than 1 with 'interleaved' only. `vertical_sync`: with '1f1b' only.
+    replicas. `stages_per_rank`: any number with 'interleaved', 2 with 'zb-v'. `vertical_sync`: with '1f1b' only.
     `ties`: groups of stages that share weights; not with '1f1b', whose stages update at different times. `replicated`:
     where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`. `norms`: whether
     stages tell each other the norms of their gradients, as `known_norms` says; an inference has none. `skips`: pairs
@@ -51,8 +53,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         method = _find_method(self.method, self.methods)
-        shape = Shape(_place(self), self.microbatches, self.vertical_sync, _waiting(self))
-        if self.stages_per_rank != 1 and not method.interleaves:
+        placement = _place(self, method)
+        waiting = _waiting(self, len(placement.stages))
+        shape = Shape(placement, self.microbatches, self.vertical_sync, waiting)
+        if method.folds and self.stages_per_rank != 2:
+            raise ScheduleError(
+                f"schedule {method.name!r}: a rank holds two stages, got stages_per_rank={self.stages_per_rank}; give "
+                "stages_per_rank=2, or choose 'zb-h1'"
+            )
+        if self.stages_per_rank != 1 and not (method.interleaves or method.folds):
             raise ScheduleError(
                 f"schedule {method.name!r}: a rank holds one stage, got stages_per_rank={self.stages_per_rank}; "
                 "give stages_per_rank=1, or choose 'interleaved'"
@@ -65,8 +74,7 @@ class Schedule:
         # Only the method that was found is kept, so that schedules compare by what they do.
         object.__setattr__(self, "methods", (method,))
         straight = Placement.straight(shape.placement.length, self.stages_per_rank)
-        if shape.placement == straight:
-            object.__setattr__(self, "replicated", None)
+        object.__setattr__(self, "replicated", None if shape.placement == straight else shape.placement)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "promise", method.promise(shape))
         _check_ties(self, method)
@@ -162,6 +170,14 @@ class Schedule:
     def row(self, rank: int, part: Part) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
+        row = self.lower(rank, part)
+        if not method.folds or not isinstance(part, Step):
+            return row
+        return tuple(row[place] for place in _order_of_arrivals(self, rank, part.minibatch % self.placement.stride(0)))
+
+    def lower(self, rank: int, part: Part) -> tuple[Action, ...]:
+        """The same with each receive directly before what uses it, whatever was sent before."""
+        (method,) = self.methods
         order = method.order(self.shape, rank, part)
         return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
 
@@ -201,6 +217,21 @@ def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Pl
     return Schedule(INFERENCE.name, ranks, microbatches, stages_per_rank, replicated=placement, methods=(INFERENCE,))
 
 
+@lru_cache(maxsize=1 << 12)
+def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[int, ...]:
+    """The places of the actions of a step as `Schedule.lower` has them, in the order in which messages arrive.
+
+    Steps that deal out their microbatches alike have it in common, so that it is worked out once.
+    """
+    placement = schedule.placement
+    # Replicas that share every microbatch receive in the order of the first of them.
+    first = placement.stages[placement.stages_of(rank)[0]][0] if placement.split else rank
+    row = schedule.lower(first, Step(minibatch))
+    others = {source: schedule.lower(source, Step(minibatch)) for source in sources_of(row, first, placement)}
+    places = {action: place for place, action in enumerate(row)}
+    return tuple(places[action] for action in follow_sends(row, first, placement, others))
+
+
 def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
     for method in methods:
         if method.name == name:
@@ -211,8 +242,10 @@ def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
     raise ScheduleError(f"schedule: there is no method {name!r}; {hint}choose one of {', '.join(map(repr, names))}")
 
 
-def _place(schedule: Schedule) -> Placement:
+def _place(schedule: Schedule, method: Method) -> Placement:
     placement = schedule.replicated
+    if placement is None and method.folds:
+        return Placement.folded(schedule.ranks)
     if placement is None:
         return Placement.straight(schedule.ranks, schedule.stages_per_rank)
     held = sorted({rank for ranks in placement.stages for rank in ranks})
@@ -224,8 +257,8 @@ def _place(schedule: Schedule) -> Placement:
     return placement
 
 
-def _waiting(schedule: Schedule) -> frozenset[int]:
-    if schedule.norms and (stages := len(_place(schedule).stages)) > 1:
+def _waiting(schedule: Schedule, stages: int) -> frozenset[int]:
+    if schedule.norms and stages > 1:
         return frozenset(range(stages))
     return frozenset(stage for group in schedule.ties for stage in group)
 
@@ -241,8 +274,8 @@ def _check_ties(schedule: Schedule, method: Method) -> None:
             raise ScheduleError(
                 f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and every stage "
                 "updates at its own time, so that their copies drift apart; choose a flushing schedule (gpipe, "
-                "1f1b-flush, interleaved, spp) or 2bw, untie the weights, or put the layers that share them into one "
-                "stage"
+                "1f1b-flush, interleaved, spp, zb-h1, zb-v) or 2bw, untie the weights, or put the layers that share "
+                "them into one stage"
             )
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import assert_never
 
-from penstock.scheduling.actions import Backward, Forward, Update
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update, WeightGradients
 from penstock.scheduling.evidence import Evidence, Replica, report_breach
 from penstock.scheduling.methods import VersionRule
 
@@ -32,25 +32,31 @@ def _require_once(evidence: Evidence) -> None:
     law = "each microbatch goes forward and backward exactly once on each stage"
     for replica in evidence.replicas:
         forwards: set[int] = set()
-        backwards: set[int] = set()
+        inputs: set[int] = set()
+        weights: set[int] = set()
         mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
         for index, action in replica.turns:
             match action:
                 case Forward():
-                    seen = forwards
+                    seen = [forwards]
                 case Backward():
-                    seen = backwards
+                    seen = [inputs, weights]
+                case BackwardInput():
+                    seen = [inputs]
+                case BackwardWeight():
+                    seen = [weights]
                 case Update():
                     continue
                 case _:
                     assert_never(action)
-            if action.microbatch in seen:
+            if any(action.microbatch in done for done in seen):
                 mend = "drop the second one"
                 report_breach(evidence, law, replica.rank, index, "a microbatch that is not done yet", mend)
             if action.microbatch not in mine:
                 rank = evidence.placement.rank_of(replica.stage, action.microbatch)
                 report_breach(evidence, law, replica.rank, index, f"it on rank {rank}", f"move it to rank {rank}")
-            seen.add(action.microbatch)
+            for done in seen:
+                done.add(action.microbatch)
         end = len(evidence.programs[replica.rank])
         for microbatch in mine:
             if microbatch not in forwards:
@@ -63,10 +69,12 @@ def _require_drained(evidence: Evidence) -> None:
     if not evidence.promise.trains:
         return
     for replica in evidence.replicas:
-        done = {action.microbatch for _, action in replica.turns if isinstance(action, Backward)}
+        done = {action.microbatch for _, action in replica.turns if isinstance(action, WeightGradients)}
+        parts = {action.microbatch for _, action in replica.turns if isinstance(action, BackwardInput)}
         for index, action in replica.turns:
-            if isinstance(action, Forward) and action.microbatch not in done:
-                expected = f"a backward of microbatch {action.microbatch} on stage {replica.stage} before the end"
+            if isinstance(action, Forward) and (k := action.microbatch) not in done:
+                what = "the weight part of the backward" if k in parts else "a backward"
+                expected = f"{what} of microbatch {k} on stage {replica.stage} before the end"
                 report_breach(evidence, law, replica.rank, index, expected, "let the step or the drain yield it")
 
 
@@ -74,13 +82,19 @@ def _require_ascending(evidence: Evidence) -> None:
     law = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
     for replica in evidence.replicas:
         mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
-        next_forward = next_backward = 0
+        next_forward = next_input = next_weight = 0
         for index, action in replica.turns:
             match action:
                 case Forward(microbatch=microbatch):
                     due, next_forward = mine[next_forward], next_forward + 1
+                case BackwardInput(microbatch=microbatch):
+                    due, next_input = mine[next_input], next_input + 1
+                case BackwardWeight(microbatch=microbatch):
+                    due, next_weight = mine[next_weight], next_weight + 1
                 case Backward(microbatch=microbatch):
-                    due, next_backward = mine[next_backward], next_backward + 1
+                    # The weight parts that are left come first.
+                    due = mine[min(next_input, next_weight)]
+                    next_input, next_weight = next_input + 1, next_weight + 1
                 case Update():
                     continue
                 case _:
@@ -99,7 +113,11 @@ def _require_stash(evidence: Evidence) -> None:
             match action:
                 case Forward(microbatch=microbatch, version=version):
                     read[microbatch] = version
-                case Backward(microbatch=microbatch, version=version):
+                case (
+                    Backward(microbatch=microbatch, version=version)
+                    | BackwardInput(microbatch=microbatch, version=version)
+                    | BackwardWeight(microbatch=microbatch, version=version)
+                ):
                     # A backward before its forward is left to the law of data.
                     if version != read.get(microbatch, version):
                         forward = Forward(replica.stage, microbatch, read[microbatch])
@@ -128,7 +146,7 @@ def _require_version(evidence: Evidence) -> None:
                         expected = f"a version that exists: stage {replica.stage} has made only {newest} by then"
                         mend = "put the update before the forward, or the forward later"
                         report_breach(evidence, law, replica.rank, index, expected, mend)
-                case Backward():
+                case Backward() | BackwardInput() | BackwardWeight():
                     pass
                 case Update():
                     newest += 1
@@ -145,7 +163,7 @@ def _count_versions_of_input(evidence: Evidence) -> dict[int, int]:
             match action:
                 case Forward(microbatch=microbatch):
                     admitted[microbatch] = newest
-                case Backward():
+                case Backward() | BackwardInput() | BackwardWeight():
                     pass
                 case Update():
                     newest += 1
@@ -179,9 +197,12 @@ def _require_updates(evidence: Evidence) -> None:
         own: defaultdict[int, list[int]] = defaultdict(list)
         for index, action in replica.turns:
             match action:
-                case Forward():
+                case Forward() | BackwardInput():
                     pass
-                case Backward(microbatch=microbatch, version=version):
+                case (
+                    Backward(microbatch=microbatch, version=version)
+                    | BackwardWeight(microbatch=microbatch, version=version)
+                ):
                     own[microbatch // size + 1].append(version)
                 case Update(version=version, gradient_version=gradient_version):
                     if version != newest + 1:
@@ -224,9 +245,10 @@ def _require_gradients(evidence: Evidence) -> None:
         waiting: set[int] = set()
         for index, action in replica.turns:
             match action:
-                case Forward():
+                case Forward() | BackwardWeight():
                     pass
-                case Backward(microbatch=microbatch):
+                case Backward(microbatch=microbatch) | BackwardInput(microbatch=microbatch):
+                    # An input part may make gradients of weights, too: of those that are not split.
                     waiting.add(microbatch // size + 1)
                     if len(waiting) > most:
                         mend = "update first, or promise more"
@@ -245,7 +267,12 @@ def _require_slots(evidence: Evidence) -> None:
         newest = 0
         for index, action in replica.turns:
             match action:
-                case Forward(version=version) | Backward(version=version):
+                case (
+                    Forward(version=version)
+                    | Backward(version=version)
+                    | BackwardInput(version=version)
+                    | BackwardWeight(version=version)
+                ):
                     if newest - version >= slots:
                         expected = (
                             f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
@@ -273,9 +300,31 @@ def _require_in_flight(evidence: Evidence) -> None:
                         mend = "run a backward first, or promise more"
                         expected = f"a backward first: {most} in flight already"
                         report_breach(evidence, law, replica.rank, index, expected, mend)
-                case Backward():
+                case Backward() | BackwardWeight():
                     in_flight -= 1
-                case Update():
+                case BackwardInput() | Update():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+def _require_halves(evidence: Evidence) -> None:
+    for replica in evidence.replicas:
+        most = evidence.promise.halves[replica.stage]
+        law = f"microbatches that wait for their weight part stay within the promise: at most {most}"
+        law += f" on stage {replica.stage}"
+        halves = 0
+        for index, action in replica.turns:
+            match action:
+                case BackwardInput():
+                    halves += 1
+                    if halves > most:
+                        mend = "run a weight part first, let a whole backward do both, or promise more"
+                        expected = f"a weight part first: {halves - 1} wait already"
+                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                case BackwardWeight():
+                    halves -= 1
+                case Forward() | Backward() | Update():
                     pass
                 case _:
                     assert_never(action)
@@ -292,4 +341,5 @@ STAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
     _require_gradients,
     _require_slots,
     _require_in_flight,
+    _require_halves,
 )

@@ -11,6 +11,8 @@ from typing import assert_never
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -36,6 +38,7 @@ class Verification:
 
     `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward, on a replica.
     `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
+    `halves[stage]`: most microbatches between the input part of their backward and its weight part, on a replica.
     """
 
     method: str
@@ -44,12 +47,17 @@ class Verification:
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
     in_flight_of_rank: tuple[int, ...]
+    halves: tuple[int, ...]
 
     def __str__(self) -> str:
-        in_flight, versions = (" ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions))
+        in_flight, versions, halves = (
+            " ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions, self.halves)
+        )
         return (
             f"{self.method}: every law holds for {self.actions} actions in {self.minibatches} minibatches; "
-            f"per stage at most {in_flight} in flight, {versions} weight versions"
+            f"per stage at most {in_flight} in flight"
+            + (f" (waiting for a weight part: {halves})" if any(self.halves) else "")
+            + f", {versions} weight versions"
         )
 
 
@@ -95,10 +103,11 @@ def _examine(evidence: Evidence) -> Verification:
 def _measure(evidence: Evidence) -> Verification:
     shape = evidence.shape
     in_flight, versions = [0] * shape.stages, [1] * shape.stages
-    of_rank = [0] * shape.ranks
+    of_rank, halves = [0] * shape.ranks, [0] * shape.stages
     for rank, row in enumerate(evidence.programs):
         now = dict.fromkeys(shape.stages_of(rank), 0)
         newest = dict.fromkeys(shape.stages_of(rank), 0)
+        half = dict.fromkeys(shape.stages_of(rank), 0)
         held = 0
         for action in row:
             match action:
@@ -107,9 +116,13 @@ def _measure(evidence: Evidence) -> Verification:
                     now[stage] += 1
                     in_flight[stage] = max(in_flight[stage], now[stage])
                     of_rank[rank] = max(of_rank[rank], held)
-                case Backward(stage=stage, version=version):
+                case BackwardInput(stage=stage):
+                    half[stage] += 1
+                    halves[stage] = max(halves[stage], half[stage])
+                case Backward(stage=stage, version=version) | BackwardWeight(stage=stage, version=version):
                     held -= 1
                     now[stage] -= 1
+                    half[stage] -= isinstance(action, BackwardWeight)
                     versions[stage] = max(versions[stage], newest[stage] - version + 1)
                 case Update(stage=stage, version=version):
                     newest[stage] = version
@@ -131,5 +144,11 @@ def _measure(evidence: Evidence) -> Verification:
             of_rank[other] = of_rank[first]
     actions = sum(map(len, evidence.programs))
     return Verification(
-        evidence.schedule.method, evidence.minibatches, actions, tuple(in_flight), tuple(versions), tuple(of_rank)
+        evidence.schedule.method,
+        evidence.minibatches,
+        actions,
+        tuple(in_flight),
+        tuple(versions),
+        tuple(of_rank),
+        tuple(halves),
     )

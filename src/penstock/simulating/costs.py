@@ -6,6 +6,7 @@ are one computation with two sets of costs.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import assert_never
 
 from penstock.errors import PlanError
@@ -26,11 +27,13 @@ _DEFAULT = Assumptions()
 class Costs:
     """Of every stage on one replica; microbatches that are split cost a replica its share of the seconds and bytes.
 
-    `forward_seconds`, `backward_seconds`, `saved_bytes`, `workspace_bytes`: of a microbatch. `update_seconds`,
-    `reduce_seconds`: of one update and of its all-reduce. `cut_bytes[s]`: of a whole microbatch, between stages s and
-    s + 1, each way; cuts within a rank are never asked for. With `recompute` a backward takes a forward more, unless it
-    directly follows its forward. Without a `cluster` the links are instant. What is left out is zero. `skips`: of a
-    whole microbatch, what goes directly between two stages that are no neighbours, each way, and is in no cut.
+    `forward_seconds`, `backward_seconds`, `saved_bytes`, `workspace_bytes`: of a microbatch. `weight_seconds`: of a
+    backward's weight part, a share of `backward_seconds`; half of them if it is left out. `split_seconds`: what every
+    weight part takes beside that. `update_seconds`, `reduce_seconds`: of one update and of its all-reduce.
+    `cut_bytes[s]`: of a whole microbatch, between stages s and s + 1, each way; cuts within a rank are never asked
+    for. With `recompute` a backward takes a forward more, unless it directly follows its forward. Without a `cluster`
+    the links are instant. What is left out is zero. `skips`: of a whole microbatch, what goes directly between two
+    stages that are no neighbours, each way, and is in no cut.
     """
 
     forward_seconds: tuple[float, ...]
@@ -39,6 +42,8 @@ class Costs:
     reduce_seconds: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     skips: tuple[tuple[Skip, float], ...] = ()
+    weight_seconds: tuple[float, ...] = ()
+    split_seconds: float = 0.0
     saved_bytes: tuple[float, ...] = ()
     workspace_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
@@ -49,8 +54,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
+        if not self.weight_seconds:
+            object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
         for name, expected in (
             ("backward_seconds", stages),
+            ("weight_seconds", stages),
             ("update_seconds", stages),
             ("reduce_seconds", stages),
             ("saved_bytes", stages),
@@ -67,9 +75,16 @@ class Costs:
                 )
 
     @classmethod
-    def unit(cls, stages: int) -> "Costs":
-        """One second for a forward, one for a backward, none for updates and transfers."""
-        return cls((1.0,) * stages, (1.0,) * stages)
+    def unit(cls, stages: int, *, split: bool = False) -> "Costs":
+        """One second for a forward, one for a backward (or if `split` for each of its two parts), none for updates and
+        transfers.
+        """
+        return cls((1.0,) * stages, (2.0 if split else 1.0,) * stages)
+
+    @property
+    def input_seconds(self) -> tuple[float, ...]:
+        """Of the input part of a backward in two parts: what its weight part leaves of it."""
+        return tuple(map(sub, self.backward_seconds, self.weight_seconds))
 
 
 def plan_costs(
@@ -104,6 +119,8 @@ def plan_costs(
     return Costs(
         forward_seconds=shares("forward_seconds"),
         backward_seconds=shares("backward_seconds"),
+        weight_seconds=shares("weight_part_seconds"),
+        split_seconds=assumptions.split_seconds,
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(

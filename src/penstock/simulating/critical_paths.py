@@ -69,7 +69,7 @@ class _Index:
             row = self._rows[span.rank]
             self._places[id(span)] = len(row)
             row.append(span)
-            self._makers[span.rank, stage, number, kind] = span
+            self._makers[span.rank, stage, number, _made_by(kind)] = span
             if kind == "reduce":
                 self._meetings[stage, number].append(span)
 
@@ -116,5 +116,10 @@ class _Index:
             return
         own = self._rows[span.rank][place - 1]
         yield own
-        if own.kind in ("forward", "backward") and own.stop_seconds < span.start_seconds:
-            yield from self._made.get((span.rank, own.stage, own.number, own.kind), ())
+        if own.stop_seconds < span.start_seconds:
+            yield from self._made.get((span.rank, own.stage, own.number, _made_by(own.kind)), ())
+
+
+def _made_by(kind: str) -> str:
+    """The kind as which what makes a message is known: gradients leave after a backward or after its input part."""
+    return "backward" if kind == "backward input" else kind

@@ -10,6 +10,10 @@ they are used up, that is to the start of the forward (from then on they belong 
 backward, and from when they are made until they have left. What the allocator and the device's runtime take on top is
 not in it.
 
+Of a backward in two parts, the input part keeps all this for the weight part: what it could free (what only its own
+operators saved) makes room for the gradients of their outputs that the weight part reads. With recomputation it is the
+input part that computes again, and all of that is held up to the end of the weight part.
+
 With recomputation a microbatch keeps its stage's input, and all that the stage saves during its backward alone; a
 backward that directly follows its forward has nothing to recompute, and keeps everything in between. With tensor
 parallelism the numbers are those of each rank of a group, as the profile's are.
@@ -99,19 +103,25 @@ class Sizes:
                 Mark.FORWARD_KEPT: _sums(self._whole(), self.workspace),
                 Mark.BACKWARD: _sums(backward, self.workspace),
                 Mark.BACKWARD_KEPT: self.workspace,
+                Mark.INPUT_PART: _sums(backward, self.workspace),
+                Mark.INPUT_PART_KEPT: self.workspace,
+                Mark.WEIGHT_PART: self.workspace,
             }
         )
 
     def dropped_at_stop(self) -> _Numbers:
         """By mark: bytes fewer from the stop of an action on."""
         backward = _sums(self._whole(), self.workspace)
-        forward = self.workspace
+        moment = self.workspace
         return self._table(
             {
-                Mark.FORWARD: forward,
-                Mark.FORWARD_KEPT: forward,
+                Mark.FORWARD: moment,
+                Mark.FORWARD_KEPT: moment,
                 Mark.BACKWARD: backward,
                 Mark.BACKWARD_KEPT: backward,
+                Mark.INPUT_PART: moment,
+                Mark.INPUT_PART_KEPT: moment,
+                Mark.WEIGHT_PART: backward,
             }
         )
 
@@ -183,15 +193,31 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     counted = marks[places] // len(sizes.saved) != Mark.OTHER
     places, messages = places[counted], messages[counted]
     sent = kinds[places] == SEND
-    # Sends follow the action that made their messages, receives precede the one that uses them.
+    # Sends follow the action that made their messages.
     sends, receives = places[sent], places[~sent]
-    computes = np.flatnonzero(marks // len(sizes.saved) <= Mark.BACKWARD_KEPT)
+    computes = np.flatnonzero(marks // len(sizes.saved) <= Mark.WEIGHT_PART)
     makers = computes[np.searchsorted(computes, sends) - 1]
-    users = computes[np.searchsorted(computes, receives)]
+    users = _users(marks, np.array(track.instructions.contents, dtype=np.int64)[counted][~sent], len(sizes.saved))
     used = np.where(backward[users], ends[users], starts[users])
     moments = [stops[makers], messages[~sent], messages[sent], used, ends[made], stops[gone]]
     amounts = [carried[sends], carried[receives], -carried[sends], -carried[receives], weights[made], -weights[gone]]
     return kept, _drop_nothing(np.concatenate(moments), np.concatenate(amounts))
+
+
+def _users(marks: npt.NDArray[np.int64], received: npt.NDArray[np.int64], stages: int) -> _Places:
+    """The action that uses each message of those that are `received`.
+
+    A stage takes its microbatches in order, and so come the messages from each other stage.
+    """
+    source, target = content_stages(received, stages)
+    users = np.zeros(len(received), dtype=np.intp)
+    for here, there in {*zip(source.tolist(), target.tolist(), strict=True)}:
+        own = marks % stages == there
+        kinds = marks // stages
+        taking = own & (_is_forward(kinds) if here < there else _is_backward(kinds))
+        members = np.flatnonzero((source == here) & (target == there))
+        users[members] = np.flatnonzero(taking)[: len(members)]
+    return users
 
 
 def _gradients(track: Track, marks: npt.NDArray[np.int64], schedule: Schedule) -> tuple[_Places, _Places, _Places]:
@@ -200,7 +226,7 @@ def _gradients(track: Track, marks: npt.NDArray[np.int64], schedule: Schedule) -
     kinds, owners = marks // schedule.stages, marks % schedule.stages
     found: list[tuple[_Places, _Places, _Places]] = []
     for stage in schedule.stages_of(track.rank):
-        backwards = np.flatnonzero((owners == stage) & _is_backward(kinds))
+        backwards = np.flatnonzero((owners == stage) & _sums_up(kinds))
         updates = np.flatnonzero((owners == stage) & (kinds == Mark.UPDATE))
         size = schedule.promise.microbatches_per_update[stage]
         # Backwards come in the order of their microbatches: where those of each update begin and end.
@@ -229,8 +255,18 @@ def _marks(track: Track) -> npt.NDArray[np.int64]:
     return np.array(track.instructions.marks, dtype=np.int64)
 
 
+def _is_forward(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    return np.isin(marks, (Mark.FORWARD, Mark.FORWARD_KEPT))
+
+
 def _is_backward(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.isin(marks, (Mark.BACKWARD, Mark.BACKWARD_KEPT))
+    """Whether it uses a gradient up that was received."""
+    return np.isin(marks, (Mark.BACKWARD, Mark.BACKWARD_KEPT, Mark.INPUT_PART, Mark.INPUT_PART_KEPT))
+
+
+def _sums_up(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether it ends the backward of a microbatch: its gradients of weights are there then."""
+    return np.isin(marks, (Mark.BACKWARD, Mark.BACKWARD_KEPT, Mark.WEIGHT_PART))
 
 
 def _drop_nothing(moments: _Numbers, amounts: _Numbers) -> _Changes:

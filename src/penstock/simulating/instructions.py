@@ -15,6 +15,8 @@ import numpy.typing as npt
 from penstock.scheduling.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Receive,
     ReceiveNorms,
@@ -79,25 +81,28 @@ class Instructions:
 
 
 class Mark(IntEnum):
-    """What an action is to the memory of its rank. Kept: what follows directly is the backward of the same."""
+    """What an action is to the memory of its rank. Kept: a backward that directly follows the forward of the same."""
 
     FORWARD = 0
     FORWARD_KEPT = 1
     BACKWARD = 2
     BACKWARD_KEPT = 3
-    SEND_ON = 4
-    SEND_BACK = 5
-    RECEIVE_ON = 6
-    RECEIVE_BACK = 7
-    REDUCE = 8
-    UPDATE = 9
-    OTHER = 10
+    INPUT_PART = 4
+    INPUT_PART_KEPT = 5
+    WEIGHT_PART = 6
+    SEND_ON = 7
+    SEND_BACK = 8
+    RECEIVE_ON = 9
+    RECEIVE_BACK = 10
+    REDUCE = 11
+    UPDATE = 12
+    OTHER = 13
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """An all-reduce of `stage` for the update to `version`; `backward`: the place in the row of the last backward of
-    the stage before it, or -1."""
+    """An all-reduce of `stage` for the update to `version`; `backward`: the place in the row of the last backward (or
+    weight part) of the stage before it, or -1."""
 
     stage: int
     version: int
@@ -123,17 +128,22 @@ class Writer:
         self._routes: dict[tuple[int, int, int, int], Way] = {}
         self._kinds = len(_TOPICS) * self._stages**2
         """Of messages: from each stage to each other one, on each topic; the number of one is below it."""
-        again = costs.backward_seconds
-        if costs.recompute:
-            again = tuple(map(add, costs.backward_seconds, costs.forward_seconds))
-        self._seconds = costs.forward_seconds, costs.backward_seconds, again, costs.update_seconds
+        more = costs.forward_seconds if costs.recompute else (0.0,) * self._stages
+        self._seconds = (
+            costs.forward_seconds,
+            # Of what directly follows its forward, and what does not.
+            (costs.backward_seconds, tuple(map(add, costs.backward_seconds, more))),
+            (costs.input_seconds, tuple(map(add, costs.input_seconds, more))),
+            [seconds + costs.split_seconds for seconds in costs.weight_seconds],
+            costs.update_seconds,
+        )
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
-        forwards, backwards, again, updates = self._seconds
-        forward, kept, backward, direct, *message_marks, reduce, update, other = (mark * stages for mark in Mark)
-        send_on, send_back, receive_on, receive_back = message_marks
+        forwards, (backwards, again), (inputs, inputs_again), weights, updates = self._seconds
+        forward, kept, backward, direct, input_part, input_direct, weight_part, *rest = (mark * stages for mark in Mark)
+        send_on, send_back, receive_on, receive_back, reduce, update, other = rest
         ways: dict[int, list[Way]] = {}
         last: dict[int, int] = {}
         at_once = find_direct(row)
@@ -151,6 +161,16 @@ class Writer:
                     kept_before = (stage, number) in at_once
                     details.append((backwards if kept_before else again)[stage])
                     marks.append((direct if kept_before else backward) + stage)
+                case BackwardInput(stage=stage, microbatch=number):
+                    kinds.append(compute)
+                    kept_before = (stage, number) in at_once
+                    details.append((inputs if kept_before else inputs_again)[stage])
+                    marks.append((input_direct if kept_before else input_part) + stage)
+                case BackwardWeight(stage=stage):
+                    last[stage] = len(kinds)
+                    kinds.append(compute)
+                    details.append(weights[stage])
+                    marks.append(weight_part + stage)
                 case Send(stage=stage, microbatch=number, target=target):
                     key = stage * stages + target
                     choice = ways.get(key) or ways.setdefault(key, self._choose(rank, stage, target, sends=True))

@@ -52,7 +52,8 @@ def simulate(
     fill and the drain of these minibatches, and `Timeline.steady_bubble` does not.
 
     Keywords are those of `Assumptions`: update_seconds_per_byte (0), overlap (True), overlap_reduce (True), allreduce
-    ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0), version_copies (1), slowdowns (none).
+    ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0), version_copies (1), slowdowns (none),
+    split_seconds (3e-4).
 
     `PlanError` if plan, profile and cluster do not fit each other; `ScheduleError` if the schedule cannot run.
     """
@@ -173,5 +174,6 @@ def _uniform(schedule: Schedule, layers: int) -> Plan:
     placement = schedule.placement
     even = Plan.uniform(layers, schedule.stages)
     stages = tuple(Stage(own.start, own.stop, ranks) for own, ranks in zip(even.stages, placement.stages, strict=True))
-    dealing = "interleaved" if schedule.stages_per_rank > 1 else "gpipe"
+    (method,) = schedule.methods
+    dealing = "zb-v" if method.folds else "interleaved" if schedule.stages_per_rank > 1 else "gpipe"
     return Plan(stages, dealing, schedule.microbatches, routing="split" if placement.split else "round-robin")

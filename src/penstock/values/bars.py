@@ -17,8 +17,9 @@ __all__ = ["ROOMY", "Geometry", "draw_row", "painted_classes"]
 ROOMY = 16
 """Up to so many ranks have rows of full height."""
 _LETTER = 7
-_ORDER = ("wait", "forward", "backward", "reduce", "update", "send")
+_ORDER = ("wait", "forward", "backward", "weight", "reduce", "update", "send")
 """What is painted later lies on top."""
+_COLOURS = {"forward": "forward", "backward": "backward", "backward input": "backward", "backward weight": "weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def draw_row(row: Sequence[Span], origin: float, geometry: Geometry, top: int) -
 
 def _class(span: Span, stages: list[int]) -> str:
     kind = span.kind
-    if kind in ("forward", "backward"):
-        return f"{kind}{stages.index(span.stage) % 2}"
+    if kind in _COLOURS:
+        return f"{_COLOURS[kind]}{stages.index(span.stage) % 2}"
     return "wait" if kind == "receive" else kind
 
 
@@ -120,7 +121,7 @@ def _paths(named: Sequence[tuple[Span, str]], origin: float, geometry: Geometry,
 def _tooltip(span: Span) -> str:
     size = "" if span.size_bytes is None else f", {bytes_text(span.size_bytes)}"
     match span.kind:
-        case "forward" | "backward":
+        case "forward" | "backward" | "backward input" | "backward weight":
             what = f"{span.words} of stage {span.stage} with version {span.reference}"
         case "update":
             what = f"stage {span.stage}: version {span.number} from gradients at version {span.reference}"

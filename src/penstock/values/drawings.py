@@ -31,16 +31,19 @@ _CROWD = 4_000
 _STYLE = """
   svg { background: #ffffff; --ink: #1b1f24; --soft: #59636e; --faint: #d5dae1; --lane: #f4f6f8; --hatch: #d3d9e0;
     --forward0: #0067a8; --forward1: #62b0e0; --backward0: #c65200; --backward1: #f0a35e; --update: #b0559b;
+    --weight0: #6b51b5; --weight1: #ab98e0;
     --reduce: #007d5c; --send: #7d8590; --held: #c3cad3; --memory: #6d7f95 }
   @media (prefers-color-scheme: dark) {
     svg { background: #14171c; --ink: #e6eaef; --soft: #9aa4b0; --faint: #343b45; --lane: #1b1f26; --hatch: #333a45;
       --forward0: #2f8fd0; --forward1: #8cc8f0; --backward0: #dd6a1b; --backward1: #f5b67e; --update: #cf7fbd;
+      --weight0: #8b74d6; --weight1: #c3b5f0;
       --reduce: #2fb18c; --send: #8b949e; --held: #3b4450; --memory: #8295ad }
   }
   text { font: 12px ui-sans-serif, system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink) }
   .title { font-weight: 600; font-size: 13px } .soft { fill: var(--soft); font-size: 11px }
   .forward0 { fill: var(--forward0) } .forward1 { fill: var(--forward1) }
   .backward0 { fill: var(--backward0) } .backward1 { fill: var(--backward1) }
+  .weight0 { fill: var(--weight0) } .weight1 { fill: var(--weight1) }
   .update { fill: var(--update) } .reduce { fill: var(--reduce) } .send { fill: var(--send) }
   .idle { fill: url(#idle) } .wait { fill: transparent } .held { fill: var(--held) } .memory { fill: var(--memory) }
   .on0, .on1 { fill: #ffffff; text-anchor: middle; pointer-events: none; font-size: 11px } .on1 { fill: #14171c }
@@ -187,6 +190,7 @@ def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], 
     entries = (
         (("forward0", "forward1"), "forward"),
         (("backward0", "backward1"), f"backward{lighter}"),
+        (("weight0", "weight1"), "weight part of a backward"),
         (("update",), "update"),
         (("reduce",), "sum of gradients"),
         (("send",), "sending"),

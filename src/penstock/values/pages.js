@@ -7,7 +7,7 @@
   const pen = canvas.getContext("2d");
   const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
   const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
-  const NAMES = { F: "forward", B: "backward", U: "update", A: "reduce", S: "send", T: "send", N: "send" };
+  const NAMES = { F: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send" };
   const end = Math.max(1, ...data.panels.map((panel) => panel.length));
   const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
   let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), lanes = [], height = 0;
@@ -32,7 +32,7 @@
         shade: stages.indexOf(many ? row.stages[i] : row.stages) % 2, size: row.sizes ? row.sizes[i] : 0,
       }));
       row.stage = stages.length === 1 && row.spans.length ? `stage ${stages[0]}` : "";
-      row.busy = sorted(row, "FBUA");
+      row.busy = sorted(row, "FBIWUA");
       row.sends = sorted(row, "STN");
       row.waits = sorted(row, "Rtn");
     });
@@ -103,6 +103,7 @@
     const style = getComputedStyle(document.documentElement);
     colours = new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
     colours = Object.fromEntries(["paper", "ink", "soft", "faint", "lane", "hatch", "forward", "forward1", "backward", "backward1",
+      "weight", "weight1",
       "update", "reduce", "send", "held", "activations", "buffers", "on", "on1", "critical", "halo"].map((name) => [name, colours[name]]));
     const tile = document.createElement("canvas");
     tile.width = tile.height = 6;
@@ -148,7 +149,7 @@
     const labels = [];
     each(row.busy, (span) => {
       const start = x(span.start), wide = Math.max(x(span.stop) - start, span.kind === "U" ? 2 : 0.4);
-      const shaded = span.shade && (span.kind === "F" || span.kind === "B");
+      const shaded = span.shade && "FBIW".includes(span.kind);
       pen.fillStyle = colours[NAMES[span.kind] + (shaded ? "1" : "")];
       pen.fillRect(start, top, wide > 3 ? wide - 0.7 : wide, bar);
       if (wide > 8 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);

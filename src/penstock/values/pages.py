@@ -24,6 +24,8 @@ _TICKS = 10_000_000
 _WORDS = {
     "F": ("forward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "B": ("backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "I": ("input part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "W": ("weight part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "U": ("update to version {number}", "stage {stage}, from gradients at version {reference}"),
     "A": ("sum of gradients for version {number}", "over the replicas of stage {stage}"),
     "S": ("send microbatch {number} to stage {reference}", "from stage {stage}"),
@@ -94,13 +96,14 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
     yield '<div class="bar"><ul class="legend">'
     for word, kinds in (
         ("forward", "F"),
-        ("backward", "B"),
+        ("backward", "BI"),
+        ("weight", "W"),
         ("update", "U"),
         ("reduce", "A"),
         ("send", "STN"),
     ):
         if letters & set(kinds):
-            text = "sum of gradients" if word == "reduce" else word
+            text = {"reduce": "sum of gradients", "weight": "weight part of a backward"}.get(word, word)
             yield f'<li><span class="swatch {word}"></span>{text}</li>'
     if any(len(held_stages(row)) > 1 for panel in panels for row in panel.rows):
         shades = '<span class="swatch forward1"></span><span class="swatch backward1"></span>'

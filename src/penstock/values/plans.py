@@ -22,13 +22,13 @@ from penstock.values.documents import (
     write_text,
 )
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import Stage, check_stages, ranks_text
+from penstock.values.stages import Stage, check_stages, deal_ranks, ranks_text
 
 __all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage"]
 
 _FORMAT = "penstock-plan/1"
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "1f1b", "2bw")
 """The names that `Plan.schedule` can take."""
 
 Routing: TypeAlias = Literal["round-robin", "split"]
@@ -111,7 +111,7 @@ class Plan:
                 raise PlanError(
                     f"{name}: expected true or false, found {text_of(getattr(self, name))}: give one of them"
                 )
-        check_stages(self.stages, self.tensor_parallel, interleaved=self.schedule == "interleaved")
+        check_stages(self.stages, self.tensor_parallel, self.schedule)
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
@@ -132,7 +132,7 @@ class Plan:
     ) -> "Plan":
         """`layers` layers in `stages` stages of equal length; the earlier ones take the remainder.
 
-        Stage s is on rank s mod (stages / stages_per_rank). `PlanError` if there are fewer layers than stages.
+        Where they are says `of_cuts`. `PlanError` if there are fewer layers than stages.
         """
         if not is_count(stages, least=1) or not is_count(layers, least=1) or layers < stages:
             raise PlanError(
@@ -161,8 +161,11 @@ class Plan:
         vertical_sync: bool = False,
         recompute: bool = False,
     ) -> "Plan":
-        """Stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on rank s mod `ranks`. Raises `PlanError`."""
-        stages = tuple(Stage(start, stop, (index % ranks,)) for index, (start, stop) in enumerate(pairwise(cuts)))
+        """Stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on rank s mod `ranks`, under `zb-v` on that or on rank
+        2 `ranks` - 1 - s. Raises `PlanError`.
+        """
+        places = deal_ranks(schedule, len(cuts) - 1, ranks)
+        stages = tuple(Stage(start, stop, (at,)) for (start, stop), at in zip(pairwise(cuts), places, strict=True))
         return cls(stages, schedule, microbatches, microbatch_size, vertical_sync, recompute)
 
     @property
@@ -172,7 +175,7 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
-        """``v``: 1 for all schedules but `interleaved`."""
+        """``v``: 1 for all schedules but `interleaved` and `zb-v`, which has 2."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     @property

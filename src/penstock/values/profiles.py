@@ -36,23 +36,42 @@ class LayerProfile:
     workspace_bytes: float = 0.0
     """The most that its forward or its backward holds for a moment beside all that: temporaries, and gradients on their
     way. A file that does not tell it has none."""
+    weight_seconds: float | None = None
+    """Of `backward_seconds`, what computes gradients of parameters and nothing that the layer before it waits for: the
+    weight part of a backward in two parts. None where it was not measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ProfileError(f"name: expected text, found {text_of(self.name)}: give the layer's name in the model")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
+            if value is None and field.name == "weight_seconds":
+                continue
             unit = field.name.rsplit("_", 1)[1]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ProfileError(
                     f"{field.name}: expected a number of {unit}, 0 or more and finite, found {text_of(value)} "
                     f"in layer {self.name!r}: measure it again, or write 0 if there is none"
                 )
+        if self.weight_seconds is not None and self.weight_seconds > self.backward_seconds:
+            raise ProfileError(
+                f"weight_seconds: expected at most backward_seconds = {self.backward_seconds}, of which it is a part, "
+                f"found {self.weight_seconds} in layer {self.name!r}: measure both again, or leave it out"
+            )
 
     @property
     def seconds(self) -> float:
         """Forward and backward together: ``T_l`` of PipeDream (SOSP'19, section 3.1)."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def weight_part_seconds(self) -> float:
+        """`weight_seconds`; where that is None half of the backward, which has two products for one of the forward, one
+        of them for the parameters; nothing of a layer without any.
+        """
+        if self.weight_seconds is not None:
+            return self.weight_seconds
+        return self.backward_seconds / 2 if self.parameter_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +131,14 @@ class Profile:
         """
         share = microbatch_size / self.microbatch_size
         layers = tuple(
-            LayerProfile(
-                layer.name,
-                layer.forward_seconds * share,
-                layer.backward_seconds * share,
-                layer.cut_bytes * share,
-                layer.saved_bytes * share,
-                layer.parameter_bytes,
-                layer.workspace_bytes * share,
+            replace(
+                layer,
+                forward_seconds=layer.forward_seconds * share,
+                backward_seconds=layer.backward_seconds * share,
+                cut_bytes=layer.cut_bytes * share,
+                saved_bytes=layer.saved_bytes * share,
+                workspace_bytes=layer.workspace_bytes * share,
+                weight_seconds=None if layer.weight_seconds is None else layer.weight_seconds * share,
             )
             for layer in self.layers
         )
@@ -128,8 +147,10 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
-        names = [field.name for field in fields(LayerProfile)]
-        rows = [json.dumps({name: getattr(layer, name) for name in names}) for layer in self.layers]
+        rows = [
+            json.dumps({name: value for name, value in asdict(layer).items() if value is not None})
+            for layer in self.layers
+        ]
         head = {
             "format": _FORMAT,
             "name": self.name,
@@ -210,8 +231,8 @@ def _read_crossing(place: Place) -> Crossing:
 
 
 def _read_layer(place: Place) -> LayerProfile:
-    numbers = [field.name for field in fields(LayerProfile)[1:-1]]
-    places = place.mapping(("name", *numbers), ("workspace_bytes",))
+    numbers = [field.name for field in fields(LayerProfile)[1:-2]]
+    places = place.mapping(("name", *numbers), ("workspace_bytes", "weight_seconds"))
     name = places.pop("name").text()
     values = {number: found.number() for number, found in places.items()}
     return place.build(lambda: LayerProfile(name, **values))

@@ -13,10 +13,20 @@ from penstock.errors import ScheduleError
 
 __all__ = ["Span"]
 
-# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, 3T1<0, 2N3>1, 1N3<2.
-_FORM = re.compile(r"[0-9]+(?:(?:[FB][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
-_MARKS = re.compile(r"[FBUASRTN@<>]")
-_WORDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}
+# The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
+# 3T1<0, 2N3>1, 1N3<2.
+_FORM = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
+_MARKS = re.compile(r"[FBIWUASRTN@<>]")
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward input",
+    "W": "backward weight",
+    "U": "update",
+    "A": "reduce",
+    "S": "send",
+    "R": "receive",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,8 @@ class Span:
             raise ScheduleError(f"span of {self.action}: expected a rank from 0, found {self.rank}")
         if _FORM.fullmatch(self.action) is None:
             raise ScheduleError(
-                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3, "
-                f"3T1<0, 2N3>1 or 1N3<2, found {self.action!r}: pass str(action)"
+                f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
+                f"3R0<2, 0T1>3, 3T1<0, 2N3>1 or 1N3<2, found {self.action!r}: pass str(action)"
             )
         if not -math.inf < self.start_seconds <= self.stop_seconds < math.inf:
             raise ScheduleError(
@@ -55,7 +65,9 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """``forward``, ``backward``, ``update``, ``reduce``, ``send`` or ``receive``."""
+        """``forward``, ``backward``, ``backward input``, ``backward weight``, ``update``, ``reduce``, ``send`` or
+        ``receive``.
+        """
         return _read(self.action)[0]
 
     @property
@@ -97,6 +109,8 @@ class Span:
                 return f"receive {what} from stage {self.reference}"
             case "reduce":
                 return f"sum of gradients for version {self.number}"
+            case "backward input" | "backward weight" as kind:
+                return f"{kind.removeprefix('backward ')} part of backward {self.number}"
             case kind:
                 return f"{kind} {self.number}"
 
@@ -106,7 +120,7 @@ class Span:
         match self.kind:
             case "reduce":
                 return {"action": self.action, "stage": self.stage, "version": self.number}
-            case "forward" | "backward":
+            case "forward" | "backward" | "backward input" | "backward weight":
                 names = ("microbatch", "version")
             case "update":
                 names = ("version", "gradient_version")

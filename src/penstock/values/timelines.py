@@ -75,7 +75,7 @@ class Timeline:
         schedule, what a long run comes to. Equal to `bubble` where there is no such stretch (one GPipe minibatch).
         """
         own = [span for span in self.spans if span.rank == 0]
-        start = min((span.start_seconds for span in own if span.kind == "backward"), default=0.0)
+        start = min((span.start_seconds for span in own if span.kind.startswith("backward")), default=0.0)
         stop = max((span.stop_seconds for span in own if span.kind == "forward"), default=0.0)
         return self._bubble(start, stop) if stop > start else self.bubble
 

@@ -19,6 +19,7 @@ from penstock.planning.pipedream.straight import StageSeconds, least_slowest
 from penstock.planning.requests import Request
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
+from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["fitting_advice", "is_alone", "least_rank_bytes", "room_of"]
 
@@ -28,7 +29,7 @@ _MOST_DEVICES = 64
 
 def is_alone(request: Request) -> bool:
     """Whether the plans of `request` have no replicas."""
-    return request.straight or request.stages is not None or request.schedule == "interleaved"
+    return request.straight or request.stages is not None or request.schedule in DEALT
 
 
 def room_of(request: Request, workers: int, size_bytes: float) -> Room:
@@ -46,7 +47,8 @@ def room_of(request: Request, workers: int, size_bytes: float) -> Room:
 def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
     """The bytes of the rank that needs most, in the plan of `request` that needs least; infinite if there is no plan.
 
-    Exact, but for `interleaved` (`penstock.planning.pipedream.interleaving`). Layers are those of `profile`, whole.
+    Exact, but where a rank holds several stages (`penstock.planning.pipedream.interleaving`). Layers are those of
+    `profile`, whole.
     """
     costs = chain_costs(profile, recompute=request.recompute)
     if not is_alone(request):
@@ -56,9 +58,10 @@ def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
         return inf
     ranks = stages // request.stages_per_rank
     free = [np.zeros(costs.layers + 1)] * (stages - 1)
-    if request.schedule == "interleaved":
-        counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
-        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, quick=True).worst_bytes
+    if request.schedule in DEALT:
+        counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
+        places = deal_ranks(request.schedule, stages, ranks)
+        return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, places=places, quick=True).worst_bytes
     room = room_of(request, ranks, 0.0)
     return least_slowest(_stage_bytes(costs, room, ranks), free)
 
@@ -93,7 +96,7 @@ def _changes(profile: Profile, devices: int, request: Request) -> Iterator[Itera
     """For each thing that may be changed alone, its changes, the least one first."""
     if not request.recompute:
         yield iter([("recompute=True", profile, devices, replace(request, recompute=True))])
-    if request.schedule not in ("1f1b-flush", "interleaved"):
+    if request.schedule not in ("1f1b-flush", *DEALT):
         yield iter([("schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush"))])
     if request.vertical_sync and request.schedule == "1f1b":
         yield iter([("vertical_sync=False", profile, devices, replace(request, vertical_sync=False))])

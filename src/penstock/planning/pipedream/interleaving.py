@@ -1,16 +1,17 @@
 """Dealing a chain to ranks that hold several stages each, so that the slowest rank, not the slowest stage, is fastest.
 
-Under interleaving rank q of p holds the stages q, p + q, 2p + q, ... What it takes is the sum of them, so a long stage
-may stand beside a short one. The recurrence does not know such sums: they tie stages that are far from each other.
-Where there are few ways to cut, all are tried. Else cuts are moved, one alone or several neighbours by one layer, as
-long as that makes the slowest rank or link faster, or all ranks more equal; it starts from cuts of equal work, of equal
-length, of equal weights, and from the fastest slowest stage, and takes the best of what it ends with. That is a
-heuristic: tests hold it to 1.25 times the optimum on random chains, and it mostly finds the optimum itself.
+Under interleaving rank q of p holds the stages q, p + q, 2p + q, ..., under `zb-v` q and 2p - 1 - q. What it takes is
+the sum of them, so a long stage may stand beside a short one. The recurrence does not know such sums: they tie stages
+that are far from each other. Where there are few ways to cut, all are tried. Else cuts are moved, one alone or several
+neighbours by one layer, as long as that makes the slowest rank or link faster, or all ranks more equal; it starts from
+cuts of equal work, of equal length, of equal weights, and from the fastest slowest stage, and takes the best of what it
+ends with. That is a heuristic: tests hold it to 1.25 times the optimum on random chains, and it mostly finds the
+optimum itself.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
@@ -27,10 +28,13 @@ _TRY_ALL = 20_000
 _QUICK_SWEEPS = 5
 """Enough to come near the best where a message, not a plan, depends on it."""
 
+_MINOR = 1e-6
+"""What a square of a stage's seconds counts beside one of a rank's: equal stages fill and drain a pipe sooner."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Cuts: stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on rank s mod p."""
+    """Cuts: stage s holds layers ``[cuts[s], cuts[s + 1])``."""
 
     cuts: tuple[int, ...]
     seconds: float
@@ -46,17 +50,20 @@ def deal_stages(
     size_bytes: float,
     optimizer_copies: float = OPTIMIZER_COPIES,
     *,
+    places: Sequence[int] = (),
     try_all: int = _TRY_ALL,
     quick: bool = False,
 ) -> Deal:
     """The best deal found that needs no more than `size_bytes` on a rank; else the one that needs least.
 
     ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is; one less than there are stages.
-    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most. `try_all`: up to
-    so many ways to cut all are tried. `quick`: where they are not, move each cut a few times only, from simple starts.
+    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most. ``places[s]``:
+    the rank of stage s; s mod p if they are left out. `try_all`: up to so many ways to cut all are tried. `quick`:
+    where they are not, move each cut a few times only, from simple starts.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
-    game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies)
+    places = places or [stage % len(in_flight) for stage in range(len(sent))]
+    game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies, _held(places), _joined(places))
     if comb(costs.layers - 1, len(exchange)) <= try_all:
         ways = list(combinations(range(1, costs.layers), len(exchange)))
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
@@ -79,6 +86,11 @@ class _Game:
     in_flight: tuple[int, ...]
     size_bytes: float
     optimizer_copies: float
+    held: Counts
+    """(v, ranks): the stages of every rank."""
+    joined: Counts
+    """(most cuts of a link, links): the cuts between every two ranks, by the stage before them; filled up with the last
+    stage, behind which nothing is sent."""
 
     def best(self, heads: Counts, layers: int) -> Counts:
         """The best of the cuts whose last, `layers`, is left out of `heads` (K, stages)."""
@@ -89,21 +101,43 @@ class _Game:
         return best
 
     def judge(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
-        """Of each of the `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes."""
-        ranks, stages = len(self.in_flight), cuts.shape[1] - 1
+        """Of each of the `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes.
+
+        Squares are those of the ranks' seconds; where these are equal, those of the stages decide.
+        """
+        stages = cuts.shape[1] - 1
         flat = cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:]
 
         def by_rank(matrix: Matrix) -> Matrix:
-            return matrix.take(flat).reshape(len(cuts), stages // ranks, ranks)
+            return matrix.take(flat)[:, self.held]
 
-        loads = by_rank(self.costs.seconds).sum(axis=1)
+        stage_seconds = by_rank(self.costs.seconds)
+        loads = stage_seconds.sum(axis=1)
+        squares = (loads**2).sum(axis=1) + _MINOR * (stage_seconds**2).sum(axis=(1, 2))
         sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
-        links = sent.reshape(len(cuts), stages // ranks, ranks).sum(axis=1)
+        links = sent[:, self.joined].sum(axis=1)
         held = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
         held = held + by_rank(self.costs.working_bytes).max(axis=1)
         held = held + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
         slowest = np.maximum(loads.max(axis=1), links.max(axis=1))
-        return slowest, (loads**2).sum(axis=1), held.max(axis=1)
+        return slowest, squares, held.max(axis=1)
+
+
+def _held(places: Sequence[int]) -> Counts:
+    """The stages of every rank, one below the other; all ranks have equally many."""
+    return np.argsort(np.array(places), kind="stable").reshape(max(places) + 1, -1).T
+
+
+def _joined(places: Sequence[int]) -> Counts:
+    """The cuts of every link between two ranks; where the stages go there and back again, of both halves."""
+    links: dict[tuple[int, ...], list[int]] = {}
+    folded = list(places) == list(reversed(places))
+    for stage, ends in enumerate(pairwise(places)):
+        links.setdefault(tuple(sorted(ends)) if folded else ends, []).append(stage)
+    last = len(places) - 1
+    longest = max(map(len, links.values()), default=0)
+    columns = [[*cuts, *[last] * (longest - len(cuts))] for cuts in links.values()]
+    return np.array(columns or [[last]], dtype=np.int64).T
 
 
 def _simple_starts(game: _Game) -> Iterator[Counts]:

@@ -34,6 +34,7 @@ from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
+from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["find_pipedream", "noam", "partition", "plan_pipedream"]
 
@@ -66,7 +67,7 @@ def partition(
 
 
 def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """As `partition`, for the options of `request`; `interleaved` is planned without replicas."""
+    """As `partition`, for the options of `request`; `interleaved` and `zb-v` are planned without replicas."""
     found = find_pipedream(profile, cluster, request)
     if found is not None:
         return found
@@ -113,20 +114,20 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
             f"cannot cut {costs.layers} layers into {stages} stages: expected at least one layer per stage. "
             "Use fewer stages (stages=), or capture the model in finer layers"
         )
-    hops = [(stage % ranks, (stage + 1) % ranks) for stage in range(stages - 1)]
-    bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in hops]
+    places = deal_ranks(request.schedule, stages, ranks)
+    bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairwise(places)]
     exchange = [costs.exchange_seconds(bandwidth) for bandwidth in bandwidths]
     size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
-    if request.schedule == "interleaved":
-        in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches)
-        deal = deal_stages(costs, exchange, in_flight, size_bytes, request.optimizer_copies)
+    if request.schedule in DEALT:
+        in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
+        deal = deal_stages(costs, exchange, in_flight, size_bytes, request.optimizer_copies, places=places)
         limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
     else:
         room = None if cluster.memory_bytes is None else room_of(request, ranks, size_bytes)
         seconds = _stage_seconds(costs, room, ranks)
         limit = least_slowest(seconds, exchange)
         cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()
-    return limit, tuple(Stage(i, j, (stage % ranks,)) for stage, (i, j) in enumerate(pairwise(cuts)))
+    return limit, tuple(Stage(i, j, (at,)) for at, (i, j) in zip(places, pairwise(cuts), strict=False))
 
 
 def _stage_seconds(costs: ChainCosts, room: Room | None, ranks: int) -> StageSeconds:

@@ -8,7 +8,20 @@ from penstock.scheduling.orders.one_f_one_b import ONE_F_ONE_B
 from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
 from penstock.scheduling.orders.spp import SPP
 from penstock.scheduling.orders.two_bw import TWO_BW
+from penstock.scheduling.orders.zb_h1 import ZB_H1
+from penstock.scheduling.orders.zb_v import ZB_V
 
-__all__ = ["GPIPE", "INFERENCE", "INTERLEAVED", "METHODS", "ONE_F_ONE_B", "ONE_F_ONE_B_FLUSH", "SPP", "TWO_BW"]
+__all__ = [
+    "GPIPE",
+    "INFERENCE",
+    "INTERLEAVED",
+    "METHODS",
+    "ONE_F_ONE_B",
+    "ONE_F_ONE_B_FLUSH",
+    "SPP",
+    "TWO_BW",
+    "ZB_H1",
+    "ZB_V",
+]
 
-METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ONE_F_ONE_B, TWO_BW)
+METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, ONE_F_ONE_B, TWO_BW)

@@ -1,0 +1,94 @@
+"""Where a model is, and where it is measured."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.chain import LayerChain
+from penstock.errors import ProfileError
+
+__all__ = [
+    "Model",
+    "Sample",
+    "device_name",
+    "device_named",
+    "device_of",
+    "first_device",
+    "modules_of",
+    "moved",
+    "placed",
+]
+
+Model: TypeAlias = nn.Module | Sequence[nn.Module | Callable[..., Any]] | LayerChain
+Sample: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
+Found = TypeVar("Found")
+
+
+def modules_of(model: Model) -> list[nn.Module]:
+    """The modules of `model`, which may be a list with functions in it, or captured already."""
+    match model:
+        case nn.Module():
+            return [model]
+        case LayerChain():
+            return [layer.module for layer in model.layers]
+        case _:
+            return [part for part in model if isinstance(part, nn.Module)]
+
+
+def device_of(model: Model) -> torch.device | None:
+    """The device of the model's parameters and buffers; None if it has neither. `ProfileError` for several, or meta."""
+    tensors = [tensor for part in modules_of(model) for tensor in (*part.parameters(), *part.buffers())]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if "meta" in devices:
+        raise ProfileError(
+            "the model is on the meta device, which computes nothing: expected one that holds its weights; "
+            "materialise it first, for example by model.to_empty(device='cpu')"
+        )
+    if len(devices) > 1:
+        raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
+    return tensors[0].device if tensors else None
+
+
+def device_named(device: torch.device | str) -> torch.device:
+    """The device with its index, once a tensor was made there; `ProfileError` if that cannot be done."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ProfileError(
+            f"device={str(device)!r}: expected cpu, cuda or cuda:N that is there, found: {error}"
+        ) from error
+
+
+def first_device(sample: Sample) -> torch.device:
+    """That of the first tensor of `sample`; the CPU if there is none."""
+    leaves = pytree.tree_leaves(sample)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def moved(model: Model, found: torch.device, target: torch.device) -> Model:
+    """A copy of `model`, which is on `found`, on `target`; `ProfileError` for a chain that is captured."""
+    if isinstance(model, LayerChain):
+        raise ProfileError(
+            f"device={target}: the chain was captured on {found}; move the model there and capture it again"
+        )
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model).to(target)
+    return [part.to(target) if isinstance(part, nn.Module) else part for part in copy.deepcopy(list(model))]
+
+
+def placed(sample: Found, device: torch.device) -> Found:
+    """The sample, or target, on `device`, each tensor in a storage of its own that is no larger than it."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device).clone()
+
+    return pytree.tree_map_only(Tensor, place, sample)  # type: ignore[no-any-return]
+
+
+def device_name(device: torch.device) -> str:
+    """What a profile calls `device`."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

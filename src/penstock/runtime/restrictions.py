@@ -1,0 +1,49 @@
+"""What a pipeline with backwards in two parts cannot be combined with, and why."""
+
+from collections.abc import Mapping
+
+from penstock.errors import PlanError
+from penstock.runtime.recomputation import Grain, Recompute
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["check_parts", "needs_whole_backwards"]
+
+
+def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Grain]) -> None:
+    """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
+    stages that recompute.
+    """
+    if not schedule.promise.splits:
+        return
+    if compiled:
+        _refuse(
+            schedule,
+            "compile= makes one function of a stage's backward, which computes both",
+            "Leave compile= out",
+        )
+    if parallelized:
+        _refuse(
+            schedule,
+            "the modules of parallelize= exchange weights and gradients around whole backwards",
+            "Leave parallelize= out",
+        )
+    layers = [stage for stage, grain in grains.items() if grain == "layers"]
+    if layers:
+        _refuse(
+            schedule,
+            f'recompute="layers" (stages {", ".join(map(str, layers))}) forgets a layer as soon as its gradients are '
+            "there, and would have to compute it a third time for its weights",
+            "Use recompute=True, or a set of stages",
+        )
+
+
+def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
+    """Whether `check_parts` would refuse any schedule with backwards in two parts."""
+    return compiled or parallelized or recompute == "layers"
+
+
+def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
+    raise PlanError(
+        f"schedule {schedule.method!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose '1f1b-flush'"
+    )

@@ -1,0 +1,116 @@
+"""ZB-V (zero bubble, V-shaped): a rank holds two stages, r and 2p - 1 - r, and weight parts fill what would be idle.
+
+A microbatch goes out through the ranks and comes back, so that its first backward is on rank 0, where it started, and
+its gradients go out and come back once more. With that, the weight parts that wait at the end are fewer than in ZB-H1:
+where forwards, input parts and weight parts take equally long, a rank is idle for p - 1 forwards of its half-size
+stages, in 1F1B with a flush for 6 (p - 1). All ranks keep 2p microbatches on both stages together, which is as much as
+the p that 1F1B keeps on its first rank.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
+"""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
+from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+
+__all__ = ["ZB_V"]
+
+
+# p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of the
+# stages 0 and p, so that the two parts would stand side by side.
+#
+#   rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1
+#   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
+#
+# Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
+def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+    """The compute actions of `rank` in `part`."""
+    match part:
+        case Step(minibatch):
+            stages, microbatches = shape.stages_of(rank), shape.taken_by(rank, minibatch)
+            forwards, inputs, weights = ({stage: iter(microbatches) for stage in stages} for _ in range(3))
+            for turn in _turns(shape.placement.length, min(stages), len(microbatches)):
+                stage = stages[turn.islower()]
+                letter = turn.upper()
+                if letter == "F" and (due := next(forwards[stage], None)) is not None:
+                    yield Forward(stage, due, minibatch)
+                whole = letter == "B" and _sends_nothing(shape, stage)
+                if letter in "BI" and (due := next(inputs[stage], None)) is not None:
+                    yield Backward(stage, due, minibatch) if whole else BackwardInput(stage, due, minibatch)
+                if letter in "BW" and (due := next(weights[stage], None)) is not None and not whole:
+                    yield BackwardWeight(stage, due, minibatch)
+            for stage in stages:
+                yield Update(stage, minibatch + 1, minibatch)
+        case Drain():
+            pass
+        case _:
+            assert_never(part)
+
+
+def _turns(length: int, rank: int, microbatches: int) -> str:
+    """What `rank` of a pipeline of `length` ranks does in a step: F, I, W, or B for I and W, on the way out in capitals
+    and on the way back in small letters. Turns for which there is no microbatch left are passed over.
+    """
+    # With fewer microbatches the pipe is never full; the order is then what is left of a fuller one.
+    more = max(microbatches - (2 * length - 1), 0)
+    behind = length - rank
+    warm_up = "F" * (2 * behind - 1) + "fF" * rank + "fb" * behind
+    steady = "FBfb" * (more + rank) + "Bfb" * (behind - 1)
+    cool_down = "Ii" * rank + ("IW" if rank else "B") * behind + "w" * rank + "W" * rank
+    return warm_up + steady + cool_down
+
+
+def _sends_nothing(shape: Shape, stage: int) -> bool:
+    """Whether no other rank waits for the gradients of `stage`: there is no stage before it, or it is on the rank too.
+
+    Then a whole backward does as well as its two parts one after the other.
+    """
+    return stage in (0, shape.placement.length)
+
+
+def promise(shape: Shape) -> Promise:
+    """One version. On rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
+
+    A microbatch is in flight from its forward to its weight part. Both stages together never have more than 2p. Of them
+    up to r + 1 on the first stage and r on the second, one at least, are past their input part; none where all are
+    whole.
+    """
+    in_flight, halves = [], []
+    length = shape.placement.length
+    for stage in range(shape.stages):
+        count = shape.placement.most_taken(stage, shape.microbatches)
+        rank = min(stage, shape.stages - 1 - stage)
+        if stage < length:
+            most, late = 2 * length - rank, min(rank + 1, count - length + 1)
+        else:
+            most, late = rank + 1, min(rank, count - 2 * length + 1 + rank)
+        in_flight.append(min(count, most))
+        halves.append(max(late, 0 if stage == length else 1) if stage else 0)
+    return Promise(
+        versions=(1,) * shape.stages,
+        in_flight=tuple(in_flight),
+        rule=VersionRule.OWN_MINIBATCH,
+        flushes=True,
+        microbatches_per_update=(shape.microbatches,) * shape.stages,
+        halves=tuple(halves),
+    )
+
+
+def check(shape: Shape) -> None:
+    """Stage s and stage 2p - 1 - s are on one rank, and replicas are the same for all."""
+    stages = shape.placement.stages
+    if not shape.placement.equal(range(shape.stages)):
+        raise ScheduleError(
+            f"schedule 'zb-v': all stages must have equally many replicas, got {shape.placement.text()}; give them "
+            "equal numbers, or choose 'zb-h1'"
+        )
+    if stages != stages[::-1] or 2 * shape.placement.length != len(stages):
+        raise ScheduleError(
+            f"schedule 'zb-v': stage s and stage {len(stages) - 1} - s must be on one rank that holds no other, got "
+            f"stages on {', '.join(str(list(ranks)) for ranks in stages)}; place them so, or choose 'zb-h1'"
+        )
+
+
+ZB_V = Method("zb-v", order, promise, check, folds=True)
