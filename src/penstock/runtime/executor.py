@@ -12,10 +12,10 @@ Laws of this file:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
@@ -72,7 +72,7 @@ class StageExecutor:
         kept = self._take(microbatch)
         outputs, given = _roots(kept, gradients)
         if outputs:
-            torch.autograd.backward(outputs, given)
+            _run_backward(outputs, given)
         result = tuple(leaf.grad for leaf in kept.received)
         for leaf in kept.received:
             leaf.grad = None
@@ -106,6 +106,16 @@ def _roots(kept: _Kept, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor
         if gradient is not None and output.requires_grad
     ]
     return [output for output, _ in roots], [gradient for _, gradient in roots]
+
+
+def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` but for its look through the arguments, whose forms were agreed on. That takes
+    some 15 us each time, as long as the backward of a small layer.
+    """
+    engine: Any = Variable._execution_engine
+    engine.run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _repeat(
