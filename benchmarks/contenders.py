@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.runtime.process_group import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
 from penstock.scheduling.schedules import Schedule, schedule
 
@@ -220,8 +221,8 @@ def _over_gloo(build: Callable[[Setting], Running]) -> Callable[[Setting], Runni
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
     """In its body pipelines are built that send everything through Gloo."""
-    os.environ["PENSTOCK_SHARED_MEMORY"] = "0"
+    os.environ[SHARED_MEMORY] = "0"
     try:
         yield
     finally:
-        del os.environ["PENSTOCK_SHARED_MEMORY"]
+        del os.environ[SHARED_MEMORY]

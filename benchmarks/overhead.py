@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=JOBS, default=["nano", "tiny"], help="of the model")
     parser.add_argument("--microbatches", type=int, default=8, help="of two samples, in a step")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
-    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of one process")
+    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of each contender, in a round")
     parser.add_argument("--repeats", type=int, default=20, help="of eight steps that are divided")
     parser.add_argument("--json", type=Path, help="a file for JSON lines")
     parser.add_argument("--save", type=Path, help="a file for all that is printed")

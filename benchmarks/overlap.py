@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--size", choices=JOBS, default="tiny", help="of the model")
     parser.add_argument("--microbatches", type=int, default=4, help="of two samples, over both replicas; even")
     parser.add_argument("--repeats", type=int, default=9, help="measurements of each contender")
-    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of one process, in a measurement")
+    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of a measurement")
     parser.add_argument("--save", type=Path, help="a file for what is printed")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

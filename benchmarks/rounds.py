@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from contenders import ONE_PROCESS, Entry, Running
+from contenders import Entry, Running
 from jobs import MICROBATCH_SIZE, Setting
-from launches import alone, everywhere, timed
+from launches import everywhere
 from slowdowns import groups_up_to, seconds_in_company
 
 WARM_UP_STEPS = 3
 TURN_SECONDS = 0.5
-"""How long a turn lasts in one process, so that the barriers around it do not count."""
+"""How long a turn lasts, so that the barriers around it do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,20 @@ def joined(entries: Sequence[Entry], setting: Setting, meeting: str | None = Non
 def measure(
     names: Sequence[str], running: Mapping[str, Running], setting: Setting, rounds: int, turn_seconds: float
 ) -> Rounds:
-    """`rounds` rounds, in which every contender takes as many steps as one process takes in `turn_seconds`.
-    Collective.
-    """
+    """`rounds` rounds, in which every contender takes steps for `turn_seconds` in its turn. Collective."""
     distances = {name: _warm_up(running.get(name), setting) for name in names}
     groups = groups_up_to(setting.processes)
     walls: dict[str, list[float]] = {name: [] for name in names}
     processors: dict[str, list[float]] = {name: [] for name in names}
     slowdowns = []
-    steps = alone(lambda: _steps_of_a_turn(running[ONE_PROCESS], turn_seconds))
+    steps = {name: _steps_of_a_turn(running.get(name), turn_seconds) for name in names}
     for number in range(rounds):
         company = seconds_in_company(_share_of(setting), groups, turn_seconds)
         slowdowns.append(company[-1] / company[0])
         # Each round begins with another one, so that nobody always follows the same.
         turn = number * len(names) // rounds
         for name in (*names[turn:], *names[:turn]):
-            wall, processor = _take_turn(running.get(name), steps)
+            wall, processor = _take_turn(running.get(name), steps[name])
             walls[name].append(wall)
             processors[name].append(processor)
     told = everywhere(processors)
@@ -106,8 +104,10 @@ def _take_turn(contender: Running | None, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / steps, (time.process_time() - processor) / steps
 
 
-def _steps_of_a_turn(contender: Running, turn_seconds: float) -> int:
-    return math.ceil(turn_seconds / timed(contender.step, turn_seconds / 4))
+def _steps_of_a_turn(contender: Running | None, turn_seconds: float) -> int:
+    """The same on all ranks, which step together."""
+    pilot, _ = _take_turn(contender, 2)
+    return everywhere(math.ceil(turn_seconds / pilot))[0]
 
 
 def _share_of(setting: Setting) -> Callable[[], object]:

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8, help="of two samples, in a step")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender")
-    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of one process")
+    parser.add_argument("--turn-seconds", type=float, default=TURN_SECONDS, help="of each contender, in a round")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these in their names")
     parser.add_argument("--no-peaks", action="store_true", help="do not measure memory, which takes a launch for each")
     parser.add_argument("--json", type=Path, help="a file for the JSON lines")
