@@ -100,14 +100,19 @@ class ModelInputs:
                 f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again"
             )
         ordered = {name: kwargs[name] for name in captured_kwargs}
-        leaves, structure = pytree.tree_flatten((args, ordered))
+        names: Sequence[str] = [*captured_args, *captured_kwargs.values()]
+        leaves, structure = [*args, *ordered.values()], self.structure
+        # Nothing is nested in most calls, neither then nor now, and need not be looked through.
+        if not all(type(name) is str and isinstance(leaf, Tensor) for name, leaf in zip(names, leaves, strict=True)):
+            names = self.names
+            leaves, structure = pytree.tree_flatten((args, ordered))
         if structure != self.structure:
             raise CaptureError(
                 f"the arguments have another structure than the captured sample: expected {self.structure}, "
                 f"found {structure}. Pass the same nesting of tuples, lists and dicts as in sample="
             )
         tensors: dict[str, Tensor] = {}
-        for name, leaf in zip(self.names, leaves, strict=True):
+        for name, leaf in zip(names, leaves, strict=True):
             if name in self.constants:
                 check_constant(name, self.constants[name], leaf)
             elif not isinstance(leaf, Tensor):

@@ -75,7 +75,7 @@ class Reports:
         values = [value for each in figures for value in each.values]
         alike = len({(value.dtype, value.shape) for value in values}) == 1
         rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
-        weights = torch.tensor([[each.weight] for each in figures], dtype=torch.float64, device=rows.device)
-        shares = rows.double().view(len(figures), -1) * weights
+        weights = torch.tensor([each.weight for each in figures], dtype=torch.float64, device=rows.device)
+        shares = rows.double().view(len(figures), -1) * weights.unsqueeze(1)
         text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=rows.device)
         return shares, text

@@ -71,18 +71,22 @@ class _Segment:
         """Copies `piece` to where `count` points."""
         address, size = piece
         place = (count - self.start) % self.size
-        first = min(size, self.size - place)
-        ctypes.memmove(self._address + place, address, first)
-        if first < size:
+        first = self.size - place
+        if size <= first:
+            ctypes.memmove(self._address + place, address, size)
+        else:
+            ctypes.memmove(self._address + place, address, first)
             ctypes.memmove(self._address, address + first, size - first)
 
     def get(self, count: int, piece: Piece) -> None:
         """Copies what lies where `count` points to `piece`."""
         address, size = piece
         place = (count - self.start) % self.size
-        first = min(size, self.size - place)
-        ctypes.memmove(address, self._address + place, first)
-        if first < size:
+        first = self.size - place
+        if size <= first:
+            ctypes.memmove(address, self._address + place, size)
+        else:
+            ctypes.memmove(address, self._address + place, first)
             ctypes.memmove(address + first, self._address, size - first)
 
 
@@ -189,4 +193,4 @@ class RingReader:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _WORD) * _WORD
+    return (size + _WORD - 1) & -_WORD

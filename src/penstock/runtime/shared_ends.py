@@ -32,12 +32,14 @@ from penstock.runtime.transport import Edge, Message, Ticket
 
 __all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
 
-SPIN_SECONDS = 2e-3
-"""How long a rank looks at its ring before it sleeps. A sleeper is awake again some 50 to 100 us after the bell has
-rung, and who waits for it would sleep, too: with short actions that would go back and forth.
+SPIN_SECONDS = 250e-6, 2e-3
+"""How long a rank looks at its ring before it sleeps, at least and at most: longer where that has been worth it.
+
+A sleeper is awake again some 50 to 100 us after the bell has rung, and who waits for it would sleep, too: with short
+actions that would go back and forth. But where somebody else needs the core, looking keeps the message from coming.
 """
 LOOKS = 50
-"""So often a rank looks before it lets other threads of its process run."""
+"""So often it looks before it lets other threads of its process run."""
 PUSH_SECONDS = 200e-6
 """How often the thread looks for room. The receiver has a message to work on, so there is no haste."""
 UNREAD = 8
@@ -140,7 +142,8 @@ class SharedInbox:
         self._edge = edge
         self._patience = patience
         # Who spins on a core that another process of the pipeline needs keeps that one from sending.
-        self._spin_seconds = SPIN_SECONDS if met.processes <= len(os.sched_getaffinity(0)) else 0.0
+        self._spins = met.processes <= len(os.sched_getaffinity(0))
+        self._spin_seconds = max(SPIN_SECONDS)
         ring, bell = met.take(edge.source, 2)
         self._ring = RingReader(ring)
         self._bell = socket.socket(fileno=bell)
@@ -202,12 +205,9 @@ class SharedInbox:
 
     def _wait(self) -> None:
         """Until there is a record."""
-        filled, until = self._ring.filled, time.perf_counter() + self._spin_seconds
-        while time.perf_counter() < until:
-            for _ in range(LOOKS):
-                if filled():
-                    return
-            self._sleep.poll(0)
+        if self._spins and self._spin():
+            return
+        filled = self._ring.filled
         place, peers = str(self._edge), (self._edge.source,)
         deadline = self._patience.deadline()
         while not filled():
@@ -215,6 +215,20 @@ class SharedInbox:
                 self._patience.check(deadline, place, peers)
             elif self._closed and not filled():
                 raise self._patience.broken(place, peers, _CLOSED)
+
+    def _spin(self) -> bool:
+        """Looks for a record for a while; whether there is one."""
+        least, most = SPIN_SECONDS
+        filled, until = self._ring.filled, time.perf_counter() + self._spin_seconds
+        while time.perf_counter() < until:
+            for _ in range(LOOKS):
+                if filled():
+                    self._spin_seconds = min(2 * self._spin_seconds, most)
+                    return True
+            # Lets other threads of this process run.
+            self._sleep.poll(0)
+        self._spin_seconds = max(self._spin_seconds / 2, least)
+        return False
 
     def _nap(self, seconds: float) -> bool:
         """Sleeps until the bell rings or the other end hangs up, or for so long; False if nothing happened."""
