@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
 from ideals import lengthening
 from jobs import FLOAT_BYTES, MICROBATCH_SIZE, Setting, sgd
@@ -196,7 +197,16 @@ def pipeline(setting: Setting, **options: object) -> penstock.Pipeline:
     sample = (job.batch(setting.microbatches)[0][:MICROBATCH_SIZE],)
     if "plan" not in options:
         options["microbatches"] = setting.microbatches
-    return penstock.Pipeline(job.build(), sample, job.loss, sgd, **options)
+    if not setting.own_weights:
+        return penstock.Pipeline(job.build(), sample, job.loss, sgd, **options)
+    with torch.device("meta"):
+        model = job.build()
+    return penstock.Pipeline(model, sample, job.loss, sgd, init_fn=_fill, **options)
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    """Some weights."""
+    tensor.fill_(0.01)
 
 
 def running_pipeline(pipe: penstock.Pipeline, setting: Setting) -> Running:

@@ -145,6 +145,8 @@ class Setting:
     job: Job
     processes: int
     microbatches: int
+    own_weights: bool = False
+    """Whether processes make the weights of their own stages only, which the library's users with large models do."""
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:

@@ -4,9 +4,10 @@ Each contender gets fresh processes, copies of one that has imported what all ne
 form with hardly any numbers in it, so that kernels, threads and late imports are there, and then the job itself. What
 counts is the most that a process has resident in two steps, after two others, beyond what it had before the job was
 built: weights, gradients, versions, activations, messages (pages of shared memory count in every process that has
-touched them) and whatever the library keeps for the model's size. Freed tensors go back to the system at once
-(MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_), so that resident bytes are those of live tensors. Tensors below 64 KiB
-share pages: for the smallest jobs this is a rough figure.
+touched them) and whatever the library keeps for the model's size. A process has the weights of its own stages only:
+torch's contenders drop the others after building the model, Penstock's model is on the meta device. Freed tensors go
+back to the system at once (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_), so that resident bytes are those of live
+tensors. Tensors below 64 KiB share pages: for the smallest jobs this is a rough figure.
 """
 
 import gc
@@ -62,6 +63,7 @@ def _answer(connection: Connection, name: str, setting: Setting, rank: int, fold
 
 
 def _peak(name: str, setting: Setting, folder: str) -> int | None:
+    setting = replace(setting, own_weights=True)
     rehearsed = replace(setting, job=setting.job.rehearsal())
     peak = None
     for number, part in enumerate((rehearsed, setting)):

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,19 @@ class Nursery:
         place = {"folder": str(folder.absolute()), "stem": str(stem)}
         pid = self.ask(arguments=list(arguments), environment=dict(environment), **place)
         return Child(self, pid, stem)
+
+    def start_ranks(self, arguments: Sequence[str], ranks: int) -> "list[Child]":
+        """So many processes of one script, as torchrun would start them but with nobody to end them for us."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}) for rank in range(ranks)]
 
     def ask(self, **request: Any) -> Any:
         """What the process answers to `request`."""

@@ -2,7 +2,8 @@
 
 Rank 0 measures the model and plans; two profiles never agree exactly, so that one plan is made and sent to all. The
 plan uses all ranks, with replicas of a stage where that is faster. Where the schedule is not given it is one that
-flushes, since which gradients a step applies is not for a planner to change.
+flushes, since which gradients a step applies is not for a planner to change. For the same reason replicas do not split
+microbatches of a model with BatchNorm, which would take its statistics from the parts.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.guards import takes_statistics
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
@@ -99,12 +101,14 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
         whole_backwards=choices.whole_backwards and choices.schedule is None,
     )
     per_rank = stages_per_rank(choices.schedule, choices.stages, cluster.devices)
-    if choices.stages is None:
+    whole = any(takes_statistics(layer.module) for layer in chain.layers)
+    # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
+    for planner in (None, "pipedream") if choices.stages is None else ():
         with suppress(PlanError, ScheduleError):
-            made = search(schedule=choices.schedule)
+            made = search(schedule=choices.schedule, planner=planner)
             make_schedule(made, chain)
             # The search may leave devices idle, and under `torchrun` every process is a rank.
-            if made.ranks == cluster.devices:
+            if made.ranks == cluster.devices and not (whole and made.routing == "split"):
                 return made
     made = search(
         schedule="1f1b-flush" if flushes else choices.schedule,

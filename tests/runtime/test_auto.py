@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import models
 import penstock
@@ -16,6 +17,7 @@ from auto_jobs import (
 )
 from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
+from penstock.capturing.guards import takes_statistics
 from penstock.runtime.forecasts import forecast_of
 from penstock.runtime.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
@@ -69,6 +71,21 @@ def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options:
     assert first.cluster.devices == ranks
     assert first.cluster.latency(0, 1) > 0
     assert_equals_the_oracle("normalized", outcomes)
+
+
+def test_microbatches_with_statistics_stay_whole() -> None:
+    plans = {}
+    for name in ("perceptron", "normalized"):
+        subject = models.SUBJECTS[name]
+        chain = capture(subject.build(), subject.sample)
+        even = profile(*[1.0] * len(chain.layers))
+        # A single microbatch keeps both devices busy only if they split it.
+        plans[name] = fastest_plan(even, Cluster.uniform(2, math.inf), chain, Choices(microbatches=1))
+
+    assert plans["perceptron"].routing == "split"
+    assert plans["normalized"].routing != "split"
+    batch_norm = penstock.capture([nn.BatchNorm1d(3), nn.Linear(3, 3)], (torch.ones(4, 3),))
+    assert [takes_statistics(layer.module) for layer in batch_norm.layers] == [True, False]
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])

@@ -1,9 +1,7 @@
 """Whatever goes wrong in one rank ends every rank, soon, and each says why."""
 
-import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,22 +14,12 @@ SCRIPT = Path(__file__).parent / "failure_script.py"
 def launch(
     nursery: Nursery, scenario: str, failing: int, ranks: int, schedule: str = "1f1b-flush", replicas: str = ""
 ) -> list[Child]:
-    """`ranks` processes of the script, started as torchrun would but with nobody to end them for us.
+    """`ranks` processes of the script.
 
     `replicas` of the stages, such as 2-1; one each by default.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     arguments = [str(SCRIPT), scenario, str(failing), schedule, replicas or "-".join("1" * ranks)]
-    return [nursery.start(arguments, {**environment, "RANK": str(rank)}) for rank in range(ranks)]
+    return nursery.start_ranks(arguments, ranks)
 
 
 def finish(processes: list[Child], seconds: float = 60) -> list[tuple[int | None, str]]:

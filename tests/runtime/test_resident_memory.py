@@ -1,19 +1,28 @@
 """The bytes that a process has resident: those of the microbatches in flight, however many there are in a minibatch."""
 
+from pathlib import Path
+
 import pytest
 
+from nursery import Nursery
 from penstock.scheduling.schedules import Schedule
-from processes import Pool
-from resident_jobs import GRADIENT_BYTES, resident_peak
+
+SCRIPT = Path(__file__).parent / "resident_script.py"
 
 
-def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(pool: Pool) -> None:
-    single, double = (pool.run(2, resident_peak, "gpipe", microbatches) for microbatches in (1, 2))
-    many = pool.run(2, resident_peak, "1f1b-flush", 16)
+def measure(nursery: Nursery, schedule: str, microbatches: int) -> list[tuple[int, int]]:
+    """By rank of two: the peak, and the gradients of weights."""
+    processes = nursery.start_ranks([str(SCRIPT), schedule, str(microbatches)], 2)
+    outputs = [process.communicate()[0].split() for process in processes]
+    return [(int(peak), int(gradients)) for peak, gradients in outputs]
+
+
+def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(nursery: Nursery) -> None:
+    single, double = (measure(nursery, "gpipe", microbatches) for microbatches in (1, 2))
     made = Schedule("1f1b-flush", 2, 16)
-    for rank, peak in enumerate(many):
-        one = double[rank] - single[rank]
+    for rank, (peak, gradients) in enumerate(measure(nursery, "1f1b-flush", 16)):
+        one = double[rank][0] - single[rank][0]
         # From the second microbatch on there are gradients beside the activations.
-        expected = single[rank] + (made.in_flight(rank) - 1) * one + GRADIENT_BYTES
+        expected = single[rank][0] + (made.in_flight(rank) - 1) * one + gradients
 
         assert peak == pytest.approx(expected, rel=0.1)

@@ -1,8 +1,6 @@
 """A stage that others send past dies: those on both sides end, soon, and say which rank it was."""
 
-import os
 import signal
-import socket
 from pathlib import Path
 
 from nursery import Nursery
@@ -11,11 +9,7 @@ SCRIPT = Path(__file__).parent / "skip_failure_script.py"
 
 
 def test_a_killed_rank_ends_the_ends_of_a_skip_past_it(nursery: Nursery) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [nursery.start([str(SCRIPT)], {**os.environ, **shared, "RANK": str(rank)}) for rank in range(3)]
+    ranks = nursery.start_ranks([str(SCRIPT)], 3)
     try:
         answers = [child.communicate(timeout=60) for child in ranks]
     finally:

@@ -7,12 +7,13 @@ operator writes NaN in the running variance and goes on. A ragged last batch eas
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.fx import Node
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PenstockError
 
-__all__ = ["check_statistics", "lost_check"]
+__all__ = ["check_statistics", "lost_check", "takes_statistics"]
 
 
 def lost_check(node: Node) -> Callable[[Tensor], None] | None:
@@ -30,3 +31,15 @@ def check_statistics(tensor: Tensor) -> None:
             "a microbatch of one sample. Pass batches of at least two samples for every microbatch (drop_last=True of "
             "a DataLoader leaves out a smaller last one), or use fewer microbatches"
         )
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether what `module` computes for a sample in training depends on the other samples of its microbatch, by
+    BatchNorm. Replicas that split microbatches would train another model than one device does.
+    """
+    for inner in module.modules():
+        if isinstance(inner, _BatchNorm):
+            return True
+        if isinstance(inner, GraphModule) and any(node.target is check_statistics for node in inner.graph.nodes):
+            return True
+    return False

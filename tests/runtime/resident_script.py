@@ -1,17 +1,18 @@
-"""The memory that a process of a pipeline has resident, for the processes of the pool."""
+"""Prints how much memory a process of a pipeline takes: ``python resident_script.py SCHEDULE MICROBATCHES``.
+
+In bytes: the most that it has resident in a step, beyond what it has between steps; and its gradients of weights.
+"""
 
 import ctypes
 import gc
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import models
 import penstock
-
-__all__ = ["GRADIENT_BYTES", "resident_peak"]
 
 WIDTH = 256
 ROWS = 1024
@@ -23,26 +24,20 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 def resident_peak(schedule: str, microbatches: int) -> int:
     """The most bytes that this process has resident in a step, beyond what it has between steps."""
-    # Freed tensors go back to the system at once, so that what is resident is what is alive.
-    _keep_freed(2**16)
-    try:
-        return _resident_peak(schedule, microbatches)
-    finally:
-        _keep_freed(2**25)
-
-
-def _keep_freed(most: int) -> None:
-    """Has the allocator keep no more than so many freed bytes at the end of its memory, nor so large ones elsewhere."""
     for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        ctypes.CDLL(None).mallopt(option, most)
-
-
-def _resident_peak(schedule: str, microbatches: int) -> int:
+        # Freed tensors go back to the system at once, so that what is resident is what is alive.
+        ctypes.CDLL(None).mallopt(option, 2**16)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
     x = torch.zeros(ROWS * microbatches, WIDTH)
     plan = penstock.Plan.uniform(2 * LAYERS, 2, schedule=schedule, microbatches=microbatches)
-    pipe = penstock.Pipeline(model, (x[:ROWS],), loss_fn=F.mse_loss, optimizer=models.plain, plan=plan)
+    pipe = penstock.Pipeline(
+        model,
+        (x[:ROWS],),
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        plan=plan,
+    )
     for _ in range(2):
         float(pipe.step(x, x).loss)
     pipe.drain()
@@ -59,3 +54,7 @@ def _resident_peak(schedule: str, microbatches: int) -> int:
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    print(resident_peak(sys.argv[1], int(sys.argv[2])), GRADIENT_BYTES)
