@@ -54,6 +54,18 @@ def complaint(call: Callable[[], object]) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> None:
+    """`made`, a schedule, a number of minibatches and changes to that program, breaks `law` and is told so."""
+    schedule, minibatches, *changes = made
+
+    assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [
+        f"schedule {schedule.method!r} breaks a law: {law}",
+        f"  {row}",
+        f"  expected: {expected}",
+        f"  to mend it: {mend}",
+    ]
+
+
 def promising(schedule: Schedule, **promises: object) -> Schedule:
     """A schedule of the same order that promises something else."""
     (method,) = schedule.methods
@@ -298,14 +310,7 @@ LAWS = {
 
 @pytest.mark.parametrize("broken", LAWS)
 def test_each_law_broken_once(broken: str) -> None:
-    (schedule, minibatches, *changes), law, row, expected, mend = LAWS[broken]
-
-    assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [
-        f"schedule {schedule.method!r} breaks a law: {law}",
-        f"  {row}",
-        f"  expected: {expected}",
-        f"  to mend it: {mend}",
-    ]
+    assert_broken(*LAWS[broken])
 
 
 def test_deadlock_shows_every_rank_that_waits() -> None:

@@ -194,12 +194,17 @@ class SharedInbox:
     def join(self, seconds: float) -> bool:
         """Waits so long for everything posted, and hangs up; False if it may still come."""
         deadline = time.monotonic() + seconds
-        with self._reading:
+        # A thread of the user's may wait for a loss.
+        if not self._reading.acquire(timeout=max(seconds, 0.0)):
+            return False
+        try:
             while self._posted and (self._ring.filled() or (not self._closed and time.monotonic() < deadline)):
                 if self._ring.filled():
                     self._read()
                 else:
                     self._nap(0.01)
+        finally:
+            self._reading.release()
         self._bell.close()
         return self._closed or not self._posted
 
