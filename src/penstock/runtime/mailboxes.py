@@ -102,7 +102,9 @@ class Mailbox:
             parts = self._scatter(stage, microbatch, target, message)
         else:
             parts = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [(self._edge_to(rank), form, part) for rank, part in parts.items()]
+        self._leaving[stage, microbatch, target] = [
+            (self._edge(self.rank, rank), form, part) for rank, part in parts.items()
+        ]
 
     def send(self, action: Send) -> None:
         """Sends what was left for it."""
@@ -120,7 +122,7 @@ class Mailbox:
 
     def send_tied(self, action: SendTied, message: Message) -> None:
         """Sends the gradients of weights that two stages share."""
-        edge = self._edge_to(peer(action, self.rank, self._placement))
+        edge = self._edge(self.rank, peer(action, self.rank, self._placement))
         self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
 
     def receive_tied(self, action: ReceiveTied) -> Message:
@@ -131,7 +133,7 @@ class Mailbox:
         """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
         for rank in peers(action, self.rank, self._placement):
             form = ("norms", action.stage, action.target, len(norms))
-            self._transport.send(self._edge_to(rank), form, tuple(norms))
+            self._transport.send(self._edge(self.rank, rank), form, tuple(norms))
 
     def receive_norms(self, action: ReceiveNorms) -> Message:
         """Waits to be told."""
@@ -166,17 +168,13 @@ class Mailbox:
     def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> list[Edge]:
         if isinstance(action, Receive) and self._placement.split:
             sources = self._rows(action.stage, action.source, action.microbatch)
-            return [self._edge_from(source) for source in sources]
-        return [self._edge_from(peer(action, self.rank, self._placement))]
+            return [self._edge(source, self.rank) for source in sources]
+        return [self._edge(peer(action, self.rank, self._placement), self.rank)]
 
-    def _edge_to(self, rank: int) -> Edge:
-        return self._known_edges.get((self.rank, rank)) or self._remember(Edge(self.rank, rank))
-
-    def _edge_from(self, rank: int) -> Edge:
-        return self._known_edges.get((rank, self.rank)) or self._remember(Edge(rank, self.rank))
-
-    def _remember(self, edge: Edge) -> Edge:
-        self._known_edges[edge.source, edge.target] = edge
+    def _edge(self, source: int, target: int) -> Edge:
+        edge = self._known_edges.get((source, target))
+        if edge is None:
+            edge = self._known_edges[source, target] = Edge(source, target)
         return edge
 
     def _form(self, source: int, target: int, microbatch: int) -> Hashable:

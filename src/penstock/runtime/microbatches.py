@@ -90,11 +90,11 @@ def split(
         form.check_samples(part)
     _check_target(target, samples)
     sizes = [len(span) for span in spans]
-    targets = _split_target(target, samples, sizes)
+    targets = _split_target(target, samples, spans)
     amounts = [amount_of(weigh, piece, size) for piece, size in zip(targets, sizes, strict=True)]
     check_amounts(amounts)
     total = sum(amounts)
-    columns = {name: _split_rows(t, sizes) if name in form.batched else [t] * count for name, t in tensors.items()}
+    columns = {name: _split_rows(t, spans) if name in form.batched else [t] * count for name, t in tensors.items()}
     signatures: dict[int, Hashable] = {}
     made = []
     for index, size in enumerate(sizes):
@@ -212,21 +212,19 @@ def _cut(form: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[
     }
 
 
-def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """`tensor` in views of so many rows each."""
+def _split_rows(tensor: Tensor, spans: Sequence[range]) -> Sequence[Tensor]:
+    """`tensor` in views of its rows in each of `spans`, which follow each other."""
     if not tensor.requires_grad:
-        return tensor.split_with_sizes(list(sizes))
+        return tensor.split_with_sizes([len(span) for span in spans])
     # A view that autograd knows of as one of several must not be written to.
-    return [tensor.narrow(0, stop - size, size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+    return [tensor.narrow(0, span.start, len(span)) for span in spans]
 
 
-def _split_target(target: Any, samples: int, sizes: Sequence[int]) -> Sequence[Any]:
-    """`target` in parts of so many samples each."""
+def _split_target(target: Any, samples: int, spans: Sequence[range]) -> Sequence[Any]:
+    """`target` in a part for the samples of each of `spans`."""
     if isinstance(target, Tensor) and _is_batched(target, samples):
-        return _split_rows(target, sizes)
-    return [
-        _narrow(target, samples, range(stop - size, stop)) for stop, size in zip(accumulate(sizes), sizes, strict=True)
-    ]
+        return _split_rows(target, spans)
+    return [_narrow(target, samples, span) for span in spans]
 
 
 def _narrow(target: Any, samples: int, span: range) -> Any:
