@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from launches import alone, everywhere, launch, timed
-from residents import ALLOCATOR, forget_peak, resident_bytes
+from residents import ALLOCATOR, forget_peak, own_bytes
 from slowdowns import groups_up_to, seconds_in_company
 from torch import Tensor, nn
 
@@ -149,14 +149,14 @@ def measure_peak(pipe: penstock.Pipeline, tokens: Tensor, target: Tensor) -> flo
     # What is made once for all steps, such as the workspaces of kernels, is made by a microbatch before.
     pipe.evaluate(tokens[:LARGE_SIZE], target[:LARGE_SIZE])
     gc.collect()
-    before = resident_bytes("VmRSS")
+    before = own_bytes("VmRSS")
     weights = sum(4 * parameter.numel() for parameter in pipe.parameters())
     for _ in range(WARM_UP_STEPS):
         pipe.step(tokens, target)
     forget_peak()
     for _ in range(2):
         pipe.step(tokens, target)
-    peak = resident_bytes("VmHWM")
+    peak = own_bytes("VmHWM")
     pipe.drain()
     return peak - before + weights
 
