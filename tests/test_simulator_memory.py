@@ -1,5 +1,6 @@
 """The memory of a simulation: by hand, against the schedule's counts of what is in flight, and recounted slowly."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -151,7 +152,7 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
     programs = played.program(minibatches)
     share = [len(stage.ranks) if plan.routing == "split" else 1 for stage in plan.stages]
     whole = [sum(layer.saved_bytes for layer in profile.layers[stage.start : stage.stop]) for stage in plan.stages]
-    most = [max(layer.workspace_bytes for layer in profile.layers[stage.start : stage.stop]) for stage in plan.stages]
+    most = [momentary(profile.layers[stage.start : stage.stop], plan.recompute) for stage in plan.stages]
     spans = iter(timeline.spans)
     for rank, row in enumerate(programs):
         own = [next(spans) for _ in row]
@@ -179,6 +180,34 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
             if not isinstance(action, Send | Receive):
                 before = action
         check_course(timeline.memory[rank], stays)
+
+
+def momentary(layers: Sequence[LayerProfile], recompute: bool) -> float:
+    """The most that a stage of `layers` holds while one of them is at work, less all that it saves."""
+    if recompute:
+        return max(layer.workspace_bytes for layer in layers)
+    saved = sum(layer.saved_bytes for layer in layers)
+    held = [layers[-1].workspace_bytes]
+    for index, layer in enumerate(layers[:-1], 1):
+        own = sum(before.saved_bytes for before in layers[:index])
+        # The gradient of what it hands on finds room where the next layers had saved something.
+        held.append(layer.workspace_bytes + min(own + layer.cut_bytes, saved) - saved)
+    return max(0.0, *held)
+
+
+def test_a_workspace_takes_the_room_of_layers_that_are_not_at_work() -> None:
+    """Layers of 5, 6 and 3 saved bytes: the second, at work, needs 6 and the gradient of what it hands on, 1, where the
+    third one saves 3.
+    """
+    made = make_profile(3, cut=1.0)
+    sizes = [(5.0, 4.0), (6.0, 6.0), (3.0, 2.0)]
+    layers = tuple(
+        replace(layer, saved_bytes=saved, workspace_bytes=workspace)
+        for layer, (saved, workspace) in zip(made.layers, sizes, strict=True)
+    )
+    timeline = simulate(Plan.uniform(3, 1, "gpipe", 1), Profile(layers, 1), instant(1))
+
+    assert most(timeline.memory[0].activations) == 5 + 6 + 6 + 1
 
 
 def check_course(memory: RankMemory, stays: list[tuple[float, float, float]]) -> None:

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.capturing.chain import Layer
 from penstock.capturing.dependence import Dependence, size_bytes
 from penstock.capturing.guards import lost_check
+from penstock.capturing.traced_layers import TracedLayer
 from penstock.capturing.tracing import Trace
 from penstock.errors import CaptureError
 
@@ -138,9 +139,7 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
     for node in graph.nodes:
         # The traced tensors are of no use any more, and a copy of the layer would copy them.
         node.meta = {}
-    return Layer(
-        name, GraphModule(attributes, graph, "TracedLayer"), tuple(inputs.values()), tuple(n.name for n in sent)
-    )
+    return Layer(name, TracedLayer(attributes, graph), tuple(inputs.values()), tuple(n.name for n in sent))
 
 
 def _attribute(graph: Graph, node: Node, trace: Trace, attributes: dict[str, Tensor | nn.Module]) -> Node:

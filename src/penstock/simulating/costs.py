@@ -4,7 +4,7 @@ The simulator asks nothing else about a model or a machine, so a unit-time pictu
 are one computation with two sets of costs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import sub
 from typing import assert_never
@@ -106,8 +106,8 @@ def plan_costs(
     require_fit(plan, profile, cluster)
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
 
-    def shares(name: str, total: Callable[[Sequence[LayerProfile], str], float] = _sum) -> tuple[float, ...]:
-        return tuple(total(own, name) / count for own, count in zip(layers, parts, strict=True))
+    def shares(name: str) -> tuple[float, ...]:
+        return tuple(_sum(own, name) / count for own, count in zip(layers, parts, strict=True))
 
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
     groups = [stage.ranks for stage in plan.stages]
@@ -135,7 +135,9 @@ def plan_costs(
         saved_bytes=tuple(
             size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, parts, strict=True)
         ),
-        workspace_bytes=shares("workspace_bytes", _largest),
+        workspace_bytes=tuple(
+            _workspace(own, plan.recompute) / count for own, count in zip(layers, parts, strict=True)
+        ),
         parameter_bytes=parameters,
         recompute=plan.recompute,
         cluster=cluster,
@@ -148,8 +150,20 @@ def _sum(layers: Sequence[LayerProfile], name: str) -> float:
     return float(sum(getattr(layer, name) for layer in layers))
 
 
-def _largest(layers: Sequence[LayerProfile], name: str) -> float:
-    return float(max(getattr(layer, name) for layer in layers))
+def _workspace(layers: Sequence[LayerProfile], recompute: bool) -> float:
+    """The most that a stage takes for a moment beyond all that it saves for a microbatch.
+
+    While a layer is at work the layers behind it have saved nothing yet, or given it back, and in that room lies the
+    gradient of what the layer hands on (behind the stage it is a message, which counts as such). A forward that is
+    computed again later saves nothing, so that the workspaces are all there is.
+    """
+    most = behind = 0.0
+    for index, layer in reversed(list(enumerate(layers, 1))):
+        handed_on = layer.cut_bytes if index < len(layers) else 0.0
+        room = 0.0 if recompute else max(0.0, behind - handed_on)
+        most = max(most, layer.workspace_bytes - room)
+        behind += layer.saved_bytes
+    return most
 
 
 def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
