@@ -71,7 +71,7 @@ def run_pieces(
             values = stage(received, inputs, seed)
             names = stage.sent
             passes.append((received, values))
-        result = chain.output.build(dict(zip(names, values, strict=True)))
+        result = chain.output.build(values)
         leaves, structure = flatten(result)
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         differentiate(outputs, seeds_of(outputs))

@@ -48,12 +48,9 @@ def chain_of(*layers: tuple[tuple[str, ...], str, tuple[str, ...]], returns: tup
 
 def run(chain: LayerChain, x: Tensor, *bounds: int) -> Any:
     values: tuple[Tensor, ...] = ()
-    names: tuple[str, ...] = ()
     for start, stop in pairwise(bounds):
-        stage = chain.stage(start, stop)
-        values = stage([value.clone() for value in values], {"args[0]": x})
-        names = stage.sent
-    return chain.output.build(dict(zip(names, values, strict=True)))
+        values = chain.stage(start, stop)([value.clone() for value in values], {"args[0]": x})
+    return chain.output.build(values)
 
 
 def test_what_is_read_later_crosses_and_inputs_never_do() -> None:

@@ -279,7 +279,7 @@ class Pipeline:
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
             form = self._chain.evaluation().output
-            outputs = [form.build(dict(zip(form.values, value, strict=True))) for value in values]
+            outputs = [form.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
     def parameters(self) -> list[nn.Parameter]:

@@ -163,10 +163,11 @@ class ModelOutput:
         """The values that the output is built from, each once."""
         return tuple(dict.fromkeys(name for name in self.leaves if name is not None))
 
-    def build(self, values: Mapping[str, Tensor]) -> Any:
-        """What the model returns, of the same types as the model's own output."""
-        if self.structure.is_leaf() and self.leaves[0] is not None:
-            return values[self.leaves[0]]
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """What the model returns, of the same types as the model's own output, out of a tensor for each of `values`."""
+        if self.structure.is_leaf() and len(tensors) == 1:
+            return tensors[0]
+        values = dict(zip(self.values, tensors, strict=True))
         leaves = [
             constant if name is None else values[name]
             for name, constant in zip(self.leaves, self.constants, strict=True)
@@ -201,7 +202,8 @@ class StageModule(nn.Module):
         self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
-        self.last_read = _last_reads(self.reads, keep=frozenset(sent))
+        self._dead = _last_reads(self.reads, keep=frozenset(sent))
+        self._lay_out()
 
     def reroute(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
         """Sends and receives no more than these values, from and to stages so far away; the others pass by unread."""
@@ -209,6 +211,28 @@ class StageModule(nn.Module):
         self.sent = tuple(name for name in self.sent if name in targets)
         self.sources = tuple(sources[name] for name in self.received)
         self.targets = tuple(targets[name] for name in self.sent)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Works out at which place in a list each value lies while the layers run: first what was received, then the
+        model's inputs, then what each layer returns.
+        """
+        written = {name for names in self.writes for name in names}
+        passed = (name for name in self.sent if name not in written and name not in self.received)
+        self._fetched = tuple(dict.fromkeys((*self.model_inputs, *passed)))
+        places = {name: place for place, name in enumerate((*self.received, *self._fetched))}
+        self._cloned = tuple(places[name] for name in self.mutates)
+        steps: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
+        length = len(places)
+        for reads, changes, writes, dead in zip(self.reads, self.written, self.writes, self._dead, strict=True):
+            own = [tuple(places[name] for name in names) for names in (reads, changes, dead)]
+            steps.append((own[0], own[1], own[2], len(writes)))
+            places.update((name, length + index) for index, name in enumerate(writes))
+            length += len(writes)
+        self._steps = tuple(steps)
+        """Of each layer: the places that it reads, that it writes in, and that nobody reads after it; and how many
+        values it returns."""
+        self._results = tuple(places[name] for name in self.sent)
 
     def forward(
         self,
@@ -221,25 +245,27 @@ class StageModule(nn.Module):
 
         `around` runs each layer in place of the plain call, so that it can run it again on the same arguments.
         """
-        values = dict(zip(self.received, received, strict=True))
-        for name in self.model_inputs:
-            values[name] = inputs[name]
-        for name in self.mutates:
+        assert len(received) == len(self.received), "a value for each name"
+        values: list[Any] = [*received, *[inputs[name] for name in self._fetched]]
+        for place in self._cloned:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
-            values[name] = values[name].clone()
-        columns = zip(self.layers, self.reads, self.writes, self.last_read, strict=True)
-        for index, (layer, reads, writes, last_read) in enumerate(columns):
-            arguments = [values[name] for name in reads]
-            if around is None:
-                results = self._run(index, layer, seed, arguments)
-            else:
+            values[place] = values[place].clone()
+        for index, (layer, step) in enumerate(zip(self.layers, self._steps, strict=True)):
+            reads, changes, dead, returned = step
+            arguments = [values[place] for place in reads]
+            if around is not None:
                 results = around(layer, partial(self._run_apart, index, layer, seed), arguments)
-                values.update(zip(self.written[index], results[len(writes) :], strict=True))
-                results = results[: len(writes)]
-            for name in last_read:
-                del values[name]
-            values.update(zip(writes, results, strict=True))
-        return tuple(values[name] if name in values else inputs[name] for name in self.sent)
+                for place, tensor in zip(changes, results[returned:], strict=True):
+                    values[place] = tensor
+                results = results[:returned]
+            elif seed is None or not self.random[index]:
+                results = layer(*arguments)
+            else:
+                results = self._run(index, layer, seed, arguments)
+            for place in dead:
+                values[place] = None
+            values += results
+        return tuple([values[place] for place in self._results])
 
     def _run(self, index: int, layer: nn.Module, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...]

@@ -144,7 +144,7 @@ class Training:
                     results.append(self._run(layer.module, stage, replica, versions[self._stage_of[index]], arguments))
             values.update(zip(layer.outputs, map(list, zip(*results, strict=True)), strict=True))
         return [
-            self._chain.output.build({name: values[name][part] for name in self._chain.output.values})
+            self._chain.output.build([values[name][part] for name in self._chain.output.values])
             for part in range(parts)
         ]
 

@@ -296,7 +296,7 @@ class _Result:
 
 
 def _loss(chain: LayerChain, loss_fn: LossFunction, target: Any, values: Mapping[str, Tensor]) -> Tensor:
-    loss, _ = compute_loss(loss_fn, chain.output.build(values), target)
+    loss, _ = compute_loss(loss_fn, chain.output.build([values[name] for name in chain.output.values]), target)
     return loss
 
 

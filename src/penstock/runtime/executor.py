@@ -98,14 +98,14 @@ class StageExecutor:
 
 def _roots(kept: _Kept, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs that a backward starts from, and the gradients of these."""
-    if all(gradient is None for gradient in gradients):
-        return [], []
-    roots = [
-        (output, gradient)
-        for output, gradient in zip(kept.compute(), gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]
-    return [output for output, _ in roots], [gradient for _, gradient in roots]
+    outputs: list[Tensor] = []
+    given: list[Tensor] = []
+    if any(gradient is not None for gradient in gradients):
+        for output, gradient in zip(kept.compute(), gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                outputs.append(output)
+                given.append(gradient)
+    return outputs, given
 
 
 def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import TypeAlias, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -221,8 +221,10 @@ class Worker:
             return
         module = stage.weights.module(action.version)
         # Activations are never None; only gradients can be.
-        found = self._mailbox.collect(action.stage, k, self._sources[action.stage], later=False)
-        received = [tensor for tensor in found if tensor is not None]
+        received = cast(
+            "tuple[Tensor, ...]", self._mailbox.collect(action.stage, k, self._sources[action.stage], later=False)
+        )
+        last = self._is_last(action.stage)
         seed = self._pass.seed if action.stage in self._random else None
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._pass.microbatches_before + k), microbatch.part)
@@ -234,22 +236,23 @@ class Worker:
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
             with self._computing():
                 outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
-                if not self._is_last(action.stage):
+                if not last:
                     return outputs
                 # The loss is one layer more.
-                loss = partial(self._loss, self._chain.output, microbatch, metrics)
-                return around(None, loss, outputs) if around else loss(*outputs)
+                if around:
+                    return around(None, partial(self._loss, self._chain.output, microbatch, metrics), outputs)
+                return self._loss(self._chain.output, microbatch, metrics, *outputs)
 
         again = recomputation.remember(module, (*received, *microbatch.tensors)) if recomputation else None
         outputs = stage.executor.forward(k, received, compute, again)
-        if self._is_last(action.stage):
-            self._note(k, microbatch, outputs[0], metrics)
-            # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
-            # update divides by the microbatches that it is taken over, which are not the same number for all stages.
-            weight = microbatch.share if self._averages else microbatch.weight
-            self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
-        else:
+        if not last:
             self._mailbox.deal(action.stage, k, self._targets[action.stage], outputs, later=True)
+            return
+        self._note(k, microbatch, outputs[0], metrics)
+        # d(loss of the update) / d(loss of the microbatch): its share of the minibatch's samples; or one, and the
+        # update divides by the microbatches that it is taken over, which are not the same number for all stages.
+        weight = microbatch.share if self._averages else microbatch.weight
+        self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
 
     def _backward(self, action: Backward) -> None:
         gradients = self._gradients_of_outputs(action)
@@ -352,8 +355,7 @@ class Worker:
         self, form: ModelOutput, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor
     ) -> tuple[Tensor]:
         """The loss; what `loss_fn` returns beside it goes to `metrics`."""
-        output = form.build(dict(zip(form.values, outputs, strict=True)))
-        loss, beside = compute_loss(self._loss_fn, output, microbatch.target)
+        loss, beside = compute_loss(self._loss_fn, form.build(outputs), microbatch.target)
         metrics.update(beside)
         # A loss may be a DTensor where the layers before it are split over processes.
         return (whole(loss),)
