@@ -19,6 +19,7 @@ __all__ = [
     "exchange",
     "exchange_changed_shapes",
     "exchange_layouts",
+    "exchange_sizes",
     "in_layouts",
     "leave_messages",
     "pile_up",
@@ -98,6 +99,41 @@ def read_in_any_order(shared: bool) -> list[float]:
     dist.barrier()
     transport.close()
     return found
+
+
+def exchange_sizes(shared: bool) -> list[bool]:
+    """Rank 0 sends messages from nothing to 4 MB, with a header of more than a page and the mark of a message that has
+    not come; rank 1 gets three of each. Whether each is what was sent.
+    """
+    transport, rank, _ = _ring(shared)
+    edge, found = Edge(0, 1), []
+    for repetition in range(3):
+        for number, message in enumerate(_of_all_sizes(repetition)):
+            if rank == 0:
+                transport.send(edge, number, message)
+                continue
+            got = transport.post(edge, number).wait()
+            pairs = list(zip(got, message, strict=True))
+            found.append(all(a is None if b is None else a is not None and torch.equal(a, b) for a, b in pairs))
+    if rank == 0:
+        transport.flush()
+    dist.barrier()
+    transport.close()
+    return found
+
+
+def _of_all_sizes(number: int) -> list[tuple[Tensor | None, ...]]:
+    large = torch.arange(2**20, dtype=torch.float32) + number
+    return [
+        (torch.tensor([number], dtype=torch.uint8),),
+        (None, None),
+        (torch.empty(0), torch.full((3,), number, dtype=torch.int16)),
+        tuple(torch.full((index % 5,), float(number)) for index in range(300)),
+        (large,),
+        (torch.tensor([0x7FF49E570C4BED1D + 0 * number]),),
+        (torch.tensor(float(number)), large.view(1024, 1024).t()),
+        (torch.full((64,), number, dtype=torch.float64), torch.tensor(True)),
+    ]
 
 
 def close_before_it_comes(shared: bool) -> list[float]:

@@ -13,6 +13,7 @@ from transport_jobs import (
     exchange,
     exchange_changed_shapes,
     exchange_layouts,
+    exchange_sizes,
     in_layouts,
     leave_messages,
     pile_up,
@@ -101,6 +102,13 @@ def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) ->
     assert first == ["penstock receive rank 2 -> rank 0 (stages)", "penstock send rank 0 -> rank 1 (stages)"]
     assert second == ["penstock receive rank 0 -> rank 1 (stages)"]
     assert third == ["penstock send rank 2 -> rank 0 (stages)"]
+
+
+@BOTH
+def test_messages_of_all_sizes_come_as_they_were_sent(pool: Pool, shared: bool) -> None:
+    _, found = pool.run(2, exchange_sizes, shared)
+
+    assert found == [True] * 24
 
 
 @BOTH

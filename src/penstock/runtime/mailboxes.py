@@ -27,8 +27,8 @@ from penstock.scheduling.schedules import Schedule
 
 __all__ = ["Mailbox"]
 
-POSTED_AHEAD = 2
-"""Receives that are posted on an edge before they are needed: one in use and one on its way."""
+POSTED_AHEAD = 8
+"""Receives that are posted on an edge before they are needed. The transport knows how many of them get memory."""
 
 _RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.failures import FailureBoard
-from penstock.runtime.gloo_ends import GlooInbox, GlooOutbox, Receipt
+from penstock.runtime.gloo_inboxes import GlooInbox
+from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.receipts import Receipt
 from penstock.runtime.rendezvous import Gather, meet
 from penstock.runtime.rings import can_share
 from penstock.runtime.shared_ends import Pusher, SharedInbox, SharedOutbox

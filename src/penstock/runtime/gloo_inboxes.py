@@ -1,0 +1,286 @@
+"""The receiving end of an edge between processes that share no memory, over a Gloo communicator.
+
+A receive is posted to Gloo when it is posted here, as soon as its form is known, and what comes is written into the
+tensors that the message will be. Whoever waits first looks at the memory that the last bytes go to, which were marked
+before, and lets Gloo's thread have the core in between: to be woken takes longer than most messages do. After a while a
+thread waits in his place, since a wait of Gloo's cannot be broken off when another rank fails.
+
+Tensors of a GPU pass through host memory, since the communicators are Gloo's; a thread brings them.
+"""
+
+import ctypes
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.forms import Spec, Specs, read_header
+from penstock.runtime.gloo_outboxes import HEADER_BYTES
+from penstock.runtime.patience import Patience
+from penstock.runtime.receipts import Receipt
+from penstock.runtime.transport import Edge, Message, Ticket
+
+__all__ = ["GlooInbox"]
+
+SPIN_SECONDS = 250e-6, 2e-3
+"""How long a rank looks for a message before a thread waits for it, at least and at most: longer where that has been
+worth it."""
+OPEN, OPEN_BYTES = 2, 2**18
+"""Gloo knows of so many receives of an edge at least, one in use and one on its way, and of more while they are small:
+what it knows of comes without asking back, and until it has come it is held by the sender."""
+UNREAD = 8
+"""So many messages may have come without being asked for before they are put together anyway."""
+_MARK = 0x7FF4_9E57_0C4B_ED1D
+"""Stands where the last bytes of a message will be written; a message that ends with it is waited for by a thread."""
+_MARK_BYTES = 8
+
+
+class _Arrival:
+    """Tensors that Gloo writes what it receives into, from rank `peer` of `group`."""
+
+    __slots__ = ("_mark", "_works")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, tensors: Sequence[Tensor]) -> None:
+        marked = [tensor for tensor in tensors if tensor.nbytes >= _MARK_BYTES]
+        self._mark: ctypes.c_uint64 | None = None
+        if marked:
+            # What is sent after the last of these is some bytes, which come at once.
+            self._mark = ctypes.c_uint64.from_address(marked[-1].data_ptr() + marked[-1].nbytes - _MARK_BYTES)
+            self._mark.value = _MARK
+        self._works: list[dist.Work] = [group.recv([tensor], peer, 0) for tensor in tensors]
+
+    def seen(self) -> bool:
+        """Whether it has come, as far as can be seen."""
+        return not self._works or (self._mark is not None and self._mark.value != _MARK)
+
+    def settle(self) -> None:
+        """Waits for Gloo. Once: waiting again would never end."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+class _Posted:
+    """A receive that has been posted."""
+
+    __slots__ = ("arrival", "bytes", "form", "inbox", "message", "receipt", "tensors")
+
+    def __init__(self, inbox: "GlooInbox", form: Hashable) -> None:
+        self.inbox, self.form = inbox, form
+        self.arrival: _Arrival | None = None
+        """Once its form is known."""
+        self.tensors: Sequence[Tensor | None] = ()
+        self.bytes = 0
+        self.receipt: Receipt | None = None
+        """If a thread waits for it."""
+        self.message: Message | None = None
+
+    def ready(self) -> bool:
+        return self.inbox.bring(self)
+
+    def wait(self) -> Message:
+        if self.message is None:
+            self.inbox.await_(self)
+        assert self.message is not None
+        return self.message
+
+
+class GlooInbox:
+    """The receiving end of `edge`, for tensors on `device`."""
+
+    def __init__(self, edge: Edge, group: dist.ProcessGroup, device: torch.device, patience: Patience) -> None:
+        self._edge = edge
+        self._group, self._peer = group, dist.get_group_rank(group, edge.source)
+        self._device = device
+        self._patience = patience
+        self._spin_seconds = max(SPIN_SECONDS)
+        self._agreed: dict[Hashable, Specs] = {}
+        self._unposted: deque[_Posted] = deque()
+        """Receives that Gloo does not know of, oldest first: the first one's form is unknown."""
+        self._header: Receipt | None = None
+        """That of the oldest of these, which a thread waits for: the sender must get rid of what nobody asks for."""
+        self._pending: dict[_Posted, None] = {}
+        """Receives that Gloo knows of, oldest first. What Gloo will write to must be kept."""
+        self._pending_bytes = 0
+        self._working = threading.RLock()
+        """Held to change any of these, and never for long."""
+        self._waits: queue.SimpleQueue[tuple[_Arrival, Receipt, Tensor | None] | None] = queue.SimpleQueue()
+        """What the thread waits for: a message, or a header and where it is written."""
+        self._thread: threading.Thread | None = None
+
+    def post(self, form: Hashable) -> Ticket:
+        """Posts the receive of the next message, which is of `form`."""
+        ticket = _Posted(self, form)
+        with self._working:
+            self._unposted.append(ticket)
+            self._arm()
+            while len(self._pending) > UNREAD and self._is_there(oldest := next(iter(self._pending))):
+                self._finish(oldest)
+        return ticket
+
+    def bring(self, ticket: _Posted) -> bool:
+        """Whether the message of `ticket` has come."""
+        with self._working:
+            if ticket.message is None and ticket.arrival is not None:
+                if not ticket.arrival.seen():
+                    # Some that have come cannot be seen.
+                    self._hand_over(ticket)
+                if self._is_there(ticket):
+                    self._finish(ticket)
+        return ticket.message is not None
+
+    def await_(self, ticket: _Posted) -> None:
+        """Waits for the message of `ticket`."""
+        while ticket.arrival is None:
+            with self._working:
+                self._arm(ticket)
+                header = self._header
+            if ticket.arrival is None and header is not None:
+                header.wait()
+        if ticket.receipt is None and not self._spin(ticket.arrival):
+            with self._working:
+                self._hand_over(ticket)
+        if ticket.receipt is not None:
+            ticket.receipt.wait()
+        with self._working:
+            if ticket.message is None:
+                self._finish(ticket)
+
+    def close(self) -> None:
+        """Nothing is posted any more."""
+
+    def join(self, seconds: float) -> bool:
+        """Waits so long for everything posted; False if it may still come."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with self._working:
+                if self._unposted:
+                    self._arm(self._unposted[-1])
+                if not self._unposted or time.monotonic() > deadline:
+                    for ticket in self._pending:
+                        self._hand_over(ticket)
+                    break
+            time.sleep(0.01)
+        if self._thread is not None:
+            self._waits.put(None)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._unposted and (self._thread is None or not self._thread.is_alive())
+
+    def _arm(self, wanted: _Posted | None = None) -> None:
+        """Tells Gloo of the next receives, as many as it should know of, or all up to `wanted`; only of those whose
+        form is known, and of the next header.
+        """
+        while self._unposted and self._header is None:
+            ticket = self._unposted[0]
+            specs = self._agreed.get(ticket.form)
+            if specs is None:
+                page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                self._header = self._start(_Arrival(self._group, self._peer, [page]), page)
+                return
+            size = sum([spec.bytes for spec in specs if spec is not None])
+            full = len(self._pending) >= OPEN and self._pending_bytes + size > OPEN_BYTES
+            if full and (wanted is None or wanted.arrival is not None):
+                return
+            ticket.tensors = tuple([None if spec is None else spec.empty() for spec in specs])
+            places = [
+                _in_order(spec, tensor)
+                for spec, tensor in zip(specs, ticket.tensors, strict=True)
+                if spec is not None and tensor is not None and spec.bytes
+            ]
+            ticket.arrival = _Arrival(self._group, self._peer, places)
+            ticket.bytes = size
+            self._pending[ticket] = None
+            self._pending_bytes += size
+            self._unposted.popleft()
+            if self._device.type != "cpu":
+                self._hand_over(ticket)
+
+    def _take_header(self, page: Tensor) -> None:
+        """The form of the oldest receive that Gloo does not know of; `page` has come."""
+        text = page.numpy().tobytes()
+        size = int.from_bytes(text[:8], "little")
+        if size > HEADER_BYTES - 8:
+            rest = torch.empty(size - HEADER_BYTES + 8, dtype=torch.uint8)
+            _Arrival(self._group, self._peer, [rest]).settle()
+            text += rest.numpy().tobytes()
+        with self._working:
+            self._agreed[self._unposted[0].form] = read_header(text[8 : 8 + size])
+            self._header = None
+            self._arm()
+
+    def _spin(self, arrival: _Arrival) -> bool:
+        """Looks for it for a while; whether it has come."""
+        least, most = SPIN_SECONDS
+        until = time.perf_counter() + self._spin_seconds
+        while True:
+            if arrival.seen():
+                self._spin_seconds = min(2 * self._spin_seconds, most)
+                return True
+            if time.perf_counter() > until:
+                self._spin_seconds = max(self._spin_seconds / 2, least)
+                return False
+            # Gloo's thread may need this core to write it.
+            os.sched_yield()
+
+    def _is_there(self, ticket: _Posted) -> bool:
+        """Whether `_finish` would not wait."""
+        if ticket.receipt is not None:
+            return ticket.receipt.ready()
+        return ticket.arrival is not None and ticket.arrival.seen()
+
+    def _finish(self, ticket: _Posted) -> None:
+        """Puts the message of `ticket` together, which has come."""
+        assert ticket.arrival is not None
+        if ticket.receipt is not None:
+            ticket.receipt.wait()
+        else:
+            try:
+                ticket.arrival.settle()
+            except Exception as error:
+                raise self._patience.broken(str(self._edge), (self._edge.source,), error) from error
+        ticket.message = tuple(
+            None if tensor is None else tensor.to(self._device).detach().requires_grad_(tensor.requires_grad)
+            for tensor in ticket.tensors
+        )
+        ticket.tensors = ()
+        del self._pending[ticket]
+        self._pending_bytes -= ticket.bytes
+        self._arm()
+
+    def _hand_over(self, ticket: _Posted) -> None:
+        """Has the thread wait for it."""
+        if ticket.receipt is None and ticket.arrival is not None:
+            ticket.receipt = self._start(ticket.arrival)
+
+    def _start(self, arrival: _Arrival, page: Tensor | None = None) -> Receipt:
+        """A receipt that the thread leaves when `arrival` has come, a header if it is written to `page`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
+            self._thread.start()
+        receipt = Receipt(str(self._edge), (self._edge.source,), self._patience)
+        self._waits.put((arrival, receipt, page))
+        return receipt
+
+    def _run(self) -> None:
+        while (item := self._waits.get()) is not None:
+            arrival, receipt, page = item
+            try:
+                arrival.settle()
+                if page is not None:
+                    self._take_header(page)
+                receipt.leave()
+            except Exception as error:
+                receipt.leave(error=error)
+            # What has come is not kept alive until the next wait.
+            del item, arrival, receipt, page
+
+
+def _in_order(spec: Spec, tensor: Tensor) -> Tensor:
+    """`tensor`, with the dimensions in their order in memory."""
+    return tensor.detach() if tensor.is_contiguous() else tensor.detach().permute(spec.order)

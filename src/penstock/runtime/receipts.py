@@ -1,0 +1,42 @@
+"""A message that a thread brings, and that can be waited for without being stuck with it."""
+
+import threading
+from collections.abc import Sequence
+
+from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.transport import Message
+
+__all__ = ["Receipt"]
+
+
+class Receipt:
+    """A message from `peers` on its way, which a thread will `leave` here."""
+
+    __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place")
+
+    def __init__(self, place: str, peers: Sequence[int], patience: Patience) -> None:
+        self._place, self._peers, self._patience = place, peers, patience
+        self._message: Message = ()
+        self._error: Exception | None = None
+        # Held until the message is there. An event does the same with a lock of its own for every waiter.
+        self._empty = threading.Lock()
+        self._empty.acquire()
+
+    def leave(self, message: Message = (), error: Exception | None = None) -> None:
+        """Called once, with what has come or why nothing will."""
+        self._message, self._error = message, error
+        self._empty.release()
+
+    def ready(self) -> bool:
+        return not self._empty.locked()
+
+    def wait(self) -> Message:
+        if self._empty.locked():
+            deadline = self._patience.deadline()
+            while not self._empty.acquire(timeout=POLL_SECONDS):
+                self._patience.check(deadline, self._place, self._peers)
+            # For who asks again.
+            self._empty.release()
+        if self._error is not None:
+            raise self._patience.broken(self._place, self._peers, self._error)
+        return self._message
