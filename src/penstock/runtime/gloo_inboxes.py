@@ -5,7 +5,7 @@ tensors that the message will be. Whoever waits first looks at the memory that t
 before, and lets Gloo's thread have the core in between: to be woken takes longer than most messages do. After a while a
 thread waits in his place, since a wait of Gloo's cannot be broken off when another rank fails.
 
-Tensors of a GPU pass through host memory, since the communicators are Gloo's; a thread brings them.
+Tensors of a GPU pass through host memory, since the communicators are Gloo's; a thread waits for them from the start.
 """
 
 import ctypes
@@ -39,12 +39,13 @@ UNREAD = 8
 _MARK = 0x7FF4_9E57_0C4B_ED1D
 """Stands where the last bytes of a message will be written; a message that ends with it is waited for by a thread."""
 _MARK_BYTES = 8
+_give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class _Arrival:
     """Tensors that Gloo writes what it receives into, from rank `peer` of `group`."""
 
-    __slots__ = ("_mark", "_works")
+    __slots__ = ("_error", "_mark", "_works")
 
     def __init__(self, group: dist.ProcessGroup, peer: int, tensors: Sequence[Tensor]) -> None:
         marked = [tensor for tensor in tensors if tensor.nbytes >= _MARK_BYTES]
@@ -53,7 +54,13 @@ class _Arrival:
             # What is sent after the last of these is some bytes, which come at once.
             self._mark = ctypes.c_uint64.from_address(marked[-1].data_ptr() + marked[-1].nbytes - _MARK_BYTES)
             self._mark.value = _MARK
-        self._works: list[dist.Work] = [group.recv([tensor], peer, 0) for tensor in tensors]
+        self._works: list[dist.Work] = []
+        self._error: Exception | None = None
+        """A connection that has broken is the matter of who waits, not of who posts."""
+        try:
+            self._works += [group.recv([tensor], peer, 0) for tensor in tensors]
+        except Exception as error:
+            self._error = error
 
     def seen(self) -> bool:
         """Whether it has come, as far as can be seen."""
@@ -61,6 +68,8 @@ class _Arrival:
 
     def settle(self) -> None:
         """Waits for Gloo. Once: waiting again would never end."""
+        if self._error is not None:
+            raise self._error
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -102,7 +111,7 @@ class GlooInbox:
         self._spin_seconds = max(SPIN_SECONDS)
         self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_Posted] = deque()
-        """Receives that Gloo does not know of, oldest first: the first one's form is unknown."""
+        """Receives that Gloo does not know of yet, oldest first."""
         self._header: Receipt | None = None
         """That of the oldest of these, which a thread waits for: the sender must get rid of what nobody asks for."""
         self._pending: dict[_Posted, None] = {}
@@ -226,7 +235,7 @@ class GlooInbox:
                 self._spin_seconds = max(self._spin_seconds / 2, least)
                 return False
             # Gloo's thread may need this core to write it.
-            os.sched_yield()
+            _give_way()
 
     def _is_there(self, ticket: _Posted) -> bool:
         """Whether `_finish` would not wait."""
