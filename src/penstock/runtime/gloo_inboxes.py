@@ -23,8 +23,8 @@ from torch import Tensor
 from penstock.runtime.forms import Spec, Specs, read_header
 from penstock.runtime.gloo_outboxes import HEADER_BYTES
 from penstock.runtime.patience import Patience
-from penstock.runtime.receipts import Receipt
-from penstock.runtime.transport import Edge, Message, Ticket
+from penstock.runtime.tickets import Posted, Receipt
+from penstock.runtime.transport import Edge, Ticket
 
 __all__ = ["GlooInbox"]
 
@@ -75,29 +75,19 @@ class _Arrival:
             work.wait()
 
 
-class _Posted:
-    """A receive that has been posted."""
+class _Posted(Posted):
+    """A receive that has been posted here."""
 
-    __slots__ = ("arrival", "bytes", "form", "inbox", "message", "receipt", "tensors")
+    __slots__ = ("arrival", "bytes", "receipt", "tensors")
 
     def __init__(self, inbox: "GlooInbox", form: Hashable) -> None:
-        self.inbox, self.form = inbox, form
+        super().__init__(inbox, form)
         self.arrival: _Arrival | None = None
-        """Once its form is known."""
+        """Once Gloo knows of it, which takes knowing its form."""
         self.tensors: Sequence[Tensor | None] = ()
         self.bytes = 0
         self.receipt: Receipt | None = None
         """If a thread waits for it."""
-        self.message: Message | None = None
-
-    def ready(self) -> bool:
-        return self.inbox.bring(self)
-
-    def wait(self) -> Message:
-        if self.message is None:
-            self.inbox.await_(self)
-        assert self.message is not None
-        return self.message
 
 
 class GlooInbox:

@@ -21,10 +21,10 @@ from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.patience import POLL_SECONDS, Patience
-from penstock.runtime.receipts import Receipt
 from penstock.runtime.rendezvous import Gather, meet
 from penstock.runtime.rings import can_share
 from penstock.runtime.shared_ends import Pusher, SharedInbox, SharedOutbox
+from penstock.runtime.tickets import Receipt
 from penstock.runtime.transport import Edge, Ticket
 
 __all__ = ["SHARED_MEMORY", "ProcessGroup"]

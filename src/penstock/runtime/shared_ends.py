@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from penstock.runtime.forms import SentForms, Specs, read_header
 from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.rendezvous import Acquaintances
 from penstock.runtime.rings import RingReader, RingWriter
-from penstock.runtime.transport import Edge, Message, Ticket
+from penstock.runtime.tickets import Posted
+from penstock.runtime.transport import Edge, Ticket
 
 __all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
 
@@ -117,24 +117,6 @@ class SharedOutbox:
                 self._waiting.clear()
 
 
-@dataclass(slots=True, eq=False)
-class _Posted:
-    """A receive that has been posted."""
-
-    inbox: "SharedInbox"
-    form: Hashable
-    message: Message | None = None
-
-    def ready(self) -> bool:
-        return self.inbox.bring(self)
-
-    def wait(self) -> Message:
-        if self.message is None:
-            self.inbox.await_(self)
-        assert self.message is not None
-        return self.message
-
-
 class SharedInbox:
     """The receiving end of `edge`, whose other end is `met`; collective with that end."""
 
@@ -153,13 +135,13 @@ class SharedInbox:
         self._sleep = select.poll()
         self._sleep.register(self._bell, select.POLLIN)
         self._agreed: dict[Hashable, Specs] = {}
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[Posted] = deque()
         """Receives whose messages have not been read, oldest first."""
         self._reading = threading.Lock()
 
     def post(self, form: Hashable) -> Ticket:
         """Posts the receive of the next message, which is of `form`."""
-        ticket = _Posted(self, form)
+        ticket = Posted(self, form)
         self._posted.append(ticket)
         # Another thread that reads may be waiting for a message that this one is to bring about.
         if len(self._posted) > UNREAD and self._reading.acquire(blocking=False):
@@ -170,7 +152,7 @@ class SharedInbox:
                 self._reading.release()
         return ticket
 
-    def bring(self, ticket: _Posted) -> bool:
+    def bring(self, ticket: Posted) -> bool:
         """Reads up to the message of `ticket`, as far as it has come; whether it has."""
         if self._reading.acquire(blocking=False):
             try:
@@ -180,7 +162,7 @@ class SharedInbox:
                 self._reading.release()
         return ticket.message is not None
 
-    def await_(self, ticket: _Posted) -> None:
+    def await_(self, ticket: Posted) -> None:
         """Reads up to the message of `ticket`."""
         with self._reading:
             while ticket.message is None:

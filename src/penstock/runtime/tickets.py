@@ -1,12 +1,42 @@
-"""A message that a thread brings, and that can be waited for without being stuck with it."""
+"""Receives that have been posted: those that their inbox looks after when it is asked, and those of a thread."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.transport import Message
 
-__all__ = ["Receipt"]
+__all__ = ["Posted", "Receipt"]
+
+
+class Inbox(Protocol):
+    """The receiving end of an edge."""
+
+    def bring(self, ticket: Any) -> bool:
+        """Gives `ticket` its message if it has come; whether it has one."""
+
+    def await_(self, ticket: Any) -> None:
+        """Waits for the message of `ticket` and gives it that."""
+
+
+class Posted:
+    """A receive of a message of `form` that `inbox` will bring."""
+
+    __slots__ = ("form", "inbox", "message")
+
+    def __init__(self, inbox: Inbox, form: Hashable) -> None:
+        self.inbox, self.form = inbox, form
+        self.message: Message | None = None
+
+    def ready(self) -> bool:
+        return self.inbox.bring(self)
+
+    def wait(self) -> Message:
+        if self.message is None:
+            self.inbox.await_(self)
+        assert self.message is not None
+        return self.message
 
 
 class Receipt:
