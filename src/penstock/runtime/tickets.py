@@ -10,7 +10,7 @@ from penstock.runtime.transport import Message
 __all__ = ["Posted", "Receipt"]
 
 
-class Inbox(Protocol):
+class _Inbox(Protocol):
     """The receiving end of an edge."""
 
     def bring(self, ticket: Any) -> bool:
@@ -25,7 +25,7 @@ class Posted:
 
     __slots__ = ("form", "inbox", "message")
 
-    def __init__(self, inbox: Inbox, form: Hashable) -> None:
+    def __init__(self, inbox: _Inbox, form: Hashable) -> None:
         self.inbox, self.form = inbox, form
         self.message: Message | None = None
 
