@@ -86,10 +86,10 @@ def split(
             f"stage cannot split: pass at least {count * parts} samples, or plan with fewer microbatches or replicas"
         )
     spans = share_spans(samples, count)
-    for part in {len(share) for span in spans for share in share_spans(len(span), parts)}:
+    sizes = [len(span) for span in spans]
+    for part in {len(share) for size in set(sizes) for share in share_spans(size, parts)}:
         form.check_samples(part)
     _check_target(target, samples)
-    sizes = [len(span) for span in spans]
     targets = _split_target(target, samples, spans)
     amounts = [amount_of(weigh, piece, size) for piece, size in zip(targets, sizes, strict=True)]
     check_amounts(amounts)
