@@ -4,8 +4,7 @@
 
 Processes of one machine share its cores, caches and memory, so that a layer takes longer in company than alone, and
 longer in a training loop, which streams through memory, than in the profiler, which measures it again and again. Every
-round measures both, since the machine's speed moves from minute to minute: a plain loop over the whole model in one
-process, and over a stage's share in one, two, ... processes that wait for each other after each microbatch. The
+round measures both, since the machine's speed moves from minute to minute: a plain loop over all layers in one process, and over a stage's share in one, two, ... processes that wait for each other after each microbatch. The
 simulator takes these factors (`slowdowns`), a profile that was taken while the others slept, the seconds of an update,
 and the probed links. Nothing is fitted to the steps of a pipeline.
 
@@ -38,6 +37,7 @@ from slowdowns import groups_up_to, seconds_in_company
 from torch import Tensor, nn
 
 import penstock
+from penstock.capturing import capture
 from penstock.simulating import evaluate
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -122,8 +122,12 @@ def measure_slowdowns(seconds: float, groups: Sequence[dist.ProcessGroup | None]
     Two things that are measured apart: a plain loop over the whole model in one process, and how much longer a stage's
     share takes in company. `groups`: of the first 1, 2, ... processes.
     """
-    whole, tokens, target = build(), *batch(1)
-    streaming = alone(lambda: timed(lambda: loss_fn(whole(tokens), target).backward(), BUSY_SECONDS)) / seconds
+    tokens, target = batch(1)
+    # The layers that the profile is of, and a pipeline runs: they are traced, and quicker than the model's own modules.
+    chain = capture(build(), (tokens,), check=False)
+    whole, (name,) = chain.stage(0, len(chain.layers)), chain.inputs.names
+    streaming = alone(lambda: timed(lambda: loss_fn(*whole((), {name: tokens}), target).backward(), BUSY_SECONDS))
+    streaming /= seconds
     torch.manual_seed(0)
     share = GPT(CONTEXT, WIDTH, HEADS, BLOCKS // len(groups))
     together = seconds_in_company(lambda: loss_fn(share(tokens), target).backward(), groups, BUSY_SECONDS)
