@@ -4,9 +4,10 @@
 
 Processes of one machine share its cores, caches and memory, so that a layer takes longer in company than alone, and
 longer in a training loop, which streams through memory, than in the profiler, which measures it again and again. Every
-round measures both, since the machine's speed moves from minute to minute: a plain loop over all layers in one process, and over a stage's share in one, two, ... processes that wait for each other after each microbatch. The
-simulator takes these factors (`slowdowns`), a profile that was taken while the others slept, the seconds of an update,
-and the probed links. Nothing is fitted to the steps of a pipeline.
+round measures both, since the machine's speed moves from minute to minute: a plain loop over all layers in one process,
+and over a stage's share in one, two, ... processes that wait for each other after each microbatch. The simulator takes
+these factors (`slowdowns`), a profile that was taken while the others slept, the seconds of an update, and the probed
+links. Nothing is fitted to the steps of a pipeline.
 
 Seconds: medians over rounds, in which every schedule takes its turn, the ratio's too; the pipe of an asynchronous
 schedule is full in the steps that count. Bytes: what the process has resident at most in a step, less what it had
