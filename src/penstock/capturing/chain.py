@@ -258,8 +258,6 @@ class StageModule(nn.Module):
                 for place, tensor in zip(changes, results[returned:], strict=True):
                     values[place] = tensor
                 results = results[:returned]
-            elif seed is None or not self.random[index]:
-                results = layer(*arguments)
             else:
                 results = self._run(index, layer, seed, arguments)
             for place in dead:

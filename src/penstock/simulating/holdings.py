@@ -5,7 +5,7 @@ needs nothing beside them); the optimizer's state; gradients from the end of the
 that frees makes room for them) to the end of their update, those of two updates at once where one waits for other
 stages; of a microbatch in flight what autograd saves, and what the stage relays without reading it (here a part of
 `saved_bytes`), from the start of its forward to the end of its backward; the workspace of a forward or a backward while
-it runs, the largest of the stage's layers; messages from their arrival until
+it runs, as much as the stage's layers need beyond what is saved anyway; messages from their arrival until
 they are used up, that is to the start of the forward (from then on they belong to what is saved) or the end of the
 backward, and from when they are made until they have left. What the allocator and the device's runtime take on top is
 not in it.
