@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
+from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import ModelInputs
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import read_sample
 from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.microbatches import chunks, join, split

@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.randomness import seeded
-from penstock.errors import CaptureError
 
-__all__ = ["Around", "Layer", "LayerChain", "ModelInputs", "ModelOutput", "StageModule", "check_constant"]
+__all__ = ["Around", "Layer", "LayerChain", "StageModule"]
 
 Around: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
 ]
 """Runs a layer: its module (None for the loss), what computes it, and the arguments of that."""
+Results: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,132 +46,6 @@ class Layer:
     """Those of `inputs` that it writes in place."""
     output_bytes: tuple[float, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where nobody has looked."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelInputs:
-    """The form of the arguments that the model was captured with."""
-
-    names: tuple[str, ...]
-    """A value name for every leaf of ``(args, kwargs)``, in pytree order."""
-    structure: pytree.TreeSpec
-    constants: Mapping[str, Any]
-    """The leaves that are not tensors. The capture holds for these values only."""
-    batched: frozenset[str]
-    """The tensors whose dimension 0 counts samples; the others go whole to every microbatch."""
-    microbatch_size: int
-    """Samples in the captured sample."""
-    sizes: Mapping[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
-    """For a tensor's dimensions: the least and the greatest size that the capture holds for, None where none is."""
-    equal: tuple[tuple[tuple[str, int], ...], ...] = ()
-    """Groups of dimensions, as tensor and index, that the capture holds for only if they are of one size."""
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The types that the capture holds for; the model's code may ask whether a mask is boolean."""
-
-    def read(self, batch: Any) -> dict[str, Tensor]:
-        """The tensors of `batch` by value name.
-
-        `batch`: a tuple or list of positional arguments, a mapping of keywords, or the one argument, which may itself
-        be a list, a dict or a named tuple if it was in the sample. Raises `CaptureError` as `bind` does.
-        """
-        args, kwargs = self.structure.unflatten(self.names)
-        single = len(args) == 1 and not kwargs and type(batch) is type(args[0])
-        # A plain tuple of one is the arguments, as everywhere.
-        if single and not (type(batch) is tuple and len(batch) == 1):
-            return self.bind((batch,), {})
-        match batch:
-            case Mapping():
-                return self.bind((), batch)
-            case tuple() | list():
-                return self.bind(tuple(batch), {})
-            case _:
-                return self.bind((batch,), {})
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of ``model(*args, **kwargs)`` by value name.
-
-        Raises `CaptureError` if the arguments differ from the captured ones in structure or in a constant.
-        """
-        captured_args, captured_kwargs = self.structure.unflatten(self.names)
-        if sorted(kwargs) != sorted(captured_kwargs) or len(args) != len(captured_args):
-            raise CaptureError(
-                f"the model was captured with {_signature(len(captured_args), captured_kwargs)} and is now called with "
-                f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again"
-            )
-        ordered = {name: kwargs[name] for name in captured_kwargs}
-        names: Sequence[str] = [*captured_args, *captured_kwargs.values()]
-        leaves, structure = [*args, *ordered.values()], self.structure
-        # Nothing is nested in most calls, neither then nor now, and need not be looked through.
-        if not all(type(name) is str and isinstance(leaf, Tensor) for name, leaf in zip(names, leaves, strict=True)):
-            names = self.names
-            leaves, structure = pytree.tree_flatten((args, ordered))
-        if structure != self.structure:
-            raise CaptureError(
-                f"the arguments have another structure than the captured sample: expected {self.structure}, "
-                f"found {structure}. Pass the same nesting of tuples, lists and dicts as in sample="
-            )
-        tensors: dict[str, Tensor] = {}
-        for name, leaf in zip(names, leaves, strict=True):
-            if name in self.constants:
-                check_constant(name, self.constants[name], leaf)
-            elif not isinstance(leaf, Tensor):
-                raise CaptureError(
-                    f"{name} was a tensor in sample= and is now {_shown(leaf)}: pass a tensor, or capture again"
-                )
-            else:
-                tensors[name] = leaf
-                if leaf.dtype != self.dtypes.get(name, leaf.dtype):
-                    raise CaptureError(
-                        f"{name} was {self.dtypes[name]} in sample= and is now {leaf.dtype}, for which the model's "
-                        f"code may do something else: pass it as .to({self.dtypes[name]}), or capture again"
-                    )
-                _check_sizes(name, self.sizes.get(name, ()), leaf, free=name in self.batched)
-        for group in self.equal:
-            found = {f"dimension {index} of {name}": tensors[name].shape[index] for name, index in group}
-            if len(set(found.values())) > 1:
-                raise CaptureError(
-                    f"the capture holds for equal sizes only, which the model's code asked for: {found}. Pass tensors "
-                    "that agree there, or capture again with a sample= of the new shapes"
-                )
-        return tensors
-
-    def check_samples(self, samples: int) -> None:
-        """Raises `CaptureError` if the capture does not hold for a microbatch of so many samples."""
-        for name in self.names:
-            bounds = self.sizes.get(name, ())
-            if name in self.batched and bounds and not _fits(samples, *bounds[0]):
-                raise CaptureError(
-                    f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "
-                    f"{_size_text(*bounds[0])}: for other numbers the model's code may do something else. Pass larger "
-                    "or smaller batches, or use other microbatches="
-                )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelOutput:
-    """The form of what the model returns."""
-
-    structure: pytree.TreeSpec
-    leaves: tuple[str | None, ...]
-    """For every leaf, the value that it is; None for a leaf that is a constant."""
-    constants: tuple[Any, ...]
-    """For every leaf, its constant (None where the leaf is a value)."""
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """The values that the output is built from, each once."""
-        return tuple(dict.fromkeys(name for name in self.leaves if name is not None))
-
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """What the model returns, of the same types as the model's own output, out of a tensor for each of `values`."""
-        if self.structure.is_leaf() and len(tensors) == 1:
-            return tensors[0]
-        values = dict(zip(self.values, tensors, strict=True))
-        leaves = [
-            constant if name is None else values[name]
-            for name, constant in zip(self.leaves, self.constants, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self.structure)
 
 
 class StageModule(nn.Module):
@@ -203,6 +76,8 @@ class StageModule(nn.Module):
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))
+        self._calls: tuple[Results, ...] | None = None
+        """The layers to call, from the first forward on: until then hooks may come, and copies are made."""
         self._lay_out()
 
     def reroute(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
@@ -250,35 +125,35 @@ class StageModule(nn.Module):
         for place in self._cloned:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[place] = values[place].clone()
-        for index, (layer, step) in enumerate(zip(self.layers, self._steps, strict=True)):
-            reads, changes, dead, returned = step
+        if self._calls is None:
+            self._calls = tuple(map(_direct_call, self.layers))
+        for index, (call, (reads, changes, dead, returned)) in enumerate(zip(self._calls, self._steps, strict=True)):
             arguments = [values[place] for place in reads]
             if around is not None:
-                results = around(layer, partial(self._run_apart, index, layer, seed), arguments)
+                results = around(self.layers[index], partial(self._run_apart, index, call, seed), arguments)
                 for place, tensor in zip(changes, results[returned:], strict=True):
                     values[place] = tensor
                 results = results[:returned]
+            elif seed is None or not self.random[index]:
+                results = call(*arguments)
             else:
-                results = self._run(index, layer, seed, arguments)
+                results = self._run(index, call, seed, arguments)
             for place in dead:
                 values[place] = None
             values += results
         return tuple([values[place] for place in self._results])
 
-    def _run(self, index: int, layer: nn.Module, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...]
+    def _run(self, index: int, call: Results, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if seed is None or not self.random[index]:
-            results = layer(*arguments)
-        else:
-            with seeded(seed, self.first + index, arguments):
-                results = layer(*arguments)
-        return results
+            return call(*arguments)
+        with seeded(seed, self.first + index, arguments):
+            return call(*arguments)
 
-    def _run_apart(self, index: int, layer: nn.Module, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
+    def _run_apart(self, index: int, call: Results, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
         """What the layer writes in place it writes in copies, which are returned behind its results."""
         own = dict(zip(self.reads[index], arguments, strict=True))
         own.update({name: own[name].clone() for name in self.written[index]})
-        results = self._run(index, layer, seed, [own[name] for name in self.reads[index]])
+        results = self._run(index, call, seed, [own[name] for name in self.reads[index]])
         return (*results, *(own[name] for name in self.written[index]))
 
 
@@ -341,51 +216,10 @@ def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple
     return tuple(reversed(dead))
 
 
-def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
-    return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
-
-
-def _check_sizes(name: str, sizes: tuple[tuple[int, int | None], ...], tensor: Tensor, free: bool) -> None:
-    """`free`: dimension 0 counts samples, of which each microbatch will have fewer."""
-    if not sizes:
-        return
-    bounds = list(zip(sizes, tensor.shape, strict=False))[int(free) :]
-    if len(sizes) != tensor.dim() or not all(_fits(size, *bound) for bound, size in bounds):
-        expected = ", ".join(_size_text(least, most) for least, most in sizes)
-        raise CaptureError(
-            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): for other sizes the "
-            "model's code may do something else. Pass such a tensor, or capture again with a sample= of the new shape"
-        )
-
-
-def _fits(size: int, least: int, most: int | None) -> bool:
-    return least <= size and (most is None or size <= most)
-
-
-def _size_text(least: int, most: int | None) -> str:
-    if most is None:
-        return f"at least {least}" if least else "any"
-    return str(least) if least == most else f"{least} to {most}" if least else f"at most {most}"
-
-
-def check_constant(name: str, captured: object, found: object) -> None:
-    """Raises `CaptureError` unless `found`, which is not a tensor, equals what was `captured`."""
-    if not _same(captured, found):
-        raise CaptureError(
-            f"{name} was {_shown(captured)} when the model was captured and is now {_shown(found)}. A value that is "
-            "not a tensor is fixed by the capture: pass the same one, or capture again with the new one in sample="
-        )
-
-
-def _same(captured: object, found: object) -> bool:
-    if captured is found:
-        return True
-    try:
-        return type(captured) is type(found) and bool(captured == found)
-    except Exception:
-        # Objects that hold arrays may not say whether they are equal.
-        return False
-
-
-def _shown(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+def _direct_call(layer: nn.Module) -> Results:
+    """What runs `layer`, a wrapper of ours: not by way of `nn.Module.__call__`, which takes a microsecond or two, but
+    where hooks of the user's are to run.
+    """
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    call: Results = layer if any(hooks) or layer._compiled_call_impl is not None else layer.forward
+    return call

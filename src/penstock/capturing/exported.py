@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from penstock.capturing.blocks import choose_blocks, group_calls
-from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput
+from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
 from penstock.capturing.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.dependence import depend
 from penstock.capturing.joining import join_layers
+from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
 from penstock.capturing.preservation import evaluating, preserved, saved_buffers
 from penstock.capturing.samples import Call, flatten

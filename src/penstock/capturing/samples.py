@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import ModelInputs
+from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import CaptureError
 
 __all__ = ["Call", "check_leaves", "flatten", "read_sample"]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import Layer, LayerChain, ModelInputs, ModelOutput, check_constant
+from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
+from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
 from penstock.capturing.preservation import preserved, saved_buffers
 from penstock.capturing.samples import Call, flatten
@@ -67,11 +68,13 @@ class EagerLayer(nn.Module):
         self._returns_tensor = returns.stands_for(0)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Attributes that are modules are looked for last, and then in a slower way.
+        body: Any = self._modules["body"]
         if self._takes_tensors:
-            result = self.body(*tensors)
+            result = body(*tensors)
         else:
             args, kwargs = self.takes.fill(tensors)
-            result = self.body(*args, **kwargs)
+            result = body(*args, **kwargs)
         if self._returns_tensor and isinstance(result, Tensor):
             return (result,)
         found, results = _Form.of(result)

@@ -12,8 +12,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import LayerChain, ModelInputs
+from penstock.capturing.chain import LayerChain
 from penstock.capturing.checking import agrees
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
 
 __all__ = ["bound_sizes_of_one"]

@@ -22,8 +22,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import ModelInputs
 from penstock.capturing.explanations import explained
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.recurrence import recurrence_in_one_step
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError

@@ -12,7 +12,7 @@ Laws of this file:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
 from torch.autograd import Variable
@@ -26,8 +26,7 @@ __all__ = ["Compute", "StageExecutor"]
 Compute: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _Kept(NamedTuple):
     """Of a microbatch: what it received (leaves of autograd), and how to come by what it computed (with history)."""
 
     received: tuple[Tensor, ...]
@@ -61,7 +60,7 @@ class StageExecutor:
             with saved_tensors_hooks(_forget, _refuse):
                 outputs = compute(leaves)
             self.in_flight[microbatch] = _Kept(leaves, lambda: _repeat(compute, leaves, again))
-        return tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        return tuple([output.detach().requires_grad_(output.requires_grad) for output in outputs])
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Adds the weights' gradients to their ``.grad`` and returns those of what was received.
@@ -73,7 +72,7 @@ class StageExecutor:
         outputs, given = _roots(kept, gradients)
         if outputs:
             _run_backward(outputs, given)
-        result = tuple(leaf.grad for leaf in kept.received)
+        result = tuple([leaf.grad for leaf in kept.received])
         for leaf in kept.received:
             leaf.grad = None
         return result
@@ -100,7 +99,7 @@ def _roots(kept: _Kept, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor
     """The outputs that a backward starts from, and the gradients of these."""
     outputs: list[Tensor] = []
     given: list[Tensor] = []
-    if any(gradient is not None for gradient in gradients):
+    if any([gradient is not None for gradient in gradients]):
         for output, gradient in zip(kept.compute(), gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 outputs.append(output)

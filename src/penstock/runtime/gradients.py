@@ -30,6 +30,8 @@ class Gradients:
         self._rank, self._schedule, self._stages = rank, schedule, stages
         self._whole: dict[tuple[int, int], dict[str, Tensor]] = {}
         """This rank's own gradients for an update, once its last backward for it is done."""
+        self._lasts: dict[int, tuple[int, int | None]] = {}
+        """By stage: the update that was asked for last, and the last microbatch that this rank takes for it."""
         self._tied: dict[tuple[int, int, int], Mapping[str, Tensor | None]] = {}
         """What a stage (first) has got from another one (second) for an update to a version (third)."""
         self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -42,7 +44,11 @@ class Gradients:
         The sums over replicas then begin while it runs.
         """
         update = microbatch // self._schedule.promise.microbatches_per_update[stage] + 1
-        if microbatch != self._schedule.last_taken(self._rank, stage, update):
+        known, last = self._lasts.get(stage, (0, None))
+        if known != update:
+            last = self._schedule.last_taken(self._rank, stage, update)
+            self._lasts[stage] = update, last
+        if microbatch != last:
             return None
         held = self._stages[stage]
         # A late update with tied weights sums after backwards of the next one, which not all replicas have had then.

@@ -22,7 +22,6 @@ from penstock.runtime.transport import Edge, Message, Ticket, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
 from penstock.scheduling.norms import carried_norms
-from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["Mailbox"]
@@ -41,7 +40,7 @@ class Mailbox:
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
         self.rank = rank
-        self._schedule = schedule
+        self._schedule, self._placement = schedule, schedule.placement
         self._transport = transport
         self._microbatches: Mapping[int, Microbatch] = {}
         self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
@@ -49,7 +48,9 @@ class Mailbox:
         self._known_edges: dict[tuple[int, int], Edge] = {}
         """Every message asks for one."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
-        self._tickets: defaultdict[Action, dict[Edge, Ticket]] = defaultdict(dict)
+        self._awaited: dict[Action, tuple[Edge, ...]] = {}
+        """By receive, where its pieces come from, in the order of their rows."""
+        self._tickets: dict[tuple[Action, Edge], Ticket] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
@@ -57,11 +58,12 @@ class Mailbox:
         """Prepares for `program`, a part of `schedule`, and posts its first receives. `microbatches`: this rank's."""
         if schedule is not self._schedule:
             self._known_nexts.clear()
-        self._schedule = schedule
+        self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
         for action in program:
             if isinstance(action, _RECEIVES):
-                for edge in self._edges_to(action):
+                edges = self._awaited[action] = self._edges_to(action)
+                for edge in edges:
                     self._due[edge].append(action)
         for edge in self._due:
             for _ in range(POSTED_AHEAD):
@@ -113,9 +115,8 @@ class Mailbox:
 
     def receive(self, action: Receive) -> None:
         """Waits for a message, which `take` then gives."""
-        tickets, edges = self._tickets.pop(action), self._edges_to(action)
-        # In the order of the rows; the receives were posted in any order.
-        message = _gather([tickets[edge].wait() for edge in edges], self._joins(action))
+        edges = self._awaited.pop(action)
+        message = _gather([self._tickets.pop((action, edge)).wait() for edge in edges], self._joins(action))
         self._arrived[action.stage, action.microbatch, action.source] = message
         for edge in edges:
             self._post(edge)
@@ -140,14 +141,14 @@ class Mailbox:
         return self._receive_one(action)
 
     def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
-        ((edge, ticket),) = self._tickets.pop(action).items()
-        message = ticket.wait()
+        (edge,) = self._awaited.pop(action)
+        message = self._tickets.pop((action, edge)).wait()
         self._post(edge)
         return message
 
     def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
         """Whether the message has come."""
-        return all(ticket.ready() for ticket in self._tickets[action].values())
+        return all(self._tickets[action, edge].ready() for edge in self._awaited[action])
 
     def _post(self, edge: Edge) -> None:
         """Posts the next receive that is due on `edge`, if there is one."""
@@ -163,13 +164,13 @@ class Mailbox:
                     form = ("norms", source, stage, len(norms))
                 case _:
                     assert_never(action)
-            self._tickets[action][edge] = self._transport.post(edge, form)
+            self._tickets[action, edge] = self._transport.post(edge, form)
 
-    def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> list[Edge]:
+    def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
         if isinstance(action, Receive) and self._placement.split:
             sources = self._rows(action.stage, action.source, action.microbatch)
-            return [self._edge(source, self.rank) for source in sources]
-        return [self._edge(peer(action, self.rank, self._placement), self.rank)]
+            return tuple(self._edge(source, self.rank) for source in sources)
+        return (self._edge(peer(action, self.rank, self._placement), self.rank),)
 
     def _edge(self, source: int, target: int) -> Edge:
         edge = self._known_edges.get((source, target))
@@ -199,12 +200,10 @@ class Mailbox:
         Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
         numbers must not depend on whose rows happen to come in one piece.
         """
+        if not self._placement.split:
+            return False
         here, there = (self._placement.replicas(stage) for stage in (action.stage, action.source))
-        return self._placement.split and here != there and (there > 1 or action.source > action.stage)
-
-    @property
-    def _placement(self) -> Placement:
-        return self._schedule.placement
+        return here != there and (there > 1 or action.source > action.stage)
 
     def _scatter(self, stage: int, microbatch: int, target: int, message: Message) -> dict[int, Message]:
         """`message` in pieces, by the rank that it goes to."""

@@ -8,6 +8,7 @@ means over samples.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import ModelInputs
+from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.training.losses import LossWeight, amount_of, check_amounts
@@ -23,9 +24,10 @@ from penstock.training.losses import LossWeight, amount_of, check_amounts
 __all__ = ["Microbatch", "chunks", "join", "share_spans", "split", "take_part"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: a frozen one takes three times as long to make, and every step makes m of them.
+@dataclass(slots=True, eq=False)
 class Microbatch:
-    """The part of a minibatch that goes through the pipeline as one."""
+    """The part of a minibatch that goes through the pipeline as one. Nobody changes it."""
 
     inputs: Mapping[str, Tensor]
     """The model's input tensors by value name."""
@@ -94,26 +96,17 @@ def split(
     amounts = [amount_of(weigh, piece, size) for piece, size in zip(targets, sizes, strict=True)]
     check_amounts(amounts)
     total = sum(amounts)
-    columns = {name: _split_rows(t, spans) if name in form.batched else [t] * count for name, t in tensors.items()}
+    names = tuple(tensors)
+    columns = [_split_rows(t, spans) if name in form.batched else [t] * count for name, t in tensors.items()]
     signatures: dict[int, Hashable] = {}
     made = []
-    for index, size in enumerate(sizes):
-        cut = {name: column[index] for name, column in columns.items()}
-        if size not in signatures:
-            signatures[size] = tuple((name, tuple(t.shape), t.dtype) for name, t in cut.items())
-        made.append(
-            Microbatch(
-                inputs=cut,
-                target=targets[index],
-                samples=size,
-                amount=amounts[index],
-                total=total,
-                signature=signatures[size],
-                whole=size,
-                whole_amount=amounts[index],
-                weigh=weigh,
-            )
-        )
+    for size, amount, piece, *cut in zip(sizes, amounts, targets, *columns, strict=True):
+        signature = signatures.get(size)
+        if signature is None:
+            described = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, cut, strict=True))
+            signature = signatures[size] = tuple(described)
+        own = dict(zip(names, cut, strict=True))
+        made.append(Microbatch(own, piece, size, amount, total, signature, size, amount, weigh))
     return tuple(made)
 
 
@@ -134,10 +127,11 @@ def take_part(form: ModelInputs, microbatch: Microbatch, part: int, parts: int) 
     )
 
 
-def share_spans(samples: int, parts: int) -> list[range]:
+@lru_cache(maxsize=1 << 10)
+def share_spans(samples: int, parts: int) -> tuple[range, ...]:
     """Which of `samples` each of `parts` gets; the first ones take the remainder."""
     ends = accumulate((samples // parts + (index < samples % parts) for index in range(parts)), initial=0)
-    return [range(start, stop) for start, stop in pairwise(ends)]
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
 def chunks(form: ModelInputs, inputs: Any) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.capturing.chain import LayerChain, ModelInputs
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import PenstockError
 from penstock.runtime.microbatches import Microbatch
 from penstock.scheduling.schedules import Schedule

@@ -5,6 +5,7 @@ Only reading a result waits. The ranks of the last stage send at once, each what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Reports:
     rank: int
     names: dict[bool, tuple[str, ...]] = field(default_factory=dict)
     """Of the metrics, in training and in evaluation: they shape the messages, so they must not change."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Tensors of the last message that most are alike in, and what they depend on."""
 
     def loss(self, current: Pass, placement: Placement, microbatches: range) -> Loss:
         """The loss of a pass over `microbatches`; perhaps on its way."""
@@ -75,7 +78,9 @@ class Reports:
         values = [value for each in figures for value in each.values]
         alike = len({(value.dtype, value.shape) for value in values}) == 1
         rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
-        weights = torch.tensor([each.weight for each in figures], dtype=torch.float64, device=rows.device)
-        shares = rows.double().view(len(figures), -1) * weights.unsqueeze(1)
-        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=rows.device)
-        return shares, text
+        key = current.training, tuple([each.weight for each in figures]), rows.device
+        if key != self.constants.get("key"):
+            weights = torch.tensor(key[1], dtype=torch.float64, device=rows.device).unsqueeze(1)
+            text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=rows.device)
+            self.constants.update(key=key, weights=weights, text=text)
+        return rows.double().view(len(figures), -1) * self.constants["weights"], self.constants["text"]

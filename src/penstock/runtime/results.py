@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +12,7 @@ from penstock.runtime.transport import Ticket
 __all__ = ["Figures", "Loss", "Metrics", "Report", "StepResult"]
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(NamedTuple):
     """What the last stage found of one microbatch, or of the part that one of its replicas has."""
 
     names: tuple[str, ...]

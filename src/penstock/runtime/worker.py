@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capturing.chain import LayerChain, ModelOutput
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.gradients import Gradients
@@ -361,7 +362,7 @@ class Worker:
         return (whole(loss),)
 
     def _note(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        values = tuple(whole(value.detach()) for value in (loss, *metrics.values()))
+        values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
         self._pass.figures[self.rank, k] = Figures(tuple(metrics), values, microbatch.weight)
 
     def _evaluate(self, stage: int, k: int, microbatch: Microbatch) -> None:

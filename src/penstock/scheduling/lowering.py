@@ -30,7 +30,6 @@ from penstock.scheduling.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    InputGradients,
     Message,
     Receive,
     ReceiveNorms,
@@ -142,43 +141,48 @@ class _Lowering:
     norms: NormRule
     deferred: frozenset[int]
     skips: Sequence[Skip]
-    known: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
-    """What `_apart` has found: every action asks for it."""
+    known: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """What `_ends` has found: every action asks for it."""
 
     def lower(self, row: Iterable[Entry]) -> Iterator[Action]:
-        for _, run in groupby(row, key=lambda entry: isinstance(entry, Update)):
-            entries = list(run)
-            if updates := [entry for entry in entries if isinstance(entry, Update)]:
-                yield from self._lower_updates(updates)
+        for together, entries in groupby(row, key=_is_update):
+            if together:
+                yield from self._lower_updates([entry for entry in entries if isinstance(entry, Update)])
                 continue
             for entry in entries:
-                yield from self._lower_entry(entry)
+                match entry:
+                    case Forward() | Backward() | BackwardInput():
+                        # A worker lowers every step anew, and these are nearly all of it.
+                        stage, microbatch = entry.stage, entry.microbatch
+                        sources, targets = self._ends(stage, later=isinstance(entry, Forward))
+                        for source in sources:
+                            yield Receive(stage, microbatch, source)
+                        yield entry
+                        for target in targets:
+                            yield Send(stage, microbatch, target)
+                    case BackwardWeight():
+                        yield entry
+                    case Summed(stage, version):
+                        yield from self._leave(stage, version)
+                    case Finished(stage, version):
+                        yield from self._hear(stage, version)
+                    case Update():
+                        raise AssertionError("updates come in runs of their own")
+                    case _:
+                        assert_never(entry)
 
-    def _lower_entry(self, entry: Entry) -> Iterator[Action]:
-        match entry:
-            case Forward():
-                yield from self._compute(entry, later=True)
-            case Backward() | BackwardInput():
-                yield from self._compute(entry, later=False)
-            case BackwardWeight():
-                yield entry
-            case Update():
-                yield from self._lower_updates([entry])
-            case Summed(stage, version):
-                yield from self._leave(stage, version)
-            case Finished(stage, version):
-                yield from self._hear(stage, version)
-            case _:
-                assert_never(entry)
-
-    def _compute(self, action: Forward | InputGradients, *, later: bool) -> Iterator[Action]:
-        """A forward or backward between what it needs and what others need of it, `later` stages or earlier ones."""
-        stage, microbatch = action.stage, action.microbatch
-        for source in reversed(self._apart(stage, later=not later)):
-            yield Receive(stage, microbatch, source)
-        yield action
-        for target in self._apart(stage, later=later):
-            yield Send(stage, microbatch, target)
+    def _ends(self, stage: int, *, later: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """On other ranks: where a forward (`later`) or backward gets what it needs from, and who needs what it makes:
+        later stages or earlier ones.
+        """
+        known = self.known.get((stage, later))
+        if known is None:
+            sources, targets = (
+                tuple(other for other in self._nexts(stage, later=side) if self._is_apart(other))
+                for side in (not later, later)
+            )
+            known = self.known[stage, later] = sources[::-1], targets
+        return known
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
         """A run of updates and what they wait for; `updates` at once only if all of them know the norms of all."""
@@ -268,14 +272,6 @@ class _Lowering:
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)
 
-    def _apart(self, stage: int, *, later: bool) -> tuple[int, ...]:
-        """Those of `_nexts` that are on other ranks."""
-        known = self.known.get((stage, later))
-        if known is None:
-            known = tuple(other for other in self._nexts(stage, later=later) if self._is_apart(other))
-            self.known[stage, later] = known
-        return known
-
     def _partners(self, stage: int) -> tuple[int, ...]:
         """Those on other ranks."""
         return tuple(partner for partner in partners(stage, self.ties) if not self._holds(partner))
@@ -285,3 +281,7 @@ class _Lowering:
 
     def _holds(self, stage: int) -> bool:
         return self.rank in self.placement.stages[stage]
+
+
+def _is_update(entry: Entry) -> bool:
+    return isinstance(entry, Update)

@@ -1,0 +1,196 @@
+"""What a model takes and returns, apart from its numbers: names, nesting, constants, and the sizes that a capture
+holds for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CaptureError
+
+__all__ = ["ModelInputs", "ModelOutput", "check_constant"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInputs:
+    """The form of the arguments that the model was captured with."""
+
+    names: tuple[str, ...]
+    """A value name for every leaf of ``(args, kwargs)``, in pytree order."""
+    structure: pytree.TreeSpec
+    constants: Mapping[str, Any]
+    """The leaves that are not tensors. The capture holds for these values only."""
+    batched: frozenset[str]
+    """The tensors whose dimension 0 counts samples; the others go whole to every microbatch."""
+    microbatch_size: int
+    """Samples in the captured sample."""
+    sizes: Mapping[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+    """For a tensor's dimensions: the least and the greatest size that the capture holds for, None where none is."""
+    equal: tuple[tuple[tuple[str, int], ...], ...] = ()
+    """Groups of dimensions, as tensor and index, that the capture holds for only if they are of one size."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The types that the capture holds for; the model's code may ask whether a mask is boolean."""
+    named: tuple[tuple[Any, ...], dict[str, Any]] = field(init=False, repr=False)
+    """The positional arguments and the keywords, with names in the places of their leaves."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "named", self.structure.unflatten(self.names))
+
+    def read(self, batch: Any) -> dict[str, Tensor]:
+        """The tensors of `batch` by value name.
+
+        `batch`: a tuple or list of positional arguments, a mapping of keywords, or the one argument, which may itself
+        be a list, a dict or a named tuple if it was in the sample. Raises `CaptureError` as `bind` does.
+        """
+        args, kwargs = self.named
+        single = len(args) == 1 and not kwargs and type(batch) is type(args[0])
+        # A plain tuple of one is the arguments, as everywhere.
+        if single and not (type(batch) is tuple and len(batch) == 1):
+            return self.bind((batch,), {})
+        match batch:
+            case Mapping():
+                return self.bind((), batch)
+            case tuple() | list():
+                return self.bind(tuple(batch), {})
+            case _:
+                return self.bind((batch,), {})
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of ``model(*args, **kwargs)`` by value name.
+
+        Raises `CaptureError` if the arguments differ from the captured ones in structure or in a constant.
+        """
+        captured_args, captured_kwargs = self.named
+        if sorted(kwargs) != sorted(captured_kwargs) or len(args) != len(captured_args):
+            raise CaptureError(
+                f"the model was captured with {_signature(len(captured_args), captured_kwargs)} and is now called with "
+                f"{_signature(len(args), kwargs)}: pass the same arguments as in sample=, or capture again"
+            )
+        ordered = {name: kwargs[name] for name in captured_kwargs}
+        names: Sequence[str] = [*captured_args, *captured_kwargs.values()]
+        leaves, structure = [*args, *ordered.values()], self.structure
+        # Nothing is nested in most calls, neither then nor now, and need not be looked through.
+        if not all(type(name) is str and isinstance(leaf, Tensor) for name, leaf in zip(names, leaves, strict=True)):
+            names = self.names
+            leaves, structure = pytree.tree_flatten((args, ordered))
+        if structure != self.structure:
+            raise CaptureError(
+                f"the arguments have another structure than the captured sample: expected {self.structure}, "
+                f"found {structure}. Pass the same nesting of tuples, lists and dicts as in sample="
+            )
+        tensors: dict[str, Tensor] = {}
+        for name, leaf in zip(names, leaves, strict=True):
+            if name in self.constants:
+                check_constant(name, self.constants[name], leaf)
+            elif not isinstance(leaf, Tensor):
+                raise CaptureError(
+                    f"{name} was a tensor in sample= and is now {_shown(leaf)}: pass a tensor, or capture again"
+                )
+            else:
+                tensors[name] = leaf
+                if leaf.dtype != self.dtypes.get(name, leaf.dtype):
+                    raise CaptureError(
+                        f"{name} was {self.dtypes[name]} in sample= and is now {leaf.dtype}, for which the model's "
+                        f"code may do something else: pass it as .to({self.dtypes[name]}), or capture again"
+                    )
+                _check_sizes(name, self.sizes.get(name, ()), leaf, free=name in self.batched)
+        for group in self.equal:
+            found = {f"dimension {index} of {name}": tensors[name].shape[index] for name, index in group}
+            if len(set(found.values())) > 1:
+                raise CaptureError(
+                    f"the capture holds for equal sizes only, which the model's code asked for: {found}. Pass tensors "
+                    "that agree there, or capture again with a sample= of the new shapes"
+                )
+        return tensors
+
+    def check_samples(self, samples: int) -> None:
+        """Raises `CaptureError` if the capture does not hold for a microbatch of so many samples."""
+        for name in self.names:
+            bounds = self.sizes.get(name, ())
+            if name in self.batched and bounds and not _fits(samples, *bounds[0]):
+                raise CaptureError(
+                    f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "
+                    f"{_size_text(*bounds[0])}: for other numbers the model's code may do something else. Pass larger "
+                    "or smaller batches, or use other microbatches="
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOutput:
+    """The form of what the model returns."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[str | None, ...]
+    """For every leaf, the value that it is; None for a leaf that is a constant."""
+    constants: tuple[Any, ...]
+    """For every leaf, its constant (None where the leaf is a value)."""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values that the output is built from, each once."""
+        return tuple(dict.fromkeys(name for name in self.leaves if name is not None))
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """What the model returns, of the same types as the model's own output, out of a tensor for each of `values`."""
+        if self.structure.is_leaf() and len(tensors) == 1:
+            return tensors[0]
+        values = dict(zip(self.values, tensors, strict=True))
+        leaves = [
+            constant if name is None else values[name]
+            for name, constant in zip(self.leaves, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def _signature(positional: int, keywords: Mapping[str, Any]) -> str:
+    return f"{positional} positional argument(s) and keywords {sorted(keywords)}"
+
+
+def _check_sizes(name: str, sizes: tuple[tuple[int, int | None], ...], tensor: Tensor, free: bool) -> None:
+    """`free`: dimension 0 counts samples, of which each microbatch will have fewer."""
+    if not sizes:
+        return
+    bounds = list(zip(sizes, tensor.shape, strict=False))[int(free) :]
+    if len(sizes) != tensor.dim() or not all(_fits(size, *bound) for bound, size in bounds):
+        expected = ", ".join(_size_text(least, most) for least, most in sizes)
+        raise CaptureError(
+            f"{name} has shape {tuple(tensor.shape)}, but the capture holds for ({expected}): for other sizes the "
+            "model's code may do something else. Pass such a tensor, or capture again with a sample= of the new shape"
+        )
+
+
+def _fits(size: int, least: int, most: int | None) -> bool:
+    return least <= size and (most is None or size <= most)
+
+
+def _size_text(least: int, most: int | None) -> str:
+    if most is None:
+        return f"at least {least}" if least else "any"
+    return str(least) if least == most else f"{least} to {most}" if least else f"at most {most}"
+
+
+def check_constant(name: str, captured: object, found: object) -> None:
+    """Raises `CaptureError` unless `found`, which is not a tensor, equals what was `captured`."""
+    if not _same(captured, found):
+        raise CaptureError(
+            f"{name} was {_shown(captured)} when the model was captured and is now {_shown(found)}. A value that is "
+            "not a tensor is fixed by the capture: pass the same one, or capture again with the new one in sample="
+        )
+
+
+def _same(captured: object, found: object) -> bool:
+    if captured is found:
+        return True
+    try:
+        return type(captured) is type(found) and bool(captured == found)
+    except Exception:
+        # Objects that hold arrays may not say whether they are equal.
+        return False
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
