@@ -109,6 +109,9 @@ class StageModule(nn.Module):
         values it returns."""
         self._results = tuple(places[name] for name in self.sent)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if _is_plain(self) else super().__call__(*args, **kwargs)
+
     def forward(
         self,
         received: Sequence[Tensor],
@@ -126,7 +129,7 @@ class StageModule(nn.Module):
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[place] = values[place].clone()
         if self._calls is None:
-            self._calls = tuple(map(_direct_call, self.layers))
+            self._calls = tuple(layer.forward if _is_plain(layer) else layer for layer in self.layers)
         for index, (call, (reads, changes, dead, returned)) in enumerate(zip(self._calls, self._steps, strict=True)):
             arguments = [values[place] for place in reads]
             if around is not None:
@@ -216,10 +219,9 @@ def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple
     return tuple(reversed(dead))
 
 
-def _direct_call(layer: nn.Module) -> Results:
-    """What runs `layer`, a wrapper of ours: not by way of `nn.Module.__call__`, which takes a microsecond or two, but
-    where hooks of the user's are to run.
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing of the user's is to run around the forward of `module`, which is one of ours: then it is called
+    directly. To call it by way of `nn.Module.__call__` takes a microsecond or two.
     """
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    call: Results = layer if any(hooks) or layer._compiled_call_impl is not None else layer.forward
-    return call
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooked and module._compiled_call_impl is None

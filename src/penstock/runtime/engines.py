@@ -28,6 +28,7 @@ from penstock.runtime.turns import run_programs
 from penstock.runtime.updates import Updater
 from penstock.runtime.worker import Pass, Record, Worker
 from penstock.runtime.worlds import World
+from penstock.scheduling.actions import Action
 from penstock.scheduling.methods import Drain, Part, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
@@ -76,6 +77,8 @@ class Engine:
         """Minibatches trained since the last drain: the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
+        self._prepared: tuple[Part | None, Mapping[int, Sequence[Action]]] = None, {}
+        """The programs of a part, before they are wanted."""
 
     @property
     def trained(self) -> int:
@@ -183,14 +186,24 @@ class Engine:
         self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
     ) -> None:
         """Has the workers carry out `part` of `schedule`; `microbatches` are numbered from `first`."""
-        programs = {rank: schedule.row(rank, part) for rank in self._ranks}
+        prepared, programs = self._prepared
+        if schedule is not self._schedule or part != prepared:
+            programs = self._programs(schedule, part)
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(current, schedule, numbered, programs[worker.rank])
-        run_programs(self._workers, programs)
+        run_programs(self._workers, programs, self._prepare)
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self.records.append(records)
+
+    def _prepare(self) -> None:
+        """Makes the program of the next step, most likely."""
+        following = Step(self._minibatch + 1)
+        self._prepared = following, self._programs(self._schedule, following)
+
+    def _programs(self, schedule: Schedule, part: Part) -> Mapping[int, Sequence[Action]]:
+        return {rank: schedule.row(rank, part) for rank in self._ranks}
 
 
 def recruit(
@@ -213,7 +226,7 @@ def recruit(
             recipe.loss_fn,
             updater,
             transport,
-            partial(recipe.computing, device),
+            partial(recipe.computing, device) if recipe.autocast else None,
             Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
             ScaleCourse(recipe.scaling) if recipe.scaling else None,
         )

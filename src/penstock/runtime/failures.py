@@ -10,11 +10,12 @@ import contextlib
 import json
 import time
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from penstock.errors import TransportError
+from penstock.errors import PenstockError, TransportError
 
-__all__ = ["FailureBoard"]
+__all__ = ["FailureBoard", "explained"]
 
 _FAILURE = "failure"
 _READERS = "failure-readers"
@@ -71,6 +72,17 @@ class FailureBoard:
         self.failed = True
         raise TransportError(
             f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, "
-            f"which is "
-            f"rank {record['rank']}'s, and start again:\n{record['traceback']}"
+            f"which is rank {record['rank']}'s, and start again:\n{record['traceback']}"
         )
+
+
+def explained(error: BaseException, stage: int) -> BaseException:
+    """`error`, or what it means if it is one of a connection inside of `stage`, which names a socket."""
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+        return error
+    if isinstance(error, PenstockError):
+        return error
+    return TransportError(
+        f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
+        f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
+    )

@@ -85,16 +85,17 @@ class SentForms:
         if specs is None:
             specs = self._agreed[form] = tuple(None if t is None else Spec.of(t) for t in message)
             header = pickle.dumps(specs)
-        tensors = []
         if len(specs) != len(message):
             raise self._error(specs, message)
+        tensors = []
         for spec, tensor in zip(specs, message, strict=True):
-            if (tensor is None) != (spec is None):
-                raise self._error(specs, message)
-            if tensor is not None and spec is not None:
-                if not spec.fits(tensor):
+            if tensor is None or spec is None:
+                if tensor is not None or spec is not None:
                     raise self._error(specs, message)
+            elif spec.fits(tensor):
                 tensors.append(spec.flatten(tensor))
+            else:
+                raise self._error(specs, message)
         return header, tensors
 
     def _error(self, agreed: Specs, message: Sequence[Tensor | None]) -> TransportError:

@@ -65,8 +65,8 @@ class Mailbox:
                 edges = self._awaited[action] = self._edges_to(action)
                 for edge in edges:
                     self._due[edge].append(action)
-        for edge in self._due:
-            for _ in range(POSTED_AHEAD):
+        for edge, due in self._due.items():
+            for _ in range(min(len(due), POSTED_AHEAD)):
                 self._post(edge)
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:

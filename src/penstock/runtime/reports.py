@@ -43,7 +43,7 @@ class Reports:
             if last in self.local:
                 message = self._message(current, [current.figures[last, k] for k in taken])
                 for edge in self._edges(last, placement):
-                    self.transport.send(edge, form, message)
+                    self.transport.send(edge, form, (message,))
                 reports.append(Report(taken, message))
             else:
                 reports.append(Report(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
@@ -66,21 +66,24 @@ class Reports:
     def _edges(self, last: int, placement: Placement) -> list[Edge]:
         return [Edge(last, rank, "reports") for rank in range(placement.ranks) if rank not in self.local]
 
-    def _message(self, current: Pass, figures: Sequence[Figures]) -> tuple[Tensor, Tensor]:
+    def _message(self, current: Pass, figures: Sequence[Figures]) -> Tensor:
         names = self.names.setdefault(current.training, figures[0].names)
+        values: list[Tensor] = []
+        weights: list[float] = []
         for each in figures:
             if each.names != names:
                 raise PenstockError(
                     f"loss_fn returned the metrics {names} before and {each.names} now: return the same names for "
                     "every microbatch"
                 )
+            values += each.values
+            weights.append(each.weight)
         # Once for all microbatches of a step, when the last one is done.
-        values = [value for each in figures for value in each.values]
-        alike = len({(value.dtype, value.shape) for value in values}) == 1
+        alike = all([value.dtype is values[0].dtype and value.shape == values[0].shape for value in values])
         rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
-        key = current.training, tuple([each.weight for each in figures]), rows.device
+        key = current.training, weights, rows.device
         if key != self.constants.get("key"):
-            weights = torch.tensor(key[1], dtype=torch.float64, device=rows.device).unsqueeze(1)
-            text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=rows.device)
-            self.constants.update(key=key, weights=weights, text=text)
-        return rows.double().view(len(figures), -1) * self.constants["weights"], self.constants["text"]
+            head = torch.tensor(Report.head(names), dtype=torch.float64, device=rows.device)
+            column = torch.tensor(weights, dtype=torch.float64, device=rows.device).repeat_interleave(1 + len(names))
+            self.constants.update(key=key, head=head, weights=column)
+        return torch.cat((self.constants["head"], rows.double().view(-1) * self.constants["weights"]))

@@ -28,20 +28,31 @@ class Report:
     """The figures of one replica of the last stage for each of its `microbatches`, in their order."""
 
     microbatches: Sequence[int]
-    message: tuple[Tensor, Tensor] | Ticket
-    """The shares, one row for each microbatch, and the names as UTF-8, one line for each; perhaps on their way."""
+    message: Tensor | Ticket
+    """As `head` and the shares, one row for each microbatch; perhaps on its way."""
+
+    @staticmethod
+    def head(names: Sequence[str]) -> list[float]:
+        """What stands before the shares: how many there are of a microbatch, and the names as UTF-8, a line for each.
+
+        All are numbers of one tensor, since a message of two tensors costs twice as much.
+        """
+        return [1 + len(names), *"\n".join(names).encode()]
 
     def ready(self) -> bool:
         """Whether `read` would return at once."""
-        return isinstance(self.message, tuple) or self.message.ready()
+        return isinstance(self.message, Tensor) or self.message.ready()
 
     def read(self) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
         """The names, and the shares by microbatch; waits."""
-        shares, text = self.message if isinstance(self.message, tuple) else self.message.wait()
-        assert shares is not None
-        assert text is not None
-        names = tuple(bytes(text.tolist()).decode().splitlines())
-        return names, list(zip(self.microbatches, shares.tolist(), strict=True))
+        (message,) = (self.message,) if isinstance(self.message, Tensor) else self.message.wait()
+        assert message is not None
+        width, *numbers = message.tolist()
+        size = int(width)
+        start = len(numbers) - size * len(self.microbatches)
+        names = tuple(bytes(map(int, numbers[:start])).decode().splitlines())
+        rows = [numbers[row : row + size] for row in range(start, len(numbers), size)]
+        return names, list(zip(self.microbatches, rows, strict=True))
 
 
 class Loss:

@@ -105,9 +105,10 @@ class RingWriter:
 
     def write(self, pieces: Sequence[Piece]) -> bool:
         """Writes a record out of `pieces`; False if there is no room at present."""
-        needed = _WORD
+        needed, total = _WORD, 0
         for _, size in pieces:
             needed += _padded(size)
+            total += size
         segment, written = self._segment, self._written
         if needed * RECORDS > segment.size:
             if self._room(segment) < _WORD:
@@ -123,7 +124,7 @@ class RingWriter:
         for piece in pieces:
             segment.put(count, piece)
             count += _padded(piece[1])
-        segment.put_word(written, sum([size for _, size in pieces]))
+        segment.put_word(written, total)
         self._written = self._counters[_WRITTEN] = count
         return True
 

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ Message: TypeAlias = tuple[Tensor | None, ...]
 """Tensors in an order that both ends know. None stands for a gradient that nothing depends on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A directed connection between two ranks. Messages on different lanes do not wait for each other."""
 
     source: int

@@ -1,19 +1,29 @@
 """Runs the programs of the ranks that live in this process: one after the other, or several in turn."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.worker import Worker
 from penstock.scheduling.actions import Action
+from penstock.scheduling.arrivals import last_receive
 
 __all__ = ["run_programs"]
 
 
-def run_programs(workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]]) -> None:
-    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait."""
+def run_programs(
+    workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]], aside: Callable[[], None]
+) -> None:
+    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait.
+
+    `aside` is something to do where one alone is most likely to wait: before its last receive.
+    """
     if len(workers) == 1:
         (worker,) = workers
-        for action in programs[worker.rank]:
+        program = programs[worker.rank]
+        last = last_receive(program)
+        for place, action in enumerate(program):
+            if place == last:
+                aside()
             worker.execute(action)
         return
     queues = [(worker, deque(programs[worker.rank])) for worker in workers]

@@ -16,13 +16,13 @@ from functools import partial
 from typing import TypeAlias, assert_never, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
-from penstock.errors import PenstockError, TransportError
+from penstock.runtime.executor import Compute
+from penstock.runtime.failures import explained
 from penstock.runtime.gradients import Gradients
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.mailboxes import Mailbox
@@ -96,12 +96,12 @@ class Worker:
         loss_fn: LossFunction,
         updater: Updater,
         transport: Transport,
-        computing: Computing = nullcontext,
+        computing: Computing | None = None,
         norms: Norms | None = None,
         scales: ScaleCourse | None = None,
     ) -> None:
-        """Forwards and losses are computed inside of ``computing()``. `norms`: if the schedule has them. `scales`: of
-        the losses; needs norms.
+        """`computing`: gives the context that forwards and losses are computed in. `norms`: if the schedule has them.
+        `scales`: of the losses; needs norms.
         """
         self.rank = rank
         self.stages = stages
@@ -139,11 +139,14 @@ class Worker:
         """Prepares for `program`, a part of `schedule` that forwards `microbatches`, and posts its first receives."""
         self._pass = current
         placement, stage = schedule.placement, self._first
-        for k, microbatch in microbatches.items():
-            ranks = placement.ranks_for(stage, k)
-            if self.rank in ranks:
-                part = ranks.index(self.rank)
-                self._microbatches[k] = take_part(self._chain.inputs, microbatch, part, len(ranks))
+        if placement.replicas(stage) == 1:
+            self._microbatches.update(microbatches)
+        else:
+            for k, microbatch in microbatches.items():
+                ranks = placement.ranks_for(stage, k)
+                if self.rank in ranks:
+                    part = ranks.index(self.rank)
+                    self._microbatches[k] = take_part(self._chain.inputs, microbatch, part, len(ranks))
         self._direct = find_direct(program) if self._recomputations else frozenset()
         self._mailbox.begin(schedule, self._microbatches, program)
 
@@ -203,7 +206,7 @@ class Worker:
                 case _:
                     assert_never(action)
         except BaseException as found:
-            error = _explained(found, action.stage)
+            error = explained(found, action.stage)
             layers = self.stages[action.stage].weights.module(0).names
             error.add_note(
                 f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
@@ -235,17 +238,17 @@ class Worker:
         metrics: dict[str, Tensor] = {}
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            with self._computing():
-                outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
-                if not last:
-                    return outputs
-                # The loss is one layer more.
-                if around:
-                    return around(None, partial(self._loss, self._chain.output, microbatch, metrics), outputs)
-                return self._loss(self._chain.output, microbatch, metrics, *outputs)
+            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
+            if not last:
+                return outputs
+            # The loss is one layer more.
+            if around:
+                return around(None, partial(self._loss, self._chain.output, microbatch, metrics), outputs)
+            return self._loss(self._chain.output, microbatch, metrics, *outputs)
 
         again = recomputation.remember(module, (*received, *microbatch.tensors)) if recomputation else None
-        outputs = stage.executor.forward(k, received, compute, again)
+        within = compute if self._computing is None else _inside(self._computing, compute)
+        outputs = stage.executor.forward(k, received, within, again)
         if not last:
             self._mailbox.deal(action.stage, k, self._targets[action.stage], outputs, later=True)
             return
@@ -368,7 +371,7 @@ class Worker:
     def _evaluate(self, stage: int, k: int, microbatch: Microbatch) -> None:
         """A forward without gradients. Between stages everything is relayed then: an evaluation has no skips."""
         received = [tensor for tensor in self._mailbox.take(stage, k, stage - 1) if tensor is not None]
-        with torch.no_grad(), self._computing():
+        with torch.no_grad(), self._computing() if self._computing else nullcontext():
             outputs = self.stages[stage].evaluation()(received, microbatch.inputs)
             if self._is_last(stage):
                 self._finish(k, microbatch, outputs)
@@ -385,13 +388,9 @@ class Worker:
             self._note(k, microbatch, loss, metrics)
 
 
-def _explained(error: BaseException, stage: int) -> BaseException:
-    """`error`, or what it means if it is one of a connection inside of `stage`, which names a socket."""
-    if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
-        return error
-    if isinstance(error, PenstockError):
-        return error
-    return TransportError(
-        f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
-        f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
-    )
+def _inside(computing: Computing, compute: Compute) -> Compute:
+    def inside(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with computing():
+            return compute(received)
+
+    return inside

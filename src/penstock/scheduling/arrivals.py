@@ -8,19 +8,24 @@ Law of this file: a receive is only put further ahead, next to one that waits fo
 no rank waits longer than before, and none waits for ever that did not before.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import counterpart, peer, peers
 from penstock.scheduling.placements import Placement
 
-__all__ = ["follow_sends", "sources_of"]
+__all__ = ["follow_sends", "last_receive", "sources_of"]
 
 
 def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[int, ...]:
     """The ranks that the `row` of `rank` receives from, ascending."""
     receives = (action for action in row if isinstance(action, Receive | ReceiveTied | ReceiveNorms))
     return tuple(sorted({peer(action, rank, placement) for action in receives}))
+
+
+def last_receive(row: Sequence[Action]) -> int | None:
+    """The place in `row` where it waits for an activation or a gradient for the last time; None if it never does."""
+    return next((place for place in reversed(range(len(row))) if isinstance(row[place], Receive)), None)
 
 
 def follow_sends(

@@ -52,6 +52,8 @@ def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tenso
     `PenstockError` if `loss_fn` returns something else.
     """
     found = loss_fn(output, target)
+    if type(found) is Tensor and found.numel() == 1:
+        return found, {}
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
