@@ -25,6 +25,7 @@ __all__ = [
     "pile_up",
     "read_in_any_order",
     "tell_threads",
+    "wait_for_a_late_message",
 ]
 
 
@@ -96,6 +97,35 @@ def read_in_any_order(shared: bool) -> list[float]:
             (tensor,) = tickets[number].wait()
             assert tensor is not None and tickets[number].ready()
             found.append(tensor[-1].item())
+    dist.barrier()
+    transport.close()
+    return found
+
+
+def wait_for_a_late_message(shared: bool, asks: bool) -> list[float]:
+    """Rank 1 waits for messages that come late, while it has posted later ones, which rank 0 sends only when it has
+    heard of the earlier ones. The later ones are of an unknown form or, if it `asks` before whether they have come, of
+    the same one.
+    """
+    transport, rank, _ = _ring(shared)
+    there, back, found = Edge(0, 1), Edge(1, 0), []
+    later = "form" if asks else "another form"
+    for number, form in enumerate(("form", "form", later)):
+        if rank == 0:
+            # Longer than anybody looks for it before a thread waits.
+            time.sleep(0.05)
+            transport.send(there, form, (torch.full((100,), float(number)),))
+            transport.post(back, "heard").wait()
+            continue
+        if number < 2:
+            ticket = transport.post(there, form)
+        if number == 1:
+            last = transport.post(there, later)
+            assert not (asks and last.ready())
+        (tensor,) = (last if number == 2 else ticket).wait()
+        assert tensor is not None
+        found.append(tensor[-1].item())
+        transport.send(back, "heard", (torch.ones(1),))
     dist.barrier()
     transport.close()
     return found

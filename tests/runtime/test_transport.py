@@ -19,6 +19,7 @@ from transport_jobs import (
     pile_up,
     read_in_any_order,
     tell_threads,
+    wait_for_a_late_message,
 )
 
 BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
@@ -123,6 +124,14 @@ def test_receives_need_not_be_waited_for_in_order_nor_at_all(pool: Pool, shared:
     _, found = pool.run(2, read_in_any_order, shared)
 
     assert found == [3.0, 1.0, 19.0, 3.0]
+
+
+@BOTH
+@pytest.mark.parametrize("asks", [False, True], ids=["another form", "asked for before"])
+def test_who_waits_for_a_message_does_not_wait_for_the_next_one(pool: Pool, shared: bool, asks: bool) -> None:
+    _, found = pool.run(2, wait_for_a_late_message, shared, asks)
+
+    assert found == [0.0, 1.0, 2.0]
 
 
 @BOTH

@@ -5,6 +5,9 @@ tensors that the message will be. Whoever waits first looks at the memory that t
 before, and lets Gloo's thread have the core in between: to be woken takes longer than most messages do. After a while a
 thread waits in his place, since a wait of Gloo's cannot be broken off when another rank fails.
 
+The thread waits for one message after the other, so it is given them in the order in which they come: who waits for
+one must not wait for a later one, which may be sent only when the first one has been heard of.
+
 Tensors of a GPU pass through host memory, since the communicators are Gloo's; a thread waits for them from the start.
 """
 
@@ -129,7 +132,7 @@ class GlooInbox:
             if ticket.message is None and ticket.arrival is not None:
                 if not ticket.arrival.seen():
                     # Some that have come cannot be seen.
-                    self._hand_over(ticket)
+                    self._hand_over_up_to(ticket)
                 if self._is_there(ticket):
                     self._finish(ticket)
         return ticket.message is not None
@@ -144,7 +147,7 @@ class GlooInbox:
                 header.wait()
         if ticket.receipt is None and not self._spin(ticket.arrival):
             with self._working:
-                self._hand_over(ticket)
+                self._hand_over_up_to(ticket)
         if ticket.receipt is not None:
             ticket.receipt.wait()
         with self._working:
@@ -179,6 +182,9 @@ class GlooInbox:
             ticket = self._unposted[0]
             specs = self._agreed.get(ticket.form)
             if specs is None:
+                # All that is before the header.
+                for earlier in self._pending:
+                    self._hand_over(earlier)
                 page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 self._header = self._start(_Arrival(self._group, self._peer, [page]), page)
                 return
@@ -252,8 +258,15 @@ class GlooInbox:
         self._pending_bytes -= ticket.bytes
         self._arm()
 
+    def _hand_over_up_to(self, ticket: _Posted) -> None:
+        """Has the thread wait for `ticket` and all before it."""
+        for earlier in self._pending:
+            self._hand_over(earlier)
+            if earlier is ticket:
+                return
+
     def _hand_over(self, ticket: _Posted) -> None:
-        """Has the thread wait for it."""
+        """Has the thread wait for it, as the next one."""
         if ticket.receipt is None and ticket.arrival is not None:
             ticket.receipt = self._start(ticket.arrival)
 
