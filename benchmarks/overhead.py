@@ -142,13 +142,15 @@ def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats:
         "layers_forward": forward,
         "layers_backward": backward,
         "layers_update": update,
-        **{name: mine[name] for name in ("send", "message", "neighbour", "other", "between")},
+        **{name: mine[name] for name in ("send", "message", "neighbour", "other")},
+        # The next step's program is made between two actions of this one.
+        "between": mine["between"] - program,
         "forward": mine["forward"] - forward,
         "backward": mine["backward"] - backward,
         "update": mine["update"] - update,
         "cut": cut,
         "program": program,
-        "rest": mine["around"] - cut - program,
+        "rest": mine["around"] - cut,
     }
     return Division(size, entry.name, rank, **{name: one / entry.actions for name, one in seconds_of.items()})
 

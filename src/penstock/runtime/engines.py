@@ -23,6 +23,7 @@ from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.norms import Norms
 from penstock.runtime.reports import Reports
 from penstock.runtime.results import Loss
+from penstock.runtime.staging import staging_for
 from penstock.runtime.transport import Transport
 from penstock.runtime.turns import run_programs
 from penstock.runtime.updates import Updater
@@ -68,7 +69,7 @@ class Engine:
         """What was done in the last minibatches."""
         self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
         self._ranks = tuple(stages)
-        self._reports = Reports(transport, self._ranks, self._ranks[0])
+        self._reports = Reports(transport, self._ranks, self._ranks[0], device, staging_for(device))
         self._forecast, self._device = forecast, device
         last = schedule.stages - 1
         self._told = [worker.scales for worker in workers if worker.scales is not None and last in worker.stages]

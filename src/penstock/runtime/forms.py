@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.accelerators import Layout
 from penstock.runtime.transport import Edge
 
 __all__ = ["SentForms", "Spec", "Specs", "read_header"]
@@ -59,6 +60,11 @@ class Spec:
         if tensor.stride() == self.strides:
             return tensor
         return tensor.detach().permute(self.order).contiguous()
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies in memory when it has come."""
+        return self.shape, self.strides, self.dtype
 
     def empty(self) -> Tensor:
         """A tensor like this, on the CPU."""

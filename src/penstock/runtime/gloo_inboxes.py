@@ -8,7 +8,8 @@ thread waits in his place, since a wait of Gloo's cannot be broken off when anot
 The thread waits for one message after the other, so it is given them in the order in which they come: who waits for
 one must not wait for a later one, which may be sent only when the first one has been heard of.
 
-Tensors of a GPU pass through host memory, since the communicators are Gloo's; a thread waits for them from the start.
+Tensors of a GPU pass through host memory, since the communicators are Gloo's; the thread waits for them from the start
+and has them copied to the device as soon as they have come.
 """
 
 import ctypes
@@ -17,7 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch import Tensor
 from penstock.runtime.forms import Spec, Specs, read_header
 from penstock.runtime.gloo_outboxes import HEADER_BYTES
 from penstock.runtime.patience import Patience
+from penstock.runtime.staging import Staged, Staging
 from penstock.runtime.tickets import Posted, Receipt
 from penstock.runtime.transport import Edge, Ticket
 
@@ -81,25 +84,29 @@ class _Arrival:
 class _Posted(Posted):
     """A receive that has been posted here."""
 
-    __slots__ = ("arrival", "bytes", "receipt", "tensors")
+    __slots__ = ("arrival", "bytes", "receipt", "specs", "staged", "tensors")
 
     def __init__(self, inbox: "GlooInbox", form: Hashable) -> None:
         super().__init__(inbox, form)
         self.arrival: _Arrival | None = None
         """Once Gloo knows of it, which takes knowing its form."""
-        self.tensors: Sequence[Tensor | None] = ()
+        self.specs: Specs = ()
+        self.tensors: Sequence[Tensor] = ()
+        """On the host, one for each of its specs that is not None."""
+        self.staged: Staged | None = None
+        """On the device, if a thread has seen to that."""
         self.bytes = 0
         self.receipt: Receipt | None = None
         """If a thread waits for it."""
 
 
 class GlooInbox:
-    """The receiving end of `edge`, for tensors on `device`."""
+    """The receiving end of `edge`, for tensors that `staging` takes further."""
 
-    def __init__(self, edge: Edge, group: dist.ProcessGroup, device: torch.device, patience: Patience) -> None:
+    def __init__(self, edge: Edge, group: dist.ProcessGroup, staging: Staging, patience: Patience) -> None:
         self._edge = edge
         self._group, self._peer = group, dist.get_group_rank(group, edge.source)
-        self._device = device
+        self._staging = staging
         self._patience = patience
         self._spin_seconds = max(SPIN_SECONDS)
         self._agreed: dict[Hashable, Specs] = {}
@@ -112,8 +119,8 @@ class GlooInbox:
         self._pending_bytes = 0
         self._working = threading.RLock()
         """Held to change any of these, and never for long."""
-        self._waits: queue.SimpleQueue[tuple[_Arrival, Receipt, Tensor | None] | None] = queue.SimpleQueue()
-        """What the thread waits for: a message, or a header and where it is written."""
+        self._waits: queue.SimpleQueue[tuple[_Arrival, Receipt, Callable[[], None] | None] | None] = queue.SimpleQueue()
+        """What the thread waits for, a message or a header, and what it does then."""
         self._thread: threading.Thread | None = None
 
     def post(self, form: Hashable) -> Ticket:
@@ -186,24 +193,22 @@ class GlooInbox:
                 for earlier in self._pending:
                     self._hand_over(earlier)
                 page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                self._header = self._start(_Arrival(self._group, self._peer, [page]), page)
+                self._header = self._start(_Arrival(self._group, self._peer, [page]), partial(self._take_header, page))
                 return
             size = sum([spec.bytes for spec in specs if spec is not None])
             full = len(self._pending) >= OPEN and self._pending_bytes + size > OPEN_BYTES
             if full and (wanted is None or wanted.arrival is not None):
                 return
-            ticket.tensors = tuple([None if spec is None else spec.empty() for spec in specs])
-            places = [
-                _in_order(spec, tensor)
-                for spec, tensor in zip(specs, ticket.tensors, strict=True)
-                if spec is not None and tensor is not None and spec.bytes
-            ]
+            known = [spec for spec in specs if spec is not None]
+            ticket.specs = specs
+            ticket.tensors = [self._staging.host_memory(spec.layout) for spec in known]
+            places = [_in_order(spec, tensor) for spec, tensor in zip(known, ticket.tensors, strict=True) if spec.bytes]
             ticket.arrival = _Arrival(self._group, self._peer, places)
             ticket.bytes = size
             self._pending[ticket] = None
             self._pending_bytes += size
             self._unposted.popleft()
-            if self._device.type != "cpu":
+            if self._staging.apart:
                 self._hand_over(ticket)
 
     def _take_header(self, page: Tensor) -> None:
@@ -249,11 +254,11 @@ class GlooInbox:
                 ticket.arrival.settle()
             except Exception as error:
                 raise self._patience.broken(str(self._edge), (self._edge.source,), error) from error
+        arrived = iter(self._staging.follow(ticket.staged or self._staging.to_device(ticket.tensors)))
         ticket.message = tuple(
-            None if tensor is None else tensor.to(self._device).detach().requires_grad_(tensor.requires_grad)
-            for tensor in ticket.tensors
+            [None if spec is None else next(arrived).requires_grad_(spec.requires_grad) for spec in ticket.specs]
         )
-        ticket.tensors = ()
+        ticket.tensors, ticket.staged = (), None
         del self._pending[ticket]
         self._pending_bytes -= ticket.bytes
         self._arm()
@@ -268,31 +273,35 @@ class GlooInbox:
     def _hand_over(self, ticket: _Posted) -> None:
         """Has the thread wait for it, as the next one."""
         if ticket.receipt is None and ticket.arrival is not None:
-            ticket.receipt = self._start(ticket.arrival)
+            ticket.receipt = self._start(ticket.arrival, partial(self._stage, ticket) if self._staging.apart else None)
 
-    def _start(self, arrival: _Arrival, page: Tensor | None = None) -> Receipt:
-        """A receipt that the thread leaves when `arrival` has come, a header if it is written to `page`."""
+    def _stage(self, ticket: _Posted) -> None:
+        """Has what has come for `ticket` copied to the device."""
+        ticket.staged = self._staging.to_device(ticket.tensors)
+
+    def _start(self, arrival: _Arrival, then: Callable[[], None] | None) -> Receipt:
+        """A receipt that the thread leaves when `arrival` has come and it has done what is to be done `then`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
             self._thread.start()
-        receipt = Receipt(str(self._edge), (self._edge.source,), self._patience)
-        self._waits.put((arrival, receipt, page))
+        receipt = Receipt(str(self._edge), (self._edge.source,), self._patience, self._staging)
+        self._waits.put((arrival, receipt, then))
         return receipt
 
     def _run(self) -> None:
         while (item := self._waits.get()) is not None:
-            arrival, receipt, page = item
+            arrival, receipt, then = item
             try:
                 arrival.settle()
-                if page is not None:
-                    self._take_header(page)
+                if then is not None:
+                    then()
                 receipt.leave()
             except Exception as error:
                 receipt.leave(error=error)
             # What has come is not kept alive until the next wait.
-            del item, arrival, receipt, page
+            del item, arrival, receipt, then
 
 
 def _in_order(spec: Spec, tensor: Tensor) -> Tensor:
     """`tensor`, with the dimensions in their order in memory."""
-    return tensor.detach() if tensor.is_contiguous() else tensor.detach().permute(spec.order)
+    return tensor if tensor.is_contiguous() else tensor.permute(spec.order)

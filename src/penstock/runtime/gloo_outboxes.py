@@ -3,7 +3,7 @@
 A send posts its tensors and returns. Gloo writes what the connection takes at once, and its own thread the rest; what
 is posted must stay as it is until then. A thread of ours keeps it, and looks after it a while later for many messages
 at a time, since whoever is woken takes Python's lock from the computing thread. Large messages, and those of a GPU,
-which have to be copied first, are posted by that thread, too.
+which are copied to host memory first, are posted by that thread, too.
 """
 
 import threading
@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.accelerators import Event
 from penstock.runtime.forms import SentForms
+from penstock.runtime.staging import Staged, Staging, on_host
 from penstock.runtime.transport import Edge
 
 __all__ = ["HEADER_BYTES", "GlooOutbox"]
@@ -34,14 +36,17 @@ class _Sent:
     """The tensors of a message, and what Gloo says of each; nothing yet if the thread is to post them."""
 
     tensors: Sequence[Tensor]
+    """On the host, from `there` on."""
+    there: Event
     works: Sequence[dist.Work] | None = None
 
 
 class GlooOutbox:
-    """The sending end of `edge`, over the communicator `group` of its two ranks."""
+    """The sending end of `edge`, over the communicator `group` of its two ranks, for tensors that `staging` brings."""
 
-    def __init__(self, edge: Edge, group: dist.ProcessGroup) -> None:
+    def __init__(self, edge: Edge, group: dist.ProcessGroup, staging: Staging) -> None:
         self.error: Exception | None = None
+        self._staging = staging
         self._group, self._peer = group, dist.get_group_rank(group, edge.target)
         self._forms = SentForms(edge)
         self._sent: deque[_Sent] = deque()
@@ -57,8 +62,8 @@ class GlooOutbox:
         """Sends `message`, with its header if it is the first of `form`."""
         header, tensors = self._forms.agree(form, message)
         if header is not None:
-            self._put(_pages(header))
-        self._put([tensor for tensor in tensors if tensor.nbytes])
+            self._put(on_host(_pages(header)))
+        self._put(self._staging.to_host([tensor for tensor in tensors if tensor.nbytes]))
 
     def flushed(self, seconds: float) -> bool:
         """Waits so long until everything has left; whether it has."""
@@ -78,18 +83,19 @@ class GlooOutbox:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
+    def _put(self, staged: Staged) -> None:
         if self.error is not None:
             return
-        small = sum([tensor.nbytes for tensor in tensors]) < _LARGE_BYTES and not any(t.is_cuda for t in tensors)
-        if small and self._left == self._posted:
+        tensors, there = staged
+        sent = _Sent(tensors, there)
+        small = sum([tensor.nbytes for tensor in tensors]) < _LARGE_BYTES
+        if small and self._left == self._posted and there.query():
             try:
-                sent = _Sent(tensors, self._post(tensors))
+                sent.works = self._post(tensors)
             except Exception as error:
                 self._fail(error)
                 return
         else:
-            sent = _Sent(tensors)
             self._left += 1
         # Without a lock, which the thread might be holding while it waits for Python's.
         self._sent.append(sent)
@@ -129,7 +135,8 @@ class GlooOutbox:
         messages = list(self._sent)
         for message in messages:
             if message.works is None:
-                message.works = self._post([tensor.cpu() for tensor in message.tensors])
+                message.there.synchronize()
+                message.works = self._post(message.tensors)
                 self._posted += 1
         for message in messages:
             for work in message.works or ():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.runtime.transport import Message
+from penstock.runtime.staging import NOTHING, Staged, Staging
 
 __all__ = ["GroupSum", "Receipt"]
 
@@ -29,26 +29,26 @@ WHOLE_BYTES = 2**16
 class Receipt(Protocol):
     """Where the sum is left."""
 
-    def leave(self, message: Message = (), error: Exception | None = None) -> None:
+    def leave(self, staged: Staged = NOTHING, error: Exception | None = None) -> None:
         """Called once, with the sum or why there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     form: Hashable
-    tensor: Tensor
+    staged: Staged
     receipt: Receipt
 
 
 class GroupSum:
     """This process's end of the group of ranks `order`, who add in this order. Collective."""
 
-    def __init__(self, order: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, order: tuple[int, ...], group: dist.ProcessGroup, staging: Staging) -> None:
         self._order = order
         # A group numbers its ranks in ascending order, whatever order they are given in.
         self._places = [sorted(order).index(member) for member in order]
         self._group = group
-        self._device = device
+        self.staging = staging
         self._agreed: set[Hashable] = set()
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"penstock sum {order}", daemon=True)
@@ -56,7 +56,7 @@ class GroupSum:
 
     def put(self, form: Hashable, tensor: Tensor, receipt: Receipt) -> None:
         """Queues this rank's part."""
-        self._parts.put(_Part(form, tensor.detach(), receipt))
+        self._parts.put(_Part(form, self.staging.to_host([tensor.detach().contiguous()]), receipt))
 
     def close(self) -> None:
         """Ends the thread after everything queued has been summed."""
@@ -70,22 +70,26 @@ class GroupSum:
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:
             try:
-                part.receipt.leave((self._sum(part.form, part.tensor),))
+                part.receipt.leave(self._answer(part))
             except Exception as error:
                 part.receipt.leave(error=error)
             del part
 
-    def _sum(self, form: Hashable, tensor: Tensor) -> Tensor:
-        own = tensor.cpu().contiguous()
+    def _answer(self, part: _Part) -> Staged:
+        (own,), there = part.staged
+        there.synchronize()
+        return self.staging.to_device([self._sum(part.form, own)])
+
+    def _sum(self, form: Hashable, own: Tensor) -> Tensor:
         if form not in self._agreed:
             self._agree(form, own)
         ranks = len(self._order)
         if ranks == 2:
-            return self._swap(own).add_(own).to(self._device)
+            return self._swap(own).add_(own)
         if own.numel() * own.element_size() <= WHOLE_BYTES:
             whole = [torch.empty_like(own) for _ in range(ranks)]
             dist.all_gather(whole, own, group=self._group)
-            return self._add([whole[place] for place in self._places]).to(self._device)
+            return self._add([whole[place] for place in self._places])
         size = -(-own.numel() // ranks)
         padded = torch.cat([own, own.new_zeros(size * ranks - own.numel())])
         pieces = torch.empty_like(padded)
@@ -93,7 +97,7 @@ class GroupSum:
         mine = self._add([pieces[place * size : (place + 1) * size] for place in self._places])
         sums = torch.empty_like(padded)
         dist.all_gather(list(torch.split(sums, size)), mine, group=self._group)
-        return sums[: own.numel()].to(self._device)
+        return sums[: own.numel()]
 
     def _swap(self, own: Tensor) -> Tensor:
         """What the other one of two ranks has; two numbers have the same sum in either order."""

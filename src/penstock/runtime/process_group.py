@@ -24,6 +24,7 @@ from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.rendezvous import Gather, meet
 from penstock.runtime.rings import can_share
 from penstock.runtime.shared_ends import Pusher, SharedInbox, SharedOutbox
+from penstock.runtime.staging import staging_for
 from penstock.runtime.tickets import Receipt
 from penstock.runtime.transport import Edge, Ticket
 
@@ -60,7 +61,7 @@ class ProcessGroup:
         for ranks in groups:
             group = self._communicator(ranks)
             if rank in ranks:
-                self._sums[ranks] = GroupSum(ranks, group, device)
+                self._sums[ranks] = GroupSum(ranks, group, staging_for(device))
         atexit.register(self._leave)
 
     def _connect(self, edges: Sequence[Edge], rank: int, device: torch.device, gather: Gather) -> None:
@@ -73,10 +74,14 @@ class ProcessGroup:
         for edge in edges:
             group = None if edge in shared else self._communicator((edge.source, edge.target))
             if edge.source == rank:
-                self._outboxes[edge] = GlooOutbox(edge, group) if group else SharedOutbox(edge, met, self._pusher)
+                self._outboxes[edge] = (
+                    GlooOutbox(edge, group, staging_for(device)) if group else SharedOutbox(edge, met, self._pusher)
+                )
             elif edge.target == rank:
+                # Reports are read on the host; who wants them on the device puts them there.
+                staging = staging_for(torch.device("cpu") if edge.lane == "reports" else device)
                 self._inboxes[edge] = (
-                    GlooInbox(edge, group, device, self._patience) if group else SharedInbox(edge, met, self._patience)
+                    GlooInbox(edge, group, staging, self._patience) if group else SharedInbox(edge, met, self._patience)
                 )
         met.part()
 
@@ -95,8 +100,9 @@ class ProcessGroup:
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         others = [other for other in group if other != rank]
-        receipt = Receipt(f"the sum over ranks {list(group)}", others, self._patience)
-        self._sums[group].put(form, tensor, receipt)
+        summing = self._sums[group]
+        receipt = Receipt(f"the sum over ranks {list(group)}", others, self._patience, summing.staging)
+        summing.put(form, tensor, receipt)
         return receipt
 
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.results import Figures, Loss, Report
+from penstock.runtime.staging import Staging
 from penstock.runtime.transport import Edge, Ticket, Transport
 from penstock.runtime.worker import Pass
 from penstock.scheduling.placements import Placement
@@ -22,11 +23,14 @@ __all__ = ["Reports"]
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The reports of the process in which the ranks `local` live, which is process `rank`."""
+    """The reports of the process in which the ranks `local` live, which is process `rank`, and computes on `device`."""
 
     transport: Transport
     local: Sequence[int]
     rank: int
+    device: torch.device
+    staging: Staging
+    """From there to the host: who reads a loss waits until it is computed, and not for what the device does then."""
     names: dict[bool, tuple[str, ...]] = field(default_factory=dict)
     """Of the metrics, in training and in evaluation: they shape the messages, so they must not change."""
     constants: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +48,7 @@ class Reports:
                 message = self._message(current, [current.figures[last, k] for k in taken])
                 for edge in self._edges(last, placement):
                     self.transport.send(edge, form, (message,))
-                reports.append(Report(taken, message))
+                reports.append(Report(taken, self.staging.to_host([message])))
             else:
                 reports.append(Report(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
         return Loss(reports)
@@ -61,7 +65,7 @@ class Reports:
             else:
                 tickets[k] = self.transport.post(Edge(last, self.rank, "reports"), form)
         messages = [tickets[k].wait() if k in tickets else current.outputs[k] for k in range(len(microbatches))]
-        return [[tensor for tensor in message if tensor is not None] for message in messages]
+        return [[tensor.to(self.device) for tensor in message if tensor is not None] for message in messages]
 
     def _edges(self, last: int, placement: Placement) -> list[Edge]:
         return [Edge(last, rank, "reports") for rank in range(placement.ranks) if rank not in self.local]

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.runtime.staging import Staged
 from penstock.runtime.transport import Ticket
 
 __all__ = ["Figures", "Loss", "Metrics", "Report", "StepResult"]
@@ -28,8 +29,8 @@ class Report:
     """The figures of one replica of the last stage for each of its `microbatches`, in their order."""
 
     microbatches: Sequence[int]
-    message: Tensor | Ticket
-    """As `head` and the shares, one row for each microbatch; perhaps on its way."""
+    message: Staged | Ticket
+    """A tensor on the host, `head` and the shares, one row for each microbatch; perhaps on its way."""
 
     @staticmethod
     def head(names: Sequence[str]) -> list[float]:
@@ -41,12 +42,15 @@ class Report:
 
     def ready(self) -> bool:
         """Whether `read` would return at once."""
-        return isinstance(self.message, Tensor) or self.message.ready()
+        return self.message[1].query() if isinstance(self.message, tuple) else self.message.ready()
 
     def read(self) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
         """The names, and the shares by microbatch; waits."""
-        (message,) = (self.message,) if isinstance(self.message, Tensor) else self.message.wait()
-        assert message is not None
+        if isinstance(self.message, tuple):
+            (message,), there = self.message
+            there.synchronize()
+        else:
+            (message,) = cast("tuple[Tensor]", self.message.wait())
         width, *numbers = message.tolist()
         size = int(width)
         start = len(numbers) - size * len(self.microbatches)

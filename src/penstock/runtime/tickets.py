@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.staging import NOTHING, Staged, Staging
 from penstock.runtime.transport import Message
 
 __all__ = ["Posted", "Receipt"]
@@ -40,21 +41,22 @@ class Posted:
 
 
 class Receipt:
-    """A message from `peers` on its way, which a thread will `leave` here."""
+    """A message from `peers` on its way, which a thread will `leave` here, having brought it over by `staging`."""
 
-    __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place")
+    __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place", "_staged", "_staging")
 
-    def __init__(self, place: str, peers: Sequence[int], patience: Patience) -> None:
+    def __init__(self, place: str, peers: Sequence[int], patience: Patience, staging: Staging) -> None:
         self._place, self._peers, self._patience = place, peers, patience
-        self._message: Message = ()
+        self._staging, self._staged = staging, NOTHING
+        self._message: Message | None = None
         self._error: Exception | None = None
         # Held until the message is there. An event does the same with a lock of its own for every waiter.
         self._empty = threading.Lock()
         self._empty.acquire()
 
-    def leave(self, message: Message = (), error: Exception | None = None) -> None:
+    def leave(self, staged: Staged = NOTHING, error: Exception | None = None) -> None:
         """Called once, with what has come or why nothing will."""
-        self._message, self._error = message, error
+        self._staged, self._error = staged, error
         self._empty.release()
 
     def ready(self) -> bool:
@@ -69,4 +71,6 @@ class Receipt:
             self._empty.release()
         if self._error is not None:
             raise self._patience.broken(self._place, self._peers, self._error)
+        if self._message is None:
+            self._message, self._staged = tuple(self._staging.follow(self._staged)), NOTHING
         return self._message

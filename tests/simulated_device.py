@@ -1,0 +1,172 @@
+"""A device that does what it is told later: streams in any order that events allow, and memory that is used again.
+
+It stands in for a GPU where there is none. Its tensors are tensors of the CPU whose numbers come when the device gets
+round to them. Memory that nobody holds any more is overwritten in the stream that it was made on, as soon as a GPU's
+allocator could give it to the next tensor, so that what comes too late, or reads too early, finds other numbers.
+"""
+
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.runtime.accelerators import Layout
+
+__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
+
+POISON = 0xA5
+
+
+@dataclass(eq=False)
+class SimulatedEvent:
+    """A place in a stream."""
+
+    device: "SimulatedDevice"
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        while not self.passed:
+            self.device.advance()
+
+
+@dataclass(eq=False)
+class SimulatedStream:
+    """Operations, each with the event that it waits for, if any."""
+
+    operations: deque[tuple[SimulatedEvent | None, Callable[[], None]]] = field(default_factory=deque)
+
+    def runnable(self) -> bool:
+        return bool(self.operations) and (self.operations[0][0] is None or self.operations[0][0].passed)
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory of the device, which `stream` may use again once nobody holds it and `kept` is done with it."""
+
+    buffer: bytearray
+    stream: SimulatedStream
+    kept: list[SimulatedStream] = field(default_factory=list)
+
+
+class SimulatedDevice:
+    """An `Accelerator`. `seed`: of the order in which its streams go on."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._computing = SimulatedStream()
+        self._streams = [self._computing]
+        self._blocks: dict[int, _Block] = {}
+        """By address."""
+
+    def stream(self) -> SimulatedStream:
+        with self._lock:
+            self._streams.append(SimulatedStream())
+            return self._streams[-1]
+
+    def current(self) -> SimulatedStream:
+        return self._computing
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        event = SimulatedEvent(self)
+
+        def pass_by() -> None:
+            event.passed = True
+
+        self._queue(stream, pass_by)
+        return event
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        self._queue(stream, lambda: None, event)
+
+    def host_memory(self, layout: Layout) -> Tensor:
+        shape, strides, dtype = layout
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def device_memory(self, layout: Layout, stream: SimulatedStream) -> Tensor:
+        shape, strides, dtype = layout
+        size = torch.empty_strided(shape, strides, dtype=dtype, device="meta").untyped_storage().nbytes()
+        block = _Block(bytearray([POISON]) * size, stream)
+        array = np.frombuffer(block.buffer, dtype=np.uint8)
+        weakref.finalize(array, self._drop, block)
+        tensor = torch.from_numpy(array).view(dtype).as_strided(shape, strides)
+        with self._lock:
+            self._blocks[tensor.data_ptr()] = block
+        return tensor
+
+    def copy(self, target: Tensor, source: Tensor, stream: SimulatedStream) -> None:
+        given, taken = self._memory(target), self._memory(source)
+
+        def run() -> None:
+            given[:] = taken
+
+        self._queue(stream, run)
+
+    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        self._block(tensor).kept.append(stream)
+
+    def fill(self, tensor: Tensor, value: float) -> None:
+        """Has the computing stream set every number of `tensor`."""
+        given, numbers = self._memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
+
+        def run() -> None:
+            given[:] = numbers
+
+        self._queue(self._computing, run)
+
+    def read(self, tensor: Tensor) -> list[float]:
+        """Has the computing stream read `tensor`; its numbers will be in the list."""
+        taken, found = self._memory(tensor), list[float]()
+        self._queue(self._computing, lambda: found.extend(np.array(taken).view(np.float64).tolist()))
+        return found
+
+    def advance(self) -> None:
+        """Does one operation of some stream; waits a little if there is none that can be done."""
+        with self._lock:
+            ready = [stream for stream in self._streams if stream.runnable()]
+            if ready:
+                _, run = self._random.choice(ready).operations.popleft()
+                run()
+                return
+        time.sleep(1e-4)
+
+    def finish(self) -> None:
+        """Does all that is queued."""
+        while any(stream.operations for stream in self._streams):
+            self.advance()
+
+    def _queue(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
+        with self._lock:
+            stream.operations.append((after, run))
+
+    def _drop(self, block: _Block) -> None:
+        """Nobody holds `block` any more."""
+        for stream in dict.fromkeys(block.kept):
+            self.wait(block.stream, self.record(stream))
+
+        def overwrite() -> None:
+            block.buffer[:] = bytes([POISON]) * len(block.buffer)
+
+        self._queue(block.stream, overwrite)
+
+    def _block(self, tensor: Tensor) -> _Block:
+        return self._blocks[tensor.untyped_storage().data_ptr()]
+
+    def _memory(self, tensor: Tensor) -> memoryview | np.ndarray:
+        """The memory of `tensor`, without holding it if it is the device's."""
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is None:
+            # The host's is kept until the copy is done.
+            return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).numpy()
+        start = tensor.storage_offset() * tensor.element_size()
+        return memoryview(block.buffer)[start : start + tensor.nbytes]

@@ -1,0 +1,78 @@
+"""Jobs in which tensors of simulated devices travel between processes."""
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.failures import FailureBoard
+from penstock.runtime.gloo_inboxes import GlooInbox
+from penstock.runtime.gloo_outboxes import GlooOutbox
+from penstock.runtime.group_sums import GroupSum
+from penstock.runtime.patience import Patience
+from penstock.runtime.staging import DeviceStaging
+from penstock.runtime.tickets import Receipt
+from penstock.runtime.transport import Edge
+from simulated_device import SimulatedDevice
+
+__all__ = ["exchange_over_gloo", "sum_over_gloo"]
+
+LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
+
+
+def _patience() -> Patience:
+    store = dist.distributed_c10d._get_default_store()
+    return Patience(FailureBoard(store, dist.get_rank(), dist.get_world_size()), 30.0)
+
+
+def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
+    """Rank 0 sends messages that its device is still to compute, and overwrites what it has sent; what the device of
+    rank 1 reads of them.
+    """
+    edge, device = Edge(0, 1), SimulatedDevice(seed)
+    group = dist.new_group([0, 1], backend="gloo")
+    found: list[list[float]] = []
+    if dist.get_rank() == 0:
+        outbox = GlooOutbox(edge, group, DeviceStaging(device))
+        for number in range(messages):
+            tensor = device.device_memory(LAYOUT, device.current())
+            device.fill(tensor, float(number))
+            outbox.put("form", (tensor, None))
+            del tensor
+        assert outbox.flushed(30.0)
+        outbox.close()
+        assert outbox.join(30.0)
+    else:
+        inbox = GlooInbox(edge, group, DeviceStaging(device), _patience())
+        tickets = [inbox.post("form") for _ in range(messages)]
+        while tickets:
+            tensor, nothing = tickets.pop(0).wait()
+            assert tensor is not None and nothing is None
+            found.append(device.read(tensor))
+            del tensor
+        device.finish()
+        inbox.close()
+        assert inbox.join(30.0)
+    dist.barrier()
+    return found
+
+
+def sum_over_gloo(sums: int) -> list[list[float]]:
+    """What the device of each rank reads of sums of numbers that the devices are still to compute."""
+    rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    device, patience = SimulatedDevice(rank), _patience()
+    summing = GroupSum(ranks, dist.new_group(list(ranks), backend="gloo"), DeviceStaging(device))
+    found = []
+    for number in range(sums):
+        own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
+        device.fill(own, float(rank + number))
+        receipt = Receipt("the sum", ranks, patience, summing.staging)
+        summing.put("form", own, receipt)
+        del own
+        (total,) = receipt.wait()
+        assert total is not None
+        found.append(device.read(total))
+        del total, receipt
+    device.finish()
+    summing.close()
+    assert summing.join(30.0)
+    dist.barrier()
+    return found
