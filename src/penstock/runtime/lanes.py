@@ -75,6 +75,7 @@ class Lanes:
         self._lanes = dist.get_world_size(group)
         self._sent: dict[tuple[Edge, Hashable], _Shapes] = {}
         self._shapes: dict[tuple[Edge, Hashable], _AgreedShapes] = {}
+        self.ahead = inner.ahead
         self.sent_bytes = 0
         """What this lane has sent over cuts."""
 

@@ -26,9 +26,6 @@ from penstock.scheduling.schedules import Schedule
 
 __all__ = ["Mailbox"]
 
-POSTED_AHEAD = 8
-"""Receives that are posted on an edge before they are needed. The transport knows how many of them get memory."""
-
 _RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
 
 Rows: TypeAlias = tuple[int, int]
@@ -66,7 +63,7 @@ class Mailbox:
                 for edge in edges:
                     self._due[edge].append(action)
         for edge, due in self._due.items():
-            for _ in range(min(len(due), POSTED_AHEAD)):
+            for _ in range(min(len(due), self._transport.ahead)):
                 self._post(edge)
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:

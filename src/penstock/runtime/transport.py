@@ -48,6 +48,9 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Ordered messages between ranks."""
 
+    ahead: int
+    """So many receives of an edge are posted before they are needed."""
+
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         """Sends `message` and returns at once. Tensors must not be changed afterwards.
 
@@ -113,6 +116,8 @@ class _Queue:
 
 class Loopback:
     """All ranks in this process."""
+
+    ahead = 1
 
     def __init__(self) -> None:
         self._queues: defaultdict[Edge, _Queue] = defaultdict(_Queue)

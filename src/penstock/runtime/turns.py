@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.worker import Worker
 from penstock.scheduling.actions import Action
-from penstock.scheduling.arrivals import last_receive
+from penstock.scheduling.arrivals import longest_wait
 
 __all__ = ["run_programs"]
 
@@ -15,14 +15,14 @@ def run_programs(
 ) -> None:
     """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait.
 
-    `aside` is something to do where one alone is most likely to wait: before its last receive.
+    `aside` is something to do where one alone is most likely to wait.
     """
     if len(workers) == 1:
         (worker,) = workers
         program = programs[worker.rank]
-        last = last_receive(program)
+        idle = longest_wait(program)
         for place, action in enumerate(program):
-            if place == last:
+            if place == idle:
                 aside()
             worker.execute(action)
         return

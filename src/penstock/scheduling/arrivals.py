@@ -14,7 +14,7 @@ from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTi
 from penstock.scheduling.lowering import counterpart, peer, peers
 from penstock.scheduling.placements import Placement
 
-__all__ = ["follow_sends", "last_receive", "sources_of"]
+__all__ = ["follow_sends", "longest_wait", "sources_of"]
 
 
 def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[int, ...]:
@@ -23,8 +23,13 @@ def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[
     return tuple(sorted({peer(action, rank, placement) for action in receives}))
 
 
-def last_receive(row: Sequence[Action]) -> int | None:
-    """The place in `row` where it waits for an activation or a gradient for the last time; None if it never does."""
+def longest_wait(row: Sequence[Action]) -> int | None:
+    """The place of the receive in `row` that most likely waits longest; None if it has none.
+
+    Who begins with one waits there until the pipe is filled that far, and any other while it runs empty.
+    """
+    if row and isinstance(row[0], Receive):
+        return 0
     return next((place for place in reversed(range(len(row))) if isinstance(row[place], Receive)), None)
 
 
