@@ -70,13 +70,12 @@ class Division:
     message: float
     neighbour: float
     other: float
-    between: float
     cut: float
     """Of the batch into microbatches; measured apart, as the next one."""
     program: float
     """Making it from the schedule."""
     rest: float
-    """Of a step, before the first action and after the last."""
+    """Of a step, before the first action, between actions and after the last."""
 
     @property
     def total(self) -> float:
@@ -143,14 +142,13 @@ def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats:
         "layers_backward": backward,
         "layers_update": update,
         **{name: mine[name] for name in ("send", "message", "neighbour", "other")},
-        # The next step's program is made between two actions of this one.
-        "between": mine["between"] - program,
         "forward": mine["forward"] - forward,
         "backward": mine["backward"] - backward,
         "update": mine["update"] - update,
         "cut": cut,
         "program": program,
-        "rest": mine["around"] - cut,
+        # The next step's program is made before some action of this one, perhaps the first.
+        "rest": mine["around"] + mine["between"] - cut - program,
     }
     return Division(size, entry.name, rank, **{name: one / entry.actions for name, one in seconds_of.items()})
 
