@@ -193,13 +193,14 @@ class Engine:
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(current, schedule, numbered, programs[worker.rank])
-        run_programs(self._workers, programs, self._prepare)
+        trains = schedule is self._schedule and isinstance(part, Step)
+        run_programs(self._workers, programs, self._prepare if trains else None)
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self.records.append(records)
 
     def _prepare(self) -> None:
-        """Makes the program of the next step, most likely."""
+        """Makes the program of the step that most likely follows the present one."""
         following = Step(self._minibatch + 1)
         self._prepared = following, self._programs(self._schedule, following)
 

@@ -27,16 +27,13 @@ from torch import Tensor
 
 from penstock.runtime.forms import Spec, Specs, read_header
 from penstock.runtime.gloo_outboxes import HEADER_BYTES
-from penstock.runtime.patience import Patience
+from penstock.runtime.patience import Looking, Patience
 from penstock.runtime.staging import Staged, Staging
 from penstock.runtime.tickets import Posted, Receipt
 from penstock.runtime.transport import Edge, Ticket
 
 __all__ = ["GlooInbox"]
 
-SPIN_SECONDS = 250e-6, 2e-3
-"""How long a rank looks for a message before a thread waits for it, at least and at most: longer where that has been
-worth it."""
 OPEN, OPEN_BYTES = 2, 2**18
 """Gloo knows of so many receives of an edge at least, one in use and one on its way, and of more while they are small:
 what it knows of comes without asking back, and until it has come it is held by the sender."""
@@ -108,7 +105,7 @@ class GlooInbox:
         self._group, self._peer = group, dist.get_group_rank(group, edge.source)
         self._staging = staging
         self._patience = patience
-        self._spin_seconds = max(SPIN_SECONDS)
+        self._looking = Looking()
         self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_Posted] = deque()
         """Receives that Gloo does not know of yet, oldest first."""
@@ -139,7 +136,7 @@ class GlooInbox:
             if ticket.message is None and ticket.arrival is not None:
                 if not ticket.arrival.seen():
                     # Some that have come cannot be seen.
-                    self._hand_over_up_to(ticket)
+                    self._hand_over(ticket)
                 if self._is_there(ticket):
                     self._finish(ticket)
         return ticket.message is not None
@@ -154,7 +151,7 @@ class GlooInbox:
                 header.wait()
         if ticket.receipt is None and not self._spin(ticket.arrival):
             with self._working:
-                self._hand_over_up_to(ticket)
+                self._hand_over(ticket)
         if ticket.receipt is not None:
             ticket.receipt.wait()
         with self._working:
@@ -172,8 +169,7 @@ class GlooInbox:
                 if self._unposted:
                     self._arm(self._unposted[-1])
                 if not self._unposted or time.monotonic() > deadline:
-                    for ticket in self._pending:
-                        self._hand_over(ticket)
+                    self._hand_over()
                     break
             time.sleep(0.01)
         if self._thread is not None:
@@ -189,9 +185,8 @@ class GlooInbox:
             ticket = self._unposted[0]
             specs = self._agreed.get(ticket.form)
             if specs is None:
-                # All that is before the header.
-                for earlier in self._pending:
-                    self._hand_over(earlier)
+                # What comes before the header.
+                self._hand_over()
                 page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 self._header = self._start(_Arrival(self._group, self._peer, [page]), partial(self._take_header, page))
                 return
@@ -209,7 +204,7 @@ class GlooInbox:
             self._pending_bytes += size
             self._unposted.popleft()
             if self._staging.apart:
-                self._hand_over(ticket)
+                self._hand_over()
 
     def _take_header(self, page: Tensor) -> None:
         """The form of the oldest receive that Gloo does not know of; `page` has come."""
@@ -226,17 +221,13 @@ class GlooInbox:
 
     def _spin(self, arrival: _Arrival) -> bool:
         """Looks for it for a while; whether it has come."""
-        least, most = SPIN_SECONDS
-        until = time.perf_counter() + self._spin_seconds
-        while True:
-            if arrival.seen():
-                self._spin_seconds = min(2 * self._spin_seconds, most)
-                return True
+        until = self._looking.until()
+        while not arrival.seen():
             if time.perf_counter() > until:
-                self._spin_seconds = max(self._spin_seconds / 2, least)
-                return False
+                return self._looking.learn(False)
             # Gloo's thread may need this core to write it.
             _give_way()
+        return self._looking.learn(True)
 
     def _is_there(self, ticket: _Posted) -> bool:
         """Whether `_finish` would not wait."""
@@ -263,17 +254,14 @@ class GlooInbox:
         self._pending_bytes -= ticket.bytes
         self._arm()
 
-    def _hand_over_up_to(self, ticket: _Posted) -> None:
-        """Has the thread wait for `ticket` and all before it."""
-        for earlier in self._pending:
-            self._hand_over(earlier)
-            if earlier is ticket:
+    def _hand_over(self, last: _Posted | None = None) -> None:
+        """Has the thread wait for all that Gloo knows of, or for `last` and what comes before it."""
+        for ticket in self._pending:
+            if ticket.receipt is None and ticket.arrival is not None:
+                then = partial(self._stage, ticket) if self._staging.apart else None
+                ticket.receipt = self._start(ticket.arrival, then)
+            if ticket is last:
                 return
-
-    def _hand_over(self, ticket: _Posted) -> None:
-        """Has the thread wait for it, as the next one."""
-        if ticket.receipt is None and ticket.arrival is not None:
-            ticket.receipt = self._start(ticket.arrival, partial(self._stage, ticket) if self._staging.apart else None)
 
     def _stage(self, ticket: _Posted) -> None:
         """Has what has come for `ticket` copied to the device."""

@@ -42,8 +42,6 @@ class Mailbox:
         self._microbatches: Mapping[int, Microbatch] = {}
         self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
         """By stage and direction; asked for at every forward and backward."""
-        self._known_edges: dict[tuple[int, int], Edge] = {}
-        """Every message asks for one."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, where its pieces come from, in the order of their rows."""
@@ -101,9 +99,7 @@ class Mailbox:
             parts = self._scatter(stage, microbatch, target, message)
         else:
             parts = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [
-            (self._edge(self.rank, rank), form, part) for rank, part in parts.items()
-        ]
+        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), form, part) for rank, part in parts.items()]
 
     def send(self, action: Send) -> None:
         """Sends what was left for it."""
@@ -120,7 +116,7 @@ class Mailbox:
 
     def send_tied(self, action: SendTied, message: Message) -> None:
         """Sends the gradients of weights that two stages share."""
-        edge = self._edge(self.rank, peer(action, self.rank, self._placement))
+        edge = Edge(self.rank, peer(action, self.rank, self._placement))
         self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
 
     def receive_tied(self, action: ReceiveTied) -> Message:
@@ -131,7 +127,7 @@ class Mailbox:
         """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
         for rank in peers(action, self.rank, self._placement):
             form = ("norms", action.stage, action.target, len(norms))
-            self._transport.send(self._edge(self.rank, rank), form, tuple(norms))
+            self._transport.send(Edge(self.rank, rank), form, tuple(norms))
 
     def receive_norms(self, action: ReceiveNorms) -> Message:
         """Waits to be told."""
@@ -166,14 +162,8 @@ class Mailbox:
     def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
         if isinstance(action, Receive) and self._placement.split:
             sources = self._rows(action.stage, action.source, action.microbatch)
-            return tuple(self._edge(source, self.rank) for source in sources)
-        return (self._edge(peer(action, self.rank, self._placement), self.rank),)
-
-    def _edge(self, source: int, target: int) -> Edge:
-        edge = self._known_edges.get((source, target))
-        if edge is None:
-            edge = self._known_edges[source, target] = Edge(source, target)
-        return edge
+            return tuple(Edge(source, self.rank) for source in sources)
+        return (Edge(peer(action, self.rank, self._placement), self.rank),)
 
     def _form(self, source: int, target: int, microbatch: int) -> Hashable:
         return (source, target, self._schedule.promise.trains, self._microbatches[microbatch].signature)

@@ -7,12 +7,37 @@ from dataclasses import dataclass
 from penstock.errors import TransportError
 from penstock.runtime.failures import FailureBoard
 
-__all__ = ["POLL_SECONDS", "Patience"]
+__all__ = ["POLL_SECONDS", "Looking", "Patience"]
 
 POLL_SECONDS = 0.25
 """How often a rank that waits looks whether another one has failed."""
+LOOKING_SECONDS = 250e-6, 2e-3
+"""At least and at most.
+
+A sleeper is awake again some 50 to 100 us after it was told, and who waits for it would sleep, too: with short actions
+that would go back and forth. But where somebody else needs the core, looking keeps the message from coming.
+"""
 _CAUSE_SECONDS = 2.0
 """A broken connection is often noticed before its cause has been written down."""
+
+
+@dataclass(slots=True)
+class Looking:
+    """How long a rank looks for a message before it sleeps, or a thread waits in its place: longer where that has been
+    worth it.
+    """
+
+    seconds: float = max(LOOKING_SECONDS)
+
+    def until(self) -> float:
+        """When a look that begins now is over, in seconds of ``time.perf_counter``."""
+        return time.perf_counter() + self.seconds
+
+    def learn(self, came: bool) -> bool:
+        """Takes note of whether the message `came` in that time; whether it did."""
+        least, most = LOOKING_SECONDS
+        self.seconds = min(2 * self.seconds, most) if came else max(self.seconds / 2, least)
+        return came
 
 
 @dataclass(frozen=True, slots=True)

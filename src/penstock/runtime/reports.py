@@ -5,7 +5,7 @@ Only reading a result waits. The ranks of the last stage send at once, each what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ class Reports:
     """From there to the host: who reads a loss waits until it is computed, and not for what the device does then."""
     names: dict[bool, tuple[str, ...]] = field(default_factory=dict)
     """Of the metrics, in training and in evaluation: they shape the messages, so they must not change."""
-    constants: dict[str, Any] = field(default_factory=dict)
-    """Tensors of the last message that most are alike in, and what they depend on."""
 
     def loss(self, current: Pass, placement: Placement, microbatches: range) -> Loss:
         """The loss of a pass over `microbatches`; perhaps on its way."""
@@ -74,20 +72,24 @@ class Reports:
         names = self.names.setdefault(current.training, figures[0].names)
         values: list[Tensor] = []
         weights: list[float] = []
-        for each in figures:
-            if each.names != names:
+        for one in figures:
+            if one.names != names:
                 raise PenstockError(
-                    f"loss_fn returned the metrics {names} before and {each.names} now: return the same names for "
+                    f"loss_fn returned the metrics {names} before and {one.names} now: return the same names for "
                     "every microbatch"
                 )
-            values += each.values
-            weights.append(each.weight)
+            values += one.values
+            weights.append(one.weight)
         # Once for all microbatches of a step, when the last one is done.
         alike = all([value.dtype is values[0].dtype and value.shape == values[0].shape for value in values])
         rows = torch.stack(values if alike else [value.double().reshape(()) for value in values])
-        key = current.training, weights, rows.device
-        if key != self.constants.get("key"):
-            head = torch.tensor(Report.head(names), dtype=torch.float64, device=rows.device)
-            column = torch.tensor(weights, dtype=torch.float64, device=rows.device).repeat_interleave(1 + len(names))
-            self.constants.update(key=key, head=head, weights=column)
-        return torch.cat((self.constants["head"], rows.double().view(-1) * self.constants["weights"]))
+        head, each = _frame(names, tuple(weights), rows.device)
+        return torch.cat((head, rows.double().view(-1) * each))
+
+
+@lru_cache(maxsize=8)
+def _frame(names: tuple[str, ...], weights: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What stands before the shares, and the weight of each of them. Most steps have the same."""
+    head = torch.tensor(Report.head(names), dtype=torch.float64, device=device)
+    column = torch.tensor(weights, dtype=torch.float64, device=device)
+    return head, column.repeat_interleave(1 + len(names))

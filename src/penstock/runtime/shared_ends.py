@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.forms import SentForms, Specs, read_header
-from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.patience import POLL_SECONDS, Looking, Patience
 from penstock.runtime.rendezvous import Acquaintances
 from penstock.runtime.rings import RingReader, RingWriter
 from penstock.runtime.tickets import Posted
@@ -32,12 +32,6 @@ from penstock.runtime.transport import Edge, Ticket
 
 __all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
 
-SPIN_SECONDS = 250e-6, 2e-3
-"""How long a rank looks at its ring before it sleeps, at least and at most: longer where that has been worth it.
-
-A sleeper is awake again some 50 to 100 us after the bell has rung, and who waits for it would sleep, too: with short
-actions that would go back and forth. But where somebody else needs the core, looking keeps the message from coming.
-"""
 LOOKS = 50
 """So often it looks before it lets other threads of its process run."""
 PUSH_SECONDS = 200e-6
@@ -125,7 +119,7 @@ class SharedInbox:
         self._patience = patience
         # Who spins on a core that another process of the pipeline needs keeps that one from sending.
         self._spins = met.processes <= len(os.sched_getaffinity(0))
-        self._spin_seconds = max(SPIN_SECONDS)
+        self._looking = Looking()
         ring, bell = met.take(edge.source, 2)
         self._ring = RingReader(ring)
         self._bell = socket.socket(fileno=bell)
@@ -205,17 +199,14 @@ class SharedInbox:
 
     def _spin(self) -> bool:
         """Looks for a record for a while; whether there is one."""
-        least, most = SPIN_SECONDS
-        filled, until = self._ring.filled, time.perf_counter() + self._spin_seconds
+        filled, until = self._ring.filled, self._looking.until()
         while time.perf_counter() < until:
             for _ in range(LOOKS):
                 if filled():
-                    self._spin_seconds = min(2 * self._spin_seconds, most)
-                    return True
+                    return self._looking.learn(True)
             # Lets other threads of this process run.
             self._sleep.poll(0)
-        self._spin_seconds = max(self._spin_seconds / 2, least)
-        return False
+        return self._looking.learn(False)
 
     def _nap(self, seconds: float) -> bool:
         """Sleeps until the bell rings or the other end hangs up, or for so long; False if nothing happened."""

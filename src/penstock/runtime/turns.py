@@ -11,7 +11,7 @@ __all__ = ["run_programs"]
 
 
 def run_programs(
-    workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]], aside: Callable[[], None]
+    workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]], aside: Callable[[], None] | None = None
 ) -> None:
     """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait.
 
@@ -20,9 +20,9 @@ def run_programs(
     if len(workers) == 1:
         (worker,) = workers
         program = programs[worker.rank]
-        idle = longest_wait(program)
+        idle = longest_wait(program) if aside else None
         for place, action in enumerate(program):
-            if place == idle:
+            if aside and place == idle:
                 aside()
             worker.execute(action)
         return
