@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,7 @@ class SimulatedEvent:
 
     device: "SimulatedDevice"
     passed: bool = False
+    passed_at: float = 0.0
 
     def query(self) -> bool:
         return self.passed
@@ -65,6 +67,8 @@ class SimulatedDevice:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._computing = SimulatedStream()
+        self._local = threading.local()
+        """The stream of each thread, if it is not that one."""
         self._streams = [self._computing]
         self._blocks: dict[int, _Block] = {}
         """By address."""
@@ -75,13 +79,27 @@ class SimulatedDevice:
             return self._streams[-1]
 
     def current(self) -> SimulatedStream:
-        return self._computing
+        return getattr(self._local, "stream", self._computing)
+
+    @contextmanager
+    def on(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._local.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def mark(self) -> SimulatedEvent:
+        return self.record(self.current())
+
+    def seconds(self, start: SimulatedEvent, stop: SimulatedEvent) -> float:
+        return stop.passed_at - start.passed_at
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         event = SimulatedEvent(self)
 
         def pass_by() -> None:
-            event.passed = True
+            event.passed, event.passed_at = True, time.perf_counter()
 
         self._queue(stream, pass_by)
         return event
@@ -116,18 +134,18 @@ class SimulatedDevice:
         self._block(tensor).kept.append(stream)
 
     def fill(self, tensor: Tensor, value: float) -> None:
-        """Has the computing stream set every number of `tensor`."""
+        """Has the current stream set every number of `tensor`."""
         given, numbers = self._memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
 
         def run() -> None:
             given[:] = numbers
 
-        self._queue(self._computing, run)
+        self._queue(self.current(), run)
 
     def read(self, tensor: Tensor) -> list[float]:
-        """Has the computing stream read `tensor`; its numbers will be in the list."""
+        """Has the current stream read `tensor`; its numbers will be in the list."""
         taken, found = self._memory(tensor), list[float]()
-        self._queue(self._computing, lambda: found.extend(np.array(taken).view(np.float64).tolist()))
+        self._queue(self.current(), lambda: found.extend(np.array(taken).view(np.float64).tolist()))
         return found
 
     def advance(self) -> None:

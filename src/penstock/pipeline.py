@@ -41,6 +41,7 @@ from penstock.runtime.setup import (
     make_schedule,
 )
 from penstock.runtime.shards import whole
+from penstock.runtime.sites import site_of
 from penstock.runtime.transport import Transport
 from penstock.runtime.updates import Updater, exchanged, readings_of
 from penstock.runtime.worlds import World, join_world
@@ -199,7 +200,9 @@ class Pipeline:
         """What this process holds."""
         readings = readings_of(recipe, self.schedule.promise.delays)
         modules = self._hooked.modules
-        return build_stages(self.plan, self._chain, self.schedule, self._ranks, transport, grains, modules, readings)
+        self._site = site_of(self._device, self._ranks)
+        held = (self._ranks, transport, grains, modules, readings, self._site)
+        return build_stages(self.plan, self._chain, self.schedule, *held)
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
@@ -208,11 +211,11 @@ class Pipeline:
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.promise.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.moments)
         counted = counted_parameters(self.plan, chain)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = recruit(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._device)
-        return Engine(schedule, self._stages, workers, transport, forecast, self._device, seed)
+        workers = recruit(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
+        return Engine(schedule, self._stages, workers, transport, forecast, self._site, seed)
 
     @cached_property
     def profile(self) -> Profile:

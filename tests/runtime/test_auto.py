@@ -19,6 +19,7 @@ from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.guards import takes_statistics
 from penstock.runtime.forecasts import forecast_of
+from penstock.runtime.moments import HostMoments
 from penstock.runtime.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from processes import Pool
@@ -204,7 +205,7 @@ def test_a_good_prediction_is_no_warning() -> None:
 
 def log_of_steps(factor: float) -> str:
     """What is logged where every step takes `factor` times what was predicted."""
-    forecast = forecast_of(planned(2.0, 1, 0.0), True, SingleProcess())
+    forecast = forecast_of(planned(2.0, 1, 0.0), True, SingleProcess(), HostMoments())
     assert forecast is not None
     with listening() as lines:
         for step in range(STEPS):

@@ -8,6 +8,7 @@ import torch
 import models
 import penstock
 from clipping_jobs import MOST, run_clipped
+from penstock.runtime.norms import present
 from penstock.scheduling import Update, schedule
 from penstock.scheduling.norms import known_norms
 from processes import Pool
@@ -115,3 +116,10 @@ def test_the_norm_can_be_read() -> None:
     pipe.step(x, y)
     case.options["loss_fn"](model(x), y).backward()
     assert pipe.gradient_norm == torch.nn.utils.clip_grad_norm_(model.parameters(), MOST).item()
+
+
+def test_gradients_that_are_not_there_count_nothing() -> None:
+    norms = torch.tensor([3.0, -1.0, 0.0, 4.0, -1.0])
+
+    assert present(norms, shorter=True).tolist() == [3.0, 0.0, 4.0]
+    assert present(norms, shorter=False).tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]

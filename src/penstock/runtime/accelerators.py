@@ -4,12 +4,13 @@ A GPU does what it is told later, and in the order of each stream alone. What mu
 these calls are made, which is tested on a simulated device; here is only what cannot run without a real one.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Accelerator", "Cuda", "Event", "Layout", "Stream"]
+__all__ = ["Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Of a tensor: its shape, its strides, which leave no gaps, and its type."""
@@ -37,8 +38,17 @@ class Accelerator(Protocol):
     def current(self) -> Stream:
         """The one that this thread computes on."""
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """In its body this thread computes on `stream`."""
+
     def record(self, stream: Stream) -> Event:
         """The place after all that is in `stream` now."""
+
+    def mark(self) -> Event:
+        """The place after all that is in the current stream now, which also knows when the device came there."""
+
+    def seconds(self, start: Event, stop: Event) -> float:
+        """From one mark to another; the device has come to both."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Has all that comes into `stream` from now on be done after `event`. The host goes on."""
@@ -72,11 +82,22 @@ class Cuda:
     def current(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
     def record(self, stream: Stream) -> Event:
         # Who waits for it on the host sleeps, and leaves the core to others.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.current())
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
@@ -88,12 +109,17 @@ class Cuda:
 
     def device_memory(self, layout: Layout, stream: Stream) -> Tensor:
         shape, strides, dtype = layout
-        with torch.cuda.stream(stream):
+        with self.on(stream):
             return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        with torch.cuda.stream(stream), torch.no_grad():
+        with self.on(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """None for a CPU, which does at once what it is told."""
+    return Cuda(device) if device.type == "cuda" else None

@@ -12,22 +12,22 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.buffers import share_buffers
-from penstock.runtime.forecasts import Forecast, mark_now
+from penstock.runtime.forecasts import Forecast
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.microbatches import Microbatch
 from penstock.runtime.norms import Norms
+from penstock.runtime.passes import Pass, Record
 from penstock.runtime.reports import Reports
 from penstock.runtime.results import Loss
-from penstock.runtime.staging import staging_for
+from penstock.runtime.sites import Site
 from penstock.runtime.transport import Transport
 from penstock.runtime.turns import run_programs
 from penstock.runtime.updates import Updater
-from penstock.runtime.worker import Pass, Record, Worker
+from penstock.runtime.worker import Worker
 from penstock.runtime.worlds import World
 from penstock.scheduling.actions import Action
 from penstock.scheduling.methods import Drain, Part, Step
@@ -50,7 +50,7 @@ LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
 class Engine:
     """Runs `schedule` on the `stages` of this process with one worker for each of its ranks.
 
-    `forecast`: is told how long steps take on `device`. `seed`: of the random layers.
+    `forecast`: is told how long steps take on `site`. `seed`: of the random layers.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         workers: Sequence[Worker],
         transport: Transport,
         forecast: Forecast | None,
-        device: torch.device,
+        site: Site,
         seed: int | None,
     ) -> None:
         self.seed = seed
@@ -69,8 +69,8 @@ class Engine:
         """What was done in the last minibatches."""
         self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
         self._ranks = tuple(stages)
-        self._reports = Reports(transport, self._ranks, self._ranks[0], device, staging_for(device))
-        self._forecast, self._device = forecast, device
+        self._reports = Reports(transport, self._ranks, self._ranks[0], site.device, site.staging)
+        self._forecast, self._site = forecast, site
         last = schedule.stages - 1
         self._told = [worker.scales for worker in workers if worker.scales is not None and last in worker.stages]
         """The courses of the loss scale on those ranks that have the last stage."""
@@ -91,12 +91,12 @@ class Engine:
         first = self._minibatch * self._schedule.microbatches
         current = self._training_pass(first + self._schedule.microbatches)
         measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
-        start = mark_now(self._device) if measured else 0.0
+        start = self._site.moments.now() if measured else 0.0
         self._run(current, microbatches, first, self._schedule, Step(self._minibatch))
         self._minibatch += 1
         if self._forecast:
             if measured:
-                self._forecast.add(start, mark_now(self._device), self.records[-1])
+                self._forecast.add(start, self._site.moments.now(), self.records[-1])
             self._forecast.compare()
         return self._reports.loss(current, self._schedule.placement, range(first, first + len(microbatches)))
 
@@ -142,7 +142,9 @@ class Engine:
         if self._told:
             return self._told[0].scale
         norms = self._workers[0].norms
-        return None if norms is None or self._workers[0].scales is None else norms.newest_scale
+        if norms is None or norms.newest_scale is None or self._workers[0].scales is None:
+            return None
+        return float(norms.newest_scale)
 
     def scale_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the loss scale: the last stage's, whose process alone says so."""
@@ -158,9 +160,11 @@ class Engine:
         # The first lane of a rank tells of it.
         told = list(self.records)[-minibatches:] if world.rank % lanes == 0 else []
         mine = [record for records in told for record in records]
-        records = [record for some in world.gather(mine) for record in some]
+        times = iter(self._site.moments.on_clock([mark for *_, start, stop in mine for mark in (start, stop)]))
+        timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in mine]
+        records = [record for some in world.gather(timed) for record in some]
         zero = min((start for _, _, start, _ in records), default=0.0)
-        spans = (Span(rank, str(action), start - zero, stop - zero) for rank, action, start, stop in records)
+        spans = (Span(rank, action, start - zero, stop - zero) for rank, action, start, stop in records)
         return Timeline(tuple(spans), self._schedule.ranks)
 
     def prediction_error(self) -> float | None:
@@ -194,7 +198,8 @@ class Engine:
         for worker in self._workers:
             worker.begin(current, schedule, numbered, programs[worker.rank])
         trains = schedule is self._schedule and isinstance(part, Step)
-        run_programs(self._workers, programs, self._prepare if trains else None)
+        with self._site.streams.part():
+            run_programs(self._workers, programs, self._site.streams, self._prepare if trains else None)
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self.records.append(records)
@@ -216,7 +221,7 @@ def recruit(
     counted: Mapping[int, Mapping[str, nn.Parameter]],
     updater: Updater,
     transport: Transport,
-    device: torch.device,
+    site: Site,
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters whose norms it tells."""
     return [
@@ -228,9 +233,10 @@ def recruit(
             recipe.loss_fn,
             updater,
             transport,
-            partial(recipe.computing, device) if recipe.autocast else None,
+            partial(recipe.computing, site.device) if recipe.autocast else None,
             Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
             ScaleCourse(recipe.scaling) if recipe.scaling else None,
+            site.moments.now,
         )
         for rank, own in stages.items()
     ]

@@ -10,22 +10,19 @@ bubble to compare.
 
 import logging
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeAlias
 
-import torch
-
-from penstock.runtime.worker import Record
+from penstock.runtime.moments import Mark, Moments
+from penstock.runtime.passes import Record
 from penstock.runtime.worlds import World
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 from penstock.values.spans import Span
 from penstock.values.timelines import Timeline
 
-__all__ = ["Comparison", "Forecast", "Mark", "forecast_of", "mark_now"]
+__all__ = ["Comparison", "Forecast", "forecast_of"]
 
 WARM_UP_STEPS = 3
 """Steps that are not measured: libraries load, memory is allocated, connections are made."""
@@ -33,9 +30,6 @@ MEASURED_STEPS = 8
 TOLERANCE = 0.2
 """A larger error is a warning."""
 _TOPIC = "forecast"
-
-Mark: TypeAlias = float | torch.cuda.Event
-"""A moment: of the host's clock, or of a GPU's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class Comparison:
     measured_seconds: float
     predicted_bubble: float
     measured_bubble: float | None
-    """None where it cannot be told: in a single process, and on a GPU, whose work the host's clock does not see."""
+    """None where it cannot be told: in a single process, whose ranks take turns."""
     in_turn: int = 1
     """So many ranks took turns in a single process."""
 
@@ -77,8 +71,9 @@ class Comparison:
 class Forecast:
     """Measures the steps of one process until there are enough, and compares them once all processes have theirs."""
 
-    def __init__(self, plan: Plan, skipped: int, world: World) -> None:
+    def __init__(self, plan: Plan, skipped: int, world: World, moments: Moments) -> None:
         self._plan = plan
+        self._moments = moments
         self._skipped = skipped
         """Steps of a run in which the pipeline fills, or all is new."""
         self._world = world
@@ -104,7 +99,7 @@ class Forecast:
         """The comparison, once every process has measured enough. Never waits. The first time, rank 0 logs it."""
         if self._comparison is not None:
             return self._comparison
-        if len(self._steps) == MEASURED_STEPS and _passed(self._steps[-1][1]):
+        if len(self._steps) == MEASURED_STEPS and self._moments.passed(self._steps[-1][1]):
             self._world.publish(_TOPIC, self._measure())
             self._published = True
             self._steps = []
@@ -116,19 +111,16 @@ class Forecast:
         return self._comparison
 
     def _measure(self) -> list[float]:
-        """Medians: the seconds of a step, and in how many of them the ranks of this process were busy together.
+        """Medians: the seconds of a step, and in how many of them the ranks of this process were busy together."""
+        seconds = median(self._moments.seconds(start, stop) for start, stop, _ in self._steps)
+        return [seconds, median(self._busy_seconds(start, records) for start, _, records in self._steps)]
 
-        The latter is not a number for a GPU.
-        """
-        seconds = median(_seconds_between(start, stop) for start, stop, _ in self._steps)
-        if not isinstance(self._steps[0][0], float):
-            return [seconds, math.nan]
-        return [seconds, median(self._busy_seconds(records) for *_, records in self._steps)]
-
-    def _busy_seconds(self, records: Iterable[Record]) -> float:
-        timeline = Timeline(
-            tuple(Span(rank, str(action), *times) for rank, action, *times in records), self._plan.ranks
-        )
+    def _busy_seconds(self, start: Mark, records: Iterable[Record]) -> float:
+        spans = []
+        for rank, action, *marks in records:
+            began, ended = (self._moments.seconds(start, mark) for mark in marks)
+            spans.append(Span(rank, str(action), began, ended))
+        timeline = Timeline(tuple(spans), self._plan.ranks)
         return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
 
     def _conclude(self, parts: Sequence[Sequence[float]]) -> Comparison:
@@ -139,35 +131,13 @@ class Forecast:
             work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
             return Comparison(work, measured_seconds, predicted.bubble, None, ranks)
         bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
-        return Comparison(
-            predicted.minibatch_seconds, measured_seconds, predicted.bubble, None if math.isnan(busy) else bubble
-        )
+        return Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
 
 
-def forecast_of(plan: Plan, flushes: bool, world: World) -> Forecast | None:
+def forecast_of(plan: Plan, flushes: bool, world: World, moments: Moments) -> Forecast | None:
     """What compares the prediction of `plan` with the steps to come; None if it has no prediction."""
     predicted = plan.predicted
     if predicted is None or not 0 < predicted.minibatch_seconds * (1 - predicted.bubble) < math.inf:
         return None
     filling = 0 if flushes else -(-2 * len(plan.stages) // plan.microbatches)
-    return Forecast(plan, max(WARM_UP_STEPS, filling), world)
-
-
-def mark_now(device: torch.device) -> Mark:
-    """This moment; on a GPU, the one when all that was queued until now will be done."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _passed(mark: Mark) -> bool:
-    return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]
-
-
-def _seconds_between(start: Mark, stop: Mark) -> float:
-    if isinstance(start, float) or isinstance(stop, float):
-        assert isinstance(start, float) and isinstance(stop, float)
-        return stop - start
-    return float(start.elapsed_time(stop)) / 1e3
+    return Forecast(plan, max(WARM_UP_STEPS, filling), world, moments)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.local_stages import LocalStage
+from penstock.runtime.moments import Mark
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Message
 from penstock.scheduling.schedules import Schedule
@@ -78,12 +79,15 @@ class Gradients:
             reducer.start(update, self._sums[stage, update])
         return reducer
 
-    def reduce(self, stage: int, update: int) -> float:
-        """Waits for the sums over replicas; returns when the first gradients left."""
-        reducer = self.start_reduce(stage, update)
-        began = reducer.began(update)
-        self._sums[stage, update] = reducer.finish(update)
-        return began
+    def began(self, stage: int, update: int) -> Mark | None:
+        """When the first gradients left for the sums over replicas; None if none have."""
+        reducer = self._stages[stage].reducer
+        assert reducer is not None
+        return reducer.began(update)
+
+    def reduce(self, stage: int, update: int) -> None:
+        """Waits for the sums over replicas."""
+        self._sums[stage, update] = self.start_reduce(stage, update).finish(update)
 
     def counted(self, stage: int, update: int) -> dict[str, Tensor] | None:
         """The sums that the norm of `stage` is taken of, where they are whole before the others: all but those of

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.runtime.executor import StageExecutor
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.streams import UpdateOrder
 from penstock.runtime.weights import VersionedWeights
 
 __all__ = ["LocalStage"]
@@ -26,4 +27,6 @@ class LocalStage:
     """Sums gradients over the replicas of the stage; None if there is one only."""
     recomputes: Grain | None = None
     """Whether what a backward needs is computed again then, and for how many layers at a time."""
+    order: UpdateOrder | None = None
+    """Between its updates and what computes with it, on a device that does several things at a time."""
     executor: StageExecutor = field(default_factory=StageExecutor)

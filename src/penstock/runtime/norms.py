@@ -7,6 +7,7 @@ them is taken in the order of the model's parameters, so that where all are know
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from penstock.runtime.shards import whole
 from penstock.runtime.transport import Message
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.schedules import Schedule
-from penstock.training.clipping import clipped, total_norm
+from penstock.training.clipping import clipped
 
-__all__ = ["Norms"]
+__all__ = ["Norms", "present"]
 
 ABSENT = -1.0
 """Stands for the norm of a gradient that there is none of."""
@@ -40,9 +41,11 @@ class Norms:
         self._schedule, self._counted, self._most = schedule, counted, most
         self._place = {name: index for index, name in enumerate(order)}
         self._vectors: dict[Norm, Tensor] = {}
+        self._orders: dict[tuple[int, ...], Tensor] = {}
+        """By the stages of some norms in a row: where that of the first parameter is, and so on."""
         self.newest: Tensor | None = None
         """The norm at the last update of this rank."""
-        self.newest_scale: float | None = None
+        self.newest_scale: Tensor | None = None
         """The scale of that update's losses."""
 
     def knows(self, stage: int, version: int) -> bool:
@@ -87,13 +90,9 @@ class Norms:
 
         `apart`: what does not count, of updates that were skipped.
         """
-        found: dict[str, Tensor] = {}
-        for norm in (norm for norm in known_norms(self._schedule, stage, version) if norm not in apart):
-            for (name, parameter), value in zip(self._counted[norm[0]].items(), self._vectors[norm][1:], strict=True):
-                if float(value) != ABSENT:
-                    found[name] = value.to(parameter.dtype)
-        self.newest = total_norm([found[name] for name in sorted(found, key=self._place.__getitem__)])
-        self.newest_scale = self.scale(version)
+        known = [norm for norm in known_norms(self._schedule, stage, version) if norm not in apart]
+        self.newest = torch.linalg.vector_norm(self._in_order(known))
+        self.newest_scale = self._vectors[self._schedule.stages - 1, version][0]
         self._forget(version)
         return dict(gradients) if self._most is None else clipped(gradients, self._most, self.newest)
 
@@ -101,7 +100,31 @@ class Norms:
         """A new run of the schedule: what was known is of other updates."""
         self._vectors.clear()
 
+    def _in_order(self, known: Sequence[Norm]) -> Tensor:
+        """The `known` norms, those of all parameters in the model's order."""
+        counted = [(name, p.dtype) for stage, _ in known for name, p in self._counted[stage].items()]
+        if not counted:
+            return torch.zeros(0)
+        norms = torch.cat([self._vectors[norm][1:] for norm in known])
+        stages = tuple(stage for stage, _ in known)
+        if stages not in self._orders:
+            order = sorted(range(len(counted)), key=lambda index: self._place[counted[index][0]])
+            self._orders[stages] = torch.tensor(order, dtype=torch.int64, device=norms.device)
+        dtype = reduce(torch.promote_types, (dtype for _, dtype in counted))
+        return present(norms[self._orders[stages]], norms.device.type == "cpu").to(dtype)
+
     def _forget(self, version: int) -> None:
         # No stage hears of another one later than twice as many updates behind it as there are stages between them.
         for norm in [norm for norm in self._vectors if norm[1] <= version - 2 * self._schedule.stages]:
             del self._vectors[norm]
+
+
+def present(norms: Tensor, shorter: bool) -> Tensor:
+    """`norms` without those of gradients that there are none of.
+
+    If not `shorter`, they are zero instead: the sum of squares is the same but for the order of its summands. How many
+    there are only the device knows, and its host would have to wait.
+    """
+    if shorter:
+        return norms[norms != ABSENT]
+    return norms.where(norms != ABSENT, 0.0)

@@ -10,9 +10,8 @@ Laws of this file:
   3. A gradient that has been given away is forgotten; what comes back takes its place.
 """
 
-import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.runtime.moments import Mark
 from penstock.runtime.shards import of_part, part_of, settled
 from penstock.runtime.transport import Ticket, Transport
 
@@ -47,14 +47,18 @@ class _Bucket:
             else own.new_zeros(own.numel())
             for name, parameter, own in zip(self.names, self.parameters, like, strict=True)
         ]
-        there = [float(name in gradients) for name in self.names]
-        return torch.cat([*pieces, like[0].new_tensor(there)])
+        # Made where the gradients are: to copy numbers there a GPU's host would wait for all that came before.
+        runs = groupby(name in gradients for name in self.names)
+        there = [like[0].new_full((len(list(run)),), float(here)) for here, run in runs]
+        return torch.cat([*pieces, *there])
 
-    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """The gradients that are there, as views of `flat`."""
+    def unpack(self, flat: Tensor, complete: bool) -> dict[str, Tensor]:
+        """The gradients that are there, as views of `flat`. `complete`: this replica gave all of them."""
         shapes = [part_of(parameter).shape for parameter in self.parameters]
         *pieces, there = torch.split(flat, [*(shape.numel() for shape in shapes), len(shapes)])
-        found = zip(self.names, self.parameters, pieces, shapes, there.tolist(), strict=True)
+        # What is known need not be read, for which a GPU's host would wait.
+        counts = [1.0] * len(shapes) if complete else there.tolist()
+        found = zip(self.names, self.parameters, pieces, shapes, counts, strict=True)
         return {name: of_part(piece.view(shape), parameter) for name, parameter, piece, shape, count in found if count}
 
 
@@ -65,16 +69,16 @@ class _Round:
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     """The leaves whose gradient is final and has not left yet."""
     hooks: list[RemovableHandle] = field(default_factory=list)
-    tickets: list[Ticket] = field(default_factory=list)
-    """One for each bucket that has left."""
-    began: float = math.inf
-    """When the first bucket left, in seconds of ``time.perf_counter``."""
+    tickets: list[tuple[Ticket, bool]] = field(default_factory=list)
+    """One for each bucket that has left, and whether no gradient was missing there."""
+    began: Mark | None = None
+    """When the first bucket left."""
 
 
 class Reducer:
     """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`.
 
-    `late`: parameters whose gradients are not final after the backward.
+    `late`: parameters whose gradients are not final after the backward. `now`: takes the time.
     """
 
     def __init__(
@@ -86,11 +90,13 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         late: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        now: Callable[[], Mark] = time.perf_counter,
     ) -> None:
         self._transport = transport
         self._group = group
         self._rank = rank
         self._stage = stage
+        self._now = now
         # The backward makes the gradients of the last layers first.
         early = [name for name in reversed(list(parameters)) if name not in late]
         ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
@@ -106,7 +112,7 @@ class Reducer:
         current = self._rounds.setdefault(version, _Round())
         for name, leaf in leaves.items():
             if leaf.requires_grad and name not in self._late:
-                note = partial(self._note, version, current, name)
+                note = partial(self._note, current, name)
                 hook = leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 current.hooks.append(hook)
 
@@ -118,26 +124,26 @@ class Reducer:
         current.hooks.clear()
         current.made.clear()
         for bucket in self._buckets[len(current.tickets) :]:
-            self._send(version, current, bucket.pack(gradients))
+            self._send(current, bucket, gradients)
 
     def ready(self, version: int) -> bool:
         """Whether `finish` would return at once."""
-        return all(ticket.ready() for ticket in self._rounds[version].tickets)
+        return all(ticket.ready() for ticket, _ in self._rounds[version].tickets)
 
-    def began(self, version: int) -> float:
-        """When the first bucket left, in seconds of ``time.perf_counter``."""
-        return self._rounds[version].began
+    def began(self, version: int) -> Mark | None:
+        """When the first bucket left; None if none has."""
+        return self._rounds[version].began if version in self._rounds else None
 
     def finish(self, version: int) -> dict[str, Tensor]:
         """Waits for the sums, by name; a parameter that has no gradient on any replica is left out."""
         sums: dict[str, Tensor] = {}
-        for bucket, ticket in zip(self._buckets, self._rounds.pop(version).tickets, strict=True):
+        for bucket, (ticket, complete) in zip(self._buckets, self._rounds.pop(version).tickets, strict=True):
             (flat,) = ticket.wait()
             assert flat is not None
-            sums.update(bucket.unpack(flat))
+            sums.update(bucket.unpack(flat, complete))
         return sums
 
-    def _note(self, version: int, current: _Round, name: str, leaf: Tensor) -> None:
+    def _note(self, current: _Round, name: str, leaf: Tensor) -> None:
         """The gradient of `leaf` is final: sends the next buckets that are complete."""
         assert isinstance(leaf, nn.Parameter)
         current.made[name] = leaf
@@ -147,15 +153,16 @@ class Reducer:
                 return
             leaves = {name: current.made.pop(name) for name in bucket.names}
             gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-            flat = bucket.pack(gradients)
             for leaf in leaves.values():
                 leaf.grad = None
-            self._send(version, current, flat)
+            self._send(current, bucket, gradients)
 
-    def _send(self, version: int, current: _Round, flat: Tensor) -> None:
-        current.began = min(current.began, time.perf_counter())
+    def _send(self, current: _Round, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
+        if current.began is None:
+            current.began = self._now()
         form = ("gradients", self._stage, len(current.tickets))
-        current.tickets.append(self._transport.reduce(self._group, self._rank, form, flat))
+        ticket = self._transport.reduce(self._group, self._rank, form, bucket.pack(gradients))
+        current.tickets.append((ticket, gradients.keys() >= set(bucket.names)))
 
 
 def _pack(parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int) -> tuple[_Bucket, ...]:

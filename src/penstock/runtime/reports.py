@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.microbatches import Microbatch
+from penstock.runtime.passes import Pass
 from penstock.runtime.results import Figures, Loss, Report
 from penstock.runtime.staging import Staging
 from penstock.runtime.transport import Edge, Ticket, Transport
-from penstock.runtime.worker import Pass
 from penstock.scheduling.placements import Placement
 
 __all__ = ["Reports"]

@@ -21,6 +21,7 @@ from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.sharded_sums import ShardedReducer
 from penstock.runtime.shards import dimensions_of
+from penstock.runtime.sites import Site
 from penstock.runtime.skips import reroute, with_skips
 from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Reading, VersionedWeights
@@ -200,9 +201,11 @@ def build_stages(
     grains: Mapping[int, Grain],
     modules: Mapping[int, StageModule],
     readings: Sequence[Reading],
+    site: Site,
 ) -> dict[int, dict[int, LocalStage]]:
     """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
     `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
+    `site`: of the ranks.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -243,8 +246,10 @@ def build_stages(
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = _reducer(weights, transport, group, rank, index, late) if len(group) > 1 else None
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index))
+            reducer = _reducer(weights, transport, group, rank, index, late, site) if len(group) > 1 else None
+            others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
+            order = site.streams.order(rank, sorted(others.intersection(local) - {rank}))
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order)
     return stages
 
 
@@ -255,12 +260,13 @@ def _reducer(
     rank: int,
     stage: int,
     late: Collection[str],
+    site: Site,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.module(0)):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules)
-    return Reducer(transport, group, rank, stage, trained, late)
+        return ShardedReducer(transport, group, rank, stage, whole, modules, site.moments.now)
+    return Reducer(transport, group, rank, stage, trained, late, now=site.moments.now)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

@@ -6,11 +6,12 @@ told so for the last backward before an update only. It would take the mean over
 gradients that are weighted already, so its divisor is one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from penstock.runtime.moments import Mark
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Transport
 
@@ -31,8 +32,9 @@ class ShardedReducer(Reducer):
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         modules: Sequence[FSDPModule],
+        now: Callable[[], Mark],
     ) -> None:
-        super().__init__(transport, group, rank, stage, parameters)
+        super().__init__(transport, group, rank, stage, parameters, now=now)
         self._plain = frozenset(parameters)
         self._modules = modules
         self._shards: dict[int, dict[str, Tensor]] = {}

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.runtime.accelerators import Accelerator, Cuda, Event, Layout
+from penstock.runtime.accelerators import Accelerator, Event, Layout, accelerator_of
 
 __all__ = ["NOTHING", "DeviceStaging", "HostStaging", "Staged", "Staging", "on_host", "staging_for"]
 
@@ -38,6 +38,9 @@ class Staging(Protocol):
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         """Copies on the device of `tensors`, which are in `host_memory`. Called on any thread."""
+
+    def stay(self, tensors: Sequence[Tensor]) -> Staged:
+        """`tensors` themselves, which this thread has computed, for who computes on another stream."""
 
     def follow(self, staged: Staged) -> Sequence[Tensor]:
         """The tensors, for the stream that this thread computes on, which goes on when they are there."""
@@ -79,6 +82,9 @@ class HostStaging:
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         return on_host(tensors)
 
+    def stay(self, tensors: Sequence[Tensor]) -> Staged:
+        return on_host(tensors)
+
     def follow(self, staged: Staged) -> Sequence[Tensor]:
         return staged[0]
 
@@ -116,6 +122,9 @@ class DeviceStaging:
             copies.append(copy)
         return copies, accelerator.record(stream)
 
+    def stay(self, tensors: Sequence[Tensor]) -> Staged:
+        return tensors, self._accelerator.record(self._accelerator.current())
+
     def follow(self, staged: Staged) -> Sequence[Tensor]:
         tensors, event = staged
         if not tensors:
@@ -123,14 +132,15 @@ class DeviceStaging:
         current = self._accelerator.current()
         self._accelerator.wait(current, event)
         for tensor in tensors:
-            # It was made on the stream of the copies.
+            # It was made on another stream.
             self._accelerator.keep(tensor, current)
         return tensors
 
 
 def staging_for(device: torch.device) -> Staging:
     """For tensors on `device`: a CPU or a GPU."""
-    return DeviceStaging(Cuda(device)) if device.type == "cuda" else HostStaging()
+    accelerator = accelerator_of(device)
+    return HostStaging() if accelerator is None else DeviceStaging(accelerator)
 
 
 def _layout(tensor: Tensor) -> Layout:

@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.runtime.staging import HostStaging, Staged, Staging
+
 __all__ = ["Edge", "Loopback", "Message", "Ticket", "Transport"]
 
 Message: TypeAlias = tuple[Tensor | None, ...]
@@ -74,19 +76,29 @@ class Transport(Protocol):
         """Ends the transport; messages that were sent are delivered first."""
 
 
+class _Sent(NamedTuple):
+    """A message that has been sent."""
+
+    message: Message
+    staged: Staged
+    """Its tensors, in their order."""
+
+
 @dataclass(slots=True)
 class _LoopbackTicket:
     """The `number`-th message of an edge."""
 
-    edge: Edge
-    arrived: dict[int, Message]
+    arrived: dict[int, _Sent]
     number: int
+    staging: Staging
 
     def ready(self) -> bool:
         return self.number in self.arrived
 
     def wait(self) -> Message:
-        return self.arrived.pop(self.number)
+        message, staged = self.arrived.pop(self.number)
+        self.staging.follow(staged)
+        return message
 
 
 @dataclass(slots=True)
@@ -94,55 +106,60 @@ class _Sum:
     """A sum over `group`, and the parts that are there."""
 
     group: tuple[int, ...]
-    parts: dict[int, Tensor] = field(default_factory=dict)
-    total: Tensor | None = None
+    staging: Staging
+    parts: dict[int, Staged] = field(default_factory=dict)
+    total: Staged | None = None
 
     def ready(self) -> bool:
         return len(self.parts) == len(self.group)
 
     def wait(self) -> Message:
         if self.total is None:
-            self.total = reduce(torch.add, [self.parts[rank] for rank in self.group])
+            parts = [self.staging.follow(self.parts[rank])[0] for rank in self.group]
+            self.total = self.staging.stay((reduce(torch.add, parts),))
         # As from another process: each rank may change what it got.
-        return (self.total.clone(),)
+        return (self.staging.follow(self.total)[0].clone(),)
 
 
 @dataclass(slots=True)
 class _Queue:
-    arrived: dict[int, Message] = field(default_factory=dict)
+    arrived: dict[int, _Sent] = field(default_factory=dict)
     sent: int = 0
     posted: int = 0
 
 
 class Loopback:
-    """All ranks in this process."""
+    """All ranks in this process; what one of them computes goes to the others by `staging`."""
 
     ahead = 1
 
-    def __init__(self) -> None:
+    def __init__(self, staging: Staging | None = None) -> None:
+        self._staging = staging or HostStaging()
         self._queues: defaultdict[Edge, _Queue] = defaultdict(_Queue)
         self._sums: defaultdict[tuple[int, ...], deque[_Sum]] = defaultdict(deque)
         """By group: the sums that some rank has given no part to yet."""
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         queue = self._queues[edge]
-        queue.arrived[queue.sent] = tuple(
+        sent = tuple(
             None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
         )
+        staged = self._staging.stay([tensor for tensor in sent if tensor is not None])
+        queue.arrived[queue.sent] = _Sent(sent, staged)
         queue.sent += 1
 
     def post(self, edge: Edge, form: Hashable) -> Ticket:
         queue = self._queues[edge]
         queue.posted += 1
-        return _LoopbackTicket(edge, queue.arrived, queue.posted - 1)
+        return _LoopbackTicket(queue.arrived, queue.posted - 1, self._staging)
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         sums = self._sums[group]
         current = next((entry for entry in sums if rank not in entry.parts), None)
         if current is None:
-            current = _Sum(group)
+            current = _Sum(group, self._staging)
             sums.append(current)
-        current.parts[rank] = tensor.detach()
+        current.parts[rank] = self._staging.stay((tensor.detach(),))
         while sums and sums[0].ready():
             sums.popleft()
         return current

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from penstock.runtime.streams import Streams
 from penstock.runtime.worker import Worker
 from penstock.scheduling.actions import Action
 from penstock.scheduling.arrivals import longest_wait
@@ -11,9 +12,13 @@ __all__ = ["run_programs"]
 
 
 def run_programs(
-    workers: Sequence[Worker], programs: Mapping[int, Sequence[Action]], aside: Callable[[], None] | None = None
+    workers: Sequence[Worker],
+    programs: Mapping[int, Sequence[Action]],
+    streams: Streams,
+    aside: Callable[[], None] | None = None,
 ) -> None:
-    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait.
+    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait, and
+    each in the stream that it has among `streams`.
 
     `aside` is something to do where one alone is most likely to wait.
     """
@@ -31,7 +36,8 @@ def run_programs(
         progress = False
         for worker, queue in queues:
             if queue and worker.ready(queue[0]):
-                worker.execute(queue.popleft())
+                with streams.on(worker.rank):
+                    worker.execute(queue.popleft())
                 progress = True
         # The verifier has proved that some rank can always go on.
         assert progress, "deadlock in a verified schedule"

@@ -8,10 +8,8 @@ Laws of this file:
   2. It waits in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce` and nowhere else.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, assert_never, cast
 
@@ -27,7 +25,9 @@ from penstock.runtime.gradients import Gradients
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.mailboxes import Mailbox
 from penstock.runtime.microbatches import Microbatch, take_part
+from penstock.runtime.moments import HostMoments, Mark
 from penstock.runtime.norms import Norms
+from penstock.runtime.passes import Pass, Record
 from penstock.runtime.recomputation import Recomputation
 from penstock.runtime.results import Figures
 from penstock.runtime.shards import whole
@@ -56,32 +56,9 @@ from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.scaling import ScaleCourse
 
-__all__ = ["Computing", "Pass", "Record", "Worker"]
-
-Record: TypeAlias = tuple[int, Action, float, float]
-"""The rank, what it did, and from when to when, in seconds of ``time.perf_counter``."""
-
+__all__ = ["Computing", "Worker"]
 
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One minibatch, or one batch of an evaluation, and what it leaves on the rank of the last stage."""
-
-    training: bool
-    seed: int | None = 0
-    """Of the random layers; None if they go on in PyTorch's stream."""
-    microbatches_before: int = 0
-    """Microbatches trained before the present run of the schedule."""
-    keeps_outputs: bool = False
-    """In evaluation: whether the model's output is wanted, and not its loss."""
-    admitted: int = 0
-    """Microbatches admitted in the present run of the schedule, those of this pass included."""
-    figures: dict[tuple[int, int], Figures] = field(default_factory=dict)
-    """By rank and microbatch: what the last stage found of the rank's samples of it."""
-    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """In evaluation, by microbatch: the values of the model's output."""
 
 
 class Worker:
@@ -99,9 +76,10 @@ class Worker:
         computing: Computing | None = None,
         norms: Norms | None = None,
         scales: ScaleCourse | None = None,
+        now: Callable[[], Mark] = HostMoments.now,
     ) -> None:
         """`computing`: gives the context that forwards and losses are computed in. `norms`: if the schedule has them.
-        `scales`: of the losses; needs norms.
+        `scales`: of the losses; needs norms. `now`: takes the time.
         """
         self.rank = rank
         self.stages = stages
@@ -110,7 +88,7 @@ class Worker:
         self._loss_fn = loss_fn
         self._updater = updater
         self._computing = computing
-        self.norms, self.scales = norms, scales
+        self.norms, self.scales, self._now = norms, scales, now
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
@@ -174,7 +152,7 @@ class Worker:
 
     def execute(self, action: Action) -> None:
         """Carries out one action."""
-        start = time.perf_counter()
+        start, update = self._now(), None
         try:
             match action:
                 case Forward():
@@ -186,7 +164,7 @@ class Worker:
                 case BackwardWeight():
                     self._backward_weight(action)
                 case Update():
-                    self._update(action)
+                    update = self._update(action)
                 case Send():
                     self._mailbox.send(action)
                 case Receive():
@@ -202,7 +180,8 @@ class Worker:
                     self.norms.hear(stage, version, source, self._mailbox.receive_norms(action))
                 case Reduce(stage, version):
                     # The sum goes on beside the backward that makes the gradients: it began with the first bucket.
-                    start = min(start, self._gradients.reduce(stage, version))
+                    start = self._gradients.began(stage, version) or start
+                    self._gradients.reduce(stage, version)
                 case _:
                     assert_never(action)
         except BaseException as found:
@@ -215,7 +194,7 @@ class Worker:
             if error is not found:
                 raise error from found
             raise
-        self._records.append((self.rank, action, start, time.perf_counter()))
+        self._records.append((self.rank, action, *(update or (start, self._now()))))
 
     def _forward(self, action: Forward) -> None:
         stage, k = self.stages[action.stage], action.microbatch
@@ -224,6 +203,8 @@ class Worker:
             self._evaluate(action.stage, k, microbatch)
             return
         module = stage.weights.module(action.version)
+        if stage.order is not None:
+            stage.order.read(action.version)
         # Activations are never None; only gradients can be.
         received = cast(
             "tuple[Tensor, ...]", self._mailbox.collect(action.stage, k, self._sources[action.stage], later=False)
@@ -260,7 +241,7 @@ class Worker:
 
     def _backward(self, action: Backward) -> None:
         gradients = self._gradients_of_outputs(action)
-        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        update = self._prepare(action)
         result = self.stages[action.stage].executor.backward(action.microbatch, gradients)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
@@ -272,12 +253,19 @@ class Worker:
 
     def _backward_weight(self, action: BackwardWeight) -> None:
         stage = self.stages[action.stage]
-        update = self._gradients.prepare(action.stage, action.microbatch, action.version)
+        update = self._prepare(action)
         # Sums over replicas begin by hooks.
         hooked = update is not None and stage.reducer is not None
         stage.executor.backward_weight(action.microbatch, hooked)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
+
+    def _prepare(self, action: Backward | BackwardWeight) -> int | None:
+        """Before gradients of weights are made: the version that they are the last ones for, if they are."""
+        order = self.stages[action.stage].order
+        if order is not None:
+            order.settle()
+        return self._gradients.prepare(action.stage, action.microbatch, action.version)
 
     def _gradients_of_outputs(self, action: InputGradients) -> Message:
         """What a backward starts from."""
@@ -297,7 +285,8 @@ class Worker:
             return 1.0
         return self.scales.used(microbatch // self._schedule.promise.microbatches_per_update[stage] + 1)
 
-    def _update(self, action: Update) -> None:
+    def _update(self, action: Update) -> tuple[Mark, Mark]:
+        """Returns from when to when."""
         stage, version = action.stage, action.version
         weights, skipped = self.stages[stage].weights, False
         if self.norms is not None:
@@ -310,13 +299,18 @@ class Worker:
             gradients = norms.clip(stage, version, self._finished(stage, version), overflown)
         else:
             gradients = self._finished(stage, version)
-        if weights.begin_update(version, {} if skipped else gradients):
-            readings: Mapping[str, Tensor] = {}
-            if not skipped:
-                others = (held.weights for other, held in self.stages.items() if other != stage)
-                readings = self._updater.step(stage, weights, others)
-            weights.end_update(readings)
+        order = self.stages[stage].order
+        with nullcontext() if order is None else order.making(version, gradients):
+            start = self._now()
+            if weights.begin_update(version, {} if skipped else gradients):
+                readings: Mapping[str, Tensor] = {}
+                if not skipped:
+                    others = (held.weights for other, held in self.stages.items() if other != stage)
+                    readings = self._updater.step(stage, weights, others)
+                weights.end_update(readings)
+            stop = self._now()
         self._gradients.forget(stage, version)
+        return start, stop
 
     def _known(self, stage: int, version: int) -> Norms:
         """The norms, with those of the stages that this rank holds."""

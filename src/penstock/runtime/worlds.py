@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.process_group import ProcessGroup
+from penstock.runtime.staging import staging_for
 from penstock.runtime.transport import Edge, Loopback, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
@@ -82,7 +83,7 @@ class SingleProcess:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
-        return Loopback()
+        return Loopback(staging_for(device))
 
     def gather(self, value: T) -> Sequence[T]:
         return [value]

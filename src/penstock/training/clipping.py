@@ -1,13 +1,13 @@
 """Clipping of gradients by their global norm, as PyTorch does it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
 
-__all__ = ["check_clip", "clipped", "total_norm"]
+__all__ = ["check_clip", "clipped"]
 
 EPSILON = 1e-6
 """Of ``torch.nn.utils.clip_grad_norm_``."""
@@ -19,11 +19,6 @@ def check_clip(most: float | None) -> None:
         raise PenstockError(
             f"clip_grad_norm={most!r}: expected the largest norm that gradients may have, such as 1.0, or None"
         )
-
-
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients from the `norms` of each, in the order of the model's parameters."""
-    return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
 
 
 def clipped(gradients: Mapping[str, Tensor], most: float, total: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,28 @@
+"""Where a process computes: its device, and what goes with it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.moments import Moments, moments_of
+from penstock.runtime.staging import Staging, staging_for
+from penstock.runtime.streams import Streams, streams_for
+
+__all__ = ["Site", "site_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Of the ranks of one process."""
+
+    device: torch.device
+    staging: Staging
+    """To the host and back."""
+    streams: Streams
+    moments: Moments
+
+
+def site_of(device: torch.device, ranks: Iterable[int]) -> Site:
+    """The site of `ranks`, which compute on `device`."""
+    return Site(device, staging_for(device), streams_for(device, ranks), moments_of(device))
