@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.runtime.process_group import SHARED_MEMORY
+from penstock.runtime.carriers import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
 from penstock.scheduling.schedules import Schedule, schedule
 

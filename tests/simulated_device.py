@@ -97,15 +97,19 @@ class SimulatedDevice:
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         event = SimulatedEvent(self)
-
-        def pass_by() -> None:
-            event.passed, event.passed_at = True, time.perf_counter()
-
-        self._queue(stream, pass_by)
+        self.pass_by(stream, event)
         return event
 
+    def pass_by(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """Queues that `event` passes."""
+
+        def run() -> None:
+            event.passed, event.passed_at = True, time.perf_counter()
+
+        self.do(stream, run)
+
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        self._queue(stream, lambda: None, event)
+        self.do(stream, lambda: None, event)
 
     def host_memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
@@ -123,29 +127,29 @@ class SimulatedDevice:
         return tensor
 
     def copy(self, target: Tensor, source: Tensor, stream: SimulatedStream) -> None:
-        given, taken = self._memory(target), self._memory(source)
+        given, taken = self.memory(target), self.memory(source)
 
         def run() -> None:
             given[:] = taken
 
-        self._queue(stream, run)
+        self.do(stream, run)
 
     def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
         self._block(tensor).kept.append(stream)
 
     def fill(self, tensor: Tensor, value: float) -> None:
         """Has the current stream set every number of `tensor`."""
-        given, numbers = self._memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
+        given, numbers = self.memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
 
         def run() -> None:
             given[:] = numbers
 
-        self._queue(self.current(), run)
+        self.do(self.current(), run)
 
     def read(self, tensor: Tensor) -> list[float]:
         """Has the current stream read `tensor`; its numbers will be in the list."""
-        taken, found = self._memory(tensor), list[float]()
-        self._queue(self.current(), lambda: found.extend(np.array(taken).view(np.float64).tolist()))
+        taken, found = self.memory(tensor), list[float]()
+        self.do(self.current(), lambda: found.extend(np.array(taken).view(np.float64).tolist()))
         return found
 
     def advance(self) -> None:
@@ -163,7 +167,14 @@ class SimulatedDevice:
         while any(stream.operations for stream in self._streams):
             self.advance()
 
-    def _queue(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
+    def is_stuck(self) -> bool:
+        """Does all that can be done; whether something is left that waits for ever."""
+        while any(stream.runnable() for stream in self._streams):
+            self.advance()
+        return any(stream.operations for stream in self._streams)
+
+    def do(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
+        """Queues `run` in `stream`, `after` an event."""
         with self._lock:
             stream.operations.append((after, run))
 
@@ -175,12 +186,12 @@ class SimulatedDevice:
         def overwrite() -> None:
             block.buffer[:] = bytes([POISON]) * len(block.buffer)
 
-        self._queue(block.stream, overwrite)
+        self.do(block.stream, overwrite)
 
     def _block(self, tensor: Tensor) -> _Block:
         return self._blocks[tensor.untyped_storage().data_ptr()]
 
-    def _memory(self, tensor: Tensor) -> memoryview | np.ndarray:
+    def memory(self, tensor: Tensor) -> memoryview | np.ndarray:
         """The memory of `tensor`, without holding it if it is the device's."""
         block = self._blocks.get(tensor.untyped_storage().data_ptr())
         if block is None:

@@ -1,19 +1,24 @@
 """Jobs in which tensors of simulated devices travel between processes."""
 
+import uuid
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
+from penstock.runtime.nccl_sums import NcclSum
+from penstock.runtime.ordered_sums import Agreement
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import DeviceStaging
-from penstock.runtime.tickets import Receipt
 from penstock.runtime.transport import Edge
-from simulated_device import SimulatedDevice
+from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
-__all__ = ["exchange_over_gloo", "sum_over_gloo"]
+__all__ = ["exchange_over_gloo", "sum_over_gloo", "sum_over_nccl"]
 
 LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 
@@ -21,6 +26,13 @@ LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 def _patience() -> Patience:
     store = dist.distributed_c10d._get_default_store()
     return Patience(FailureBoard(store, dist.get_rank(), dist.get_world_size()), 30.0)
+
+
+def _store() -> dist.Store:
+    """One that no other job has used. Collective."""
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names)
+    return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
 
 
 def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
@@ -59,20 +71,50 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     """What the device of each rank reads of sums of numbers that the devices are still to compute."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = SimulatedDevice(rank), _patience()
-    summing = GroupSum(ranks, dist.new_group(list(ranks), backend="gloo"), DeviceStaging(device))
+    agreement = Agreement(ranks, _store(), patience)
+    summing = GroupSum(ranks, dist.new_group(list(ranks), backend="gloo"), agreement, DeviceStaging(device), patience)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
         device.fill(own, float(rank + number))
-        receipt = Receipt("the sum", ranks, patience, summing.staging)
-        summing.put("form", own, receipt)
+        ticket = summing.add("form", own)
         del own
-        (total,) = receipt.wait()
+        (total,) = ticket.wait()
         assert total is not None
         found.append(device.read(total))
-        del total, receipt
+        del total, ticket
     device.finish()
     summing.close()
+    assert summing.join(30.0)
+    dist.barrier()
+    return found
+
+
+class _Prompt(SimulatedDevice):
+    """Does at once what it is told, as a process group does that is not the device's."""
+
+    def do(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
+        super().do(stream, run, after)
+        self.finish()
+
+    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        """Sums are made by PyTorch, in memory of the host."""
+
+
+def sum_over_nccl(sums: int) -> list[list[float]]:
+    """As `sum_over_gloo`, by what sums on a stream; here over Gloo, since NCCL takes GPUs."""
+    rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    device, patience = _Prompt(rank), _patience()
+    agreement = Agreement(ranks, _store(), patience)
+    group = dist.new_group(list(ranks), backend="gloo")
+    summing = NcclSum(ranks, group, agreement, device, DeviceStaging(device), patience.board.check)
+    found = []
+    for number in range(sums):
+        own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
+        device.fill(own, float(rank + number))
+        (total,) = summing.add("form", own).wait()
+        assert total is not None
+        found.append(total.tolist())
     assert summing.join(30.0)
     dist.barrier()
     return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.runtime.process_group import SHARED_MEMORY
+from penstock.runtime.carriers import SHARED_MEMORY
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worlds import join_world
 

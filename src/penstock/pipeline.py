@@ -200,7 +200,7 @@ class Pipeline:
         """What this process holds."""
         readings = readings_of(recipe, self.schedule.promise.delays)
         modules = self._hooked.modules
-        self._site = site_of(self._device, self._ranks)
+        self._site = site_of(self._device, self._ranks, transport.check)
         held = (self._ranks, transport, grains, modules, readings, self._site)
         return build_stages(self.plan, self._chain, self.schedule, *held)
 

@@ -173,7 +173,7 @@ class _Side:
         """Measures the link to the partner, who must `answer` meanwhile."""
         smallest = self._series(SMALLEST)
         series = [(size, self._series(size)) for size in SIZES]
-        self._send("order", torch.zeros(2, dtype=torch.int64))
+        self._send("order", torch.zeros(2, dtype=torch.int64, device=self.device))
         return fit_link(smallest, series)
 
     def answer(self) -> None:
@@ -199,16 +199,23 @@ class _Side:
         return self._exchange(size, 1 + calls)[1:]
 
     def _exchange(self, size: int, calls: int) -> list[float]:
-        self._send("order", torch.tensor([size, calls]))
+        self._send("order", torch.tensor([size, calls], device=self.device))
         payload = torch.zeros(size, dtype=torch.uint8, device=self.device)
         seconds = []
         for _ in range(calls):
             ticket = self._post("answer")
+            self._settle()
             start = time.perf_counter()
             self._send(f"{size} bytes", payload)
             ticket.wait()
+            self._settle()
             seconds.append(time.perf_counter() - start)
         return seconds
+
+    def _settle(self) -> None:
+        """Waits for the device: a message may have come only for what it computes next."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _send(self, form: str, tensor: Tensor) -> None:
         self.transport.send(Edge(self.rank, self.partner, "probe"), form, (tensor,))

@@ -234,7 +234,7 @@ def recruit(
             updater,
             transport,
             partial(recipe.computing, site.device) if recipe.autocast else None,
-            Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm) if schedule.norms else None,
+            Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm, site.device) if schedule.norms else None,
             ScaleCourse(recipe.scaling) if recipe.scaling else None,
             site.moments.now,
         )

@@ -54,7 +54,7 @@ def connect_lanes(
     all_edges = [_edge_of(edge, lane, lanes) for edge in edges for lane in range(lanes)]
     all_groups = [_group_of(ranks, lane, lanes) for ranks in groups for lane in range(lanes)]
     inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups))
-    return Lanes(inner, group)
+    return Lanes(inner, group, device)
 
 
 def _edge_of(edge: Edge, lane: int, lanes: int) -> Edge:
@@ -66,10 +66,12 @@ def _group_of(ranks: Sequence[int], lane: int, lanes: int) -> tuple[int, ...]:
 
 
 class Lanes:
-    """This process's lane of a rank; `group` are the processes of all its lanes, and `inner` speaks to processes."""
+    """This process's lane of a rank; `group` are the processes of all its lanes, which compute on `device`, and `inner`
+    speaks to processes.
+    """
 
-    def __init__(self, inner: Transport, group: dist.ProcessGroup) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transport, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._inner, self._device = inner, device
         self._group = group
         self._lane = dist.get_rank(group)
         self._lanes = dist.get_world_size(group)
@@ -89,7 +91,7 @@ class Lanes:
         if agreed is None:
             self._check(edge, message)
             self._sent[edge, form] = shapes
-            self._inner.send(there, ("shapes", form), (_encoded(shapes),))
+            self._inner.send(there, ("shapes", form), (_encoded(shapes).to(self._device),))
         elif agreed != shapes:
             raise TransportError(
                 f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
@@ -111,6 +113,9 @@ class Lanes:
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         own = processes_of(rank, self._lanes)[self._lane]
         return self._inner.reduce(_group_of(group, self._lane, self._lanes), own, form, tensor)
+
+    def check(self) -> None:
+        self._inner.check()
 
     def flush(self) -> None:
         self._inner.flush()

@@ -29,6 +29,7 @@ class Norms:
 
     `counted`: by stage, those of its trained parameters that no stage before it shares, by name. `order`: all names of
     the model's parameters in its order. `most`: gradients of a larger norm are clipped; None clips none.
+    `device`: of the gradients.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Norms:
         counted: Mapping[int, Mapping[str, nn.Parameter]],
         order: Iterable[str],
         most: float | None,
+        device: torch.device,
     ) -> None:
-        self._schedule, self._counted, self._most = schedule, counted, most
+        self._schedule, self._counted, self._most, self._device = schedule, counted, most, device
         self._place = {name: index for index, name in enumerate(order)}
         self._vectors: dict[Norm, Tensor] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
@@ -55,14 +57,13 @@ class Norms:
     def know(self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float) -> None:
         """Makes the vector of this rank's `stage` from its finished `gradients`, of losses times `scale`."""
         counted = self._counted[stage]
-        device = next((parameter.device for parameter in counted.values()), torch.device("cpu"))
         norms = [
             whole(torch.linalg.vector_norm(gradients[name])).double()
             if name in gradients
-            else torch.full((), ABSENT, dtype=torch.float64, device=device)
+            else torch.full((), ABSENT, dtype=torch.float64, device=self._device)
             for name in counted
         ]
-        scaled = torch.full((), scale, dtype=torch.float64, device=device)
+        scaled = torch.full((), scale, dtype=torch.float64, device=self._device)
         self._vectors[stage, version] = torch.stack([scaled, *norms])
 
     def scale(self, version: int) -> float:
@@ -104,7 +105,7 @@ class Norms:
         """The `known` norms, those of all parameters in the model's order."""
         counted = [(name, p.dtype) for stage, _ in known for name, p in self._counted[stage].items()]
         if not counted:
-            return torch.zeros(0)
+            return torch.zeros(0, device=self._device)
         norms = torch.cat([self._vectors[norm][1:] for norm in known])
         stages = tuple(stage for stage, _ in known)
         if stages not in self._orders:

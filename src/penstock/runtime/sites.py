@@ -1,6 +1,6 @@
 """Where a process computes: its device, and what goes with it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,6 @@ class Site:
     moments: Moments
 
 
-def site_of(device: torch.device, ranks: Iterable[int]) -> Site:
-    """The site of `ranks`, which compute on `device`."""
-    return Site(device, staging_for(device), streams_for(device, ranks), moments_of(device))
+def site_of(device: torch.device, ranks: Iterable[int], check: Callable[[], None]) -> Site:
+    """The site of `ranks`, which compute on `device`. `check` raises if what comes to them has broken off."""
+    return Site(device, staging_for(device, check), streams_for(device, ranks), moments_of(device))

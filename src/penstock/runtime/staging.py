@@ -10,7 +10,7 @@ Laws of this file:
   3. Only `Event.synchronize` waits on the host, and only threads beside the computing one call it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -89,13 +89,27 @@ class HostStaging:
         return staged[0]
 
 
+class _Watched:
+    """An event that says nothing of what came before it if that was broken off; `check` raises why it was."""
+
+    def __init__(self, event: Event, check: Callable[[], None]) -> None:
+        self.query, self._event, self._check = event.query, event, check
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._check()
+
+
 class DeviceStaging:
-    """For tensors of `accelerator`, on one stream for all copies."""
+    """For tensors of `accelerator`, on one stream for all copies.
+
+    `check` raises why the device was kept from computing them, if it was: what is on the host then is of no use.
+    """
 
     apart = True
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, check: Callable[[], None] = lambda: None) -> None:
+        self._accelerator, self._check = accelerator, check
         self._stream = accelerator.stream()
 
     def host_memory(self, layout: Layout) -> Tensor:
@@ -111,7 +125,7 @@ class DeviceStaging:
             # It was made on the computing stream, which would use its memory again as soon as nobody holds it.
             accelerator.keep(tensor, stream)
             copies.append(copy)
-        return copies, accelerator.record(stream)
+        return copies, _Watched(accelerator.record(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         accelerator, stream = self._accelerator, self._stream
@@ -137,10 +151,10 @@ class DeviceStaging:
         return tensors
 
 
-def staging_for(device: torch.device) -> Staging:
-    """For tensors on `device`: a CPU or a GPU."""
+def staging_for(device: torch.device, check: Callable[[], None] = lambda: None) -> Staging:
+    """For tensors on `device`: a CPU or a GPU, whose computation fails as `check` says."""
     accelerator = accelerator_of(device)
-    return HostStaging() if accelerator is None else DeviceStaging(accelerator)
+    return HostStaging() if accelerator is None else DeviceStaging(accelerator, check)
 
 
 def _layout(tensor: Tensor) -> Layout:

@@ -69,6 +69,9 @@ class Transport(Protocol):
         the tensor must not be changed afterwards.
         """
 
+    def check(self) -> None:
+        """Raises `TransportError` if it has been broken off. Waits for nothing."""
+
     def flush(self) -> None:
         """Waits until every message has been handed to the network."""
 
@@ -163,6 +166,9 @@ class Loopback:
         while sums and sums[0].ready():
             sums.popleft()
         return current
+
+    def check(self) -> None:
+        """Nothing can break."""
 
     def flush(self) -> None:
         """A message has arrived when it is sent."""

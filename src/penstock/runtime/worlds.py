@@ -132,7 +132,9 @@ class Processes:
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
         with _explained():
-            return ProcessGroup(edges, self.rank, device, self._board, timeout_seconds, self.gather, groups)
+            return ProcessGroup(
+                edges, self.rank, device, self._store, self._board, timeout_seconds, self.gather, groups
+            )
 
     def gather(self, value: T) -> Sequence[T]:
         values: list[T | None] = [None] * self.processes

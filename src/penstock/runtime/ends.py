@@ -1,0 +1,135 @@
+"""Makes this process's ends of all edges and sums, together with all other processes.
+
+Laws of this file:
+  1. Communicators are made by all ranks, in one order, those included that they do not connect.
+  2. Those of NCCL are used at once, in that order: NCCL connects at the first use, which would come at a different time
+     on every rank, and two ranks that each wait for a third one would wait for ever.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from penstock.runtime.accelerators import accelerator_of
+from penstock.runtime.carriers import SHARED_MEMORY, Carrier, card_of, choose, sums_over_nccl
+from penstock.runtime.gloo_inboxes import GlooInbox
+from penstock.runtime.gloo_outboxes import GlooOutbox
+from penstock.runtime.group_sums import GroupSum
+from penstock.runtime.nccl_ends import NcclInbox, NcclOutbox
+from penstock.runtime.nccl_sums import NcclSum
+from penstock.runtime.ordered_sums import Agreement
+from penstock.runtime.patience import Patience
+from penstock.runtime.rendezvous import Acquaintances, Gather, meet
+from penstock.runtime.rings import can_share
+from penstock.runtime.shared_ends import Pusher, SharedInbox, SharedOutbox
+from penstock.runtime.staging import staging_for
+from penstock.runtime.transport import Edge
+from penstock.runtime.watches import Watch
+
+__all__ = ["Ends", "Inbox", "Outbox", "Sum"]
+
+Inbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
+Outbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
+Sum: TypeAlias = GroupSum | NcclSum
+
+_GRACE = 60.0
+"""Seconds that a communicator's own timeout comes after ours, which knows more to say."""
+
+
+@dataclass(slots=True)
+class Ends:
+    """Of the process `rank`, which computes on `device`."""
+
+    rank: int
+    device: torch.device
+    store: Store
+    """Where the processes met."""
+    patience: Patience
+    watch: Watch
+    pusher: Pusher = field(default_factory=Pusher)
+    outboxes: dict[Edge, Outbox] = field(default_factory=dict)
+    inboxes: dict[Edge, Inbox] = field(default_factory=dict)
+    sums: dict[tuple[int, ...], Sum] = field(default_factory=dict)
+
+    def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
+        """Makes the ends of `edges`, and of sums over `groups` of ranks. Collective; `gather` gives every process what
+        each of them says.
+        """
+        rank = self.rank
+        willing = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
+        met = meet(peers - {rank}, rank, gather, willing)
+        near = {edge for edge in edges if rank == edge.source and edge.target in met}
+        said = gather((near, card_of(self.device)))
+        cards, shared = [card for _, card in said], {edge for those, _ in said for edge in those}
+        for edge, carrier in choose(edges, cards, shared).items():
+            if carrier is Carrier.MEMORY:
+                self._share(edge, met)
+                continue
+            group = self._communicator((edge.source, edge.target), carrier, str(edge))
+            if carrier is Carrier.GLOO:
+                self._connect_gloo(edge, group)
+            else:
+                self._connect_nccl(edge, group)
+        met.part()
+        for ranks in groups:
+            carrier = Carrier.NCCL if sums_over_nccl(ranks, cards) else Carrier.GLOO
+            group = self._communicator(ranks, carrier, f"sum over {ranks}")
+            if rank in ranks:
+                self.sums[ranks] = self._sum(ranks, carrier, group)
+        self.watch.start()
+
+    def _communicator(self, ranks: Sequence[int], carrier: Carrier, name: str) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            backend=carrier.value.lower(),
+            timeout=timedelta(seconds=self.patience.timeout_seconds + _GRACE),
+            group_desc=f"penstock {name}",
+        )
+        return made
+
+    def _share(self, edge: Edge, met: Acquaintances) -> None:
+        if edge.source == self.rank:
+            self.outboxes[edge] = SharedOutbox(edge, met, self.pusher)
+        elif edge.target == self.rank:
+            self.inboxes[edge] = SharedInbox(edge, met, self.patience)
+
+    def _connect_gloo(self, edge: Edge, group: dist.ProcessGroup) -> None:
+        if edge.source == self.rank:
+            self.outboxes[edge] = GlooOutbox(edge, group, staging_for(self.device, self.watch.check))
+        elif edge.target == self.rank:
+            # Reports are read on the host; who wants them on the device puts them there.
+            staging = staging_for(torch.device("cpu") if edge.lane == "reports" else self.device)
+            self.inboxes[edge] = GlooInbox(edge, group, staging, self.patience)
+
+    def _connect_nccl(self, edge: Edge, group: dist.ProcessGroup) -> None:
+        accelerator = accelerator_of(self.device)
+        if self.rank not in (edge.source, edge.target):
+            return
+        assert accelerator is not None, "NCCL was chosen without a GPU"
+        end: NcclOutbox | NcclInbox
+        shared = (self.store, self.patience, self.watch.check)
+        if edge.source == self.rank:
+            end = self.outboxes[edge] = NcclOutbox(edge, group, dist.get_group_rank(group, edge.target), *shared)
+        else:
+            peer = dist.get_group_rank(group, edge.source)
+            end = self.inboxes[edge] = NcclInbox(edge, group, peer, *shared, accelerator)
+        end.meet(torch.zeros(1, device=self.device))
+        self.watch.over(str(edge), end, group.abort)
+
+    def _sum(self, ranks: tuple[int, ...], carrier: Carrier, group: dist.ProcessGroup) -> Sum:
+        agreement = Agreement(ranks, self.store, self.patience)
+        staging = staging_for(self.device, self.watch.check)
+        accelerator = accelerator_of(self.device)
+        if carrier is Carrier.GLOO or accelerator is None:
+            return GroupSum(ranks, group, agreement, staging, self.patience)
+        made = NcclSum(ranks, group, agreement, accelerator, staging, self.watch.check)
+        made.add("meeting", torch.zeros(1, device=self.device)).wait()
+        self.watch.over(f"the sum over ranks {list(ranks)}", made, group.abort)
+        return made

@@ -1,0 +1,122 @@
+"""Looks after what GPUs send each other: whether it goes on, while the host waits for none of it.
+
+A GPU that waits for a message waits for ever, and with it, sooner or later, its host. A thread looks whether another
+rank has failed, or nothing has come or gone for too long; then it aborts the communicators, which lets the GPU and the
+host go on, and whoever next asks is told why.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.runtime.patience import POLL_SECONDS, Patience
+
+__all__ = ["End", "Underway", "Watch"]
+
+_LOOKING_SECONDS = 1e-3
+
+
+class _Task(NamedTuple):
+    is_done: Callable[[], bool]
+    kept: object
+
+
+class Underway:
+    """What a GPU has been told to do and is not known to have done. Its methods are called on any thread."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[_Task] = deque()
+        """Oldest first."""
+        self._looking = threading.Lock()
+
+    def add(self, is_done: Callable[[], bool], kept: object = None) -> None:
+        """Notes one thing more; `kept` is not dropped before it is done."""
+        self.oldest()
+        self._tasks.append(_Task(is_done, kept))
+
+    def oldest(self) -> object | None:
+        """What has been underway for longest; what is done is forgotten. None if all is done."""
+        with self._looking:
+            while self._tasks and self._tasks[0].is_done():
+                self._tasks.popleft()
+            return self._tasks[0] if self._tasks else None
+
+    def finished(self, seconds: float) -> bool:
+        """Waits so long until all is done; whether it is."""
+        deadline = time.monotonic() + seconds
+        while self.oldest() is not None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOKING_SECONDS)
+        return True
+
+
+class End(Protocol):
+    """Of an edge, or of a sum."""
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The other ranks."""
+
+    @property
+    def underway(self) -> Underway:
+        """What they have a part in."""
+
+
+class _Watched(NamedTuple):
+    end: End
+    abort: Callable[[], None]
+
+
+class Watch:
+    """Waits with `patience` over ends, once it is told of some."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._watched: dict[str, _Watched] = {}
+        """By the name of the place."""
+        self._failure: Exception | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def over(self, place: str, end: End, abort: Callable[[], None]) -> None:
+        """Watches over `end` as well; `abort` ends what it waits for."""
+        self._watched[place] = _Watched(end, abort)
+
+    def start(self) -> None:
+        """Begins, if there is anything to watch over."""
+        if self._watched:
+            self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raises why the communicators were aborted, if they were."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        before: dict[str, object] = {}
+        deadline = self._patience.deadline()
+        while not self._closed.wait(POLL_SECONDS):
+            waits = {place: watched.end.underway.oldest() for place, watched in self._watched.items()}
+            now = {place: oldest for place, oldest in waits.items() if oldest is not None}
+            if not now or any(now.get(place) is not oldest for place, oldest in before.items()):
+                # Whatever comes or goes shows that the ranks are at work.
+                deadline = self._patience.deadline()
+            before = now
+            place = next(iter(now), "")
+            try:
+                self._patience.check(deadline, place, self._watched[place].end.peers if now else ())
+            except Exception as error:
+                self._failure = error
+                for watched in self._watched.values():
+                    watched.abort()
+                return

@@ -1,0 +1,270 @@
+"""What GPUs send each other: in the right order, whatever order they take, and with an end when one of them fails."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore
+
+from penstock.errors import TransportError
+from penstock.runtime.accelerators import Layout
+from penstock.runtime.carriers import Card, Carrier, choose, sums_over_nccl
+from penstock.runtime.failures import FailureBoard
+from penstock.runtime.nccl_ends import NcclInbox, NcclOutbox
+from penstock.runtime.patience import Patience
+from penstock.runtime.transport import Edge
+from penstock.runtime.watches import Watch
+from processes import Pool
+from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from simulated_nccl import SimulatedCommunicator
+from staging_jobs import sum_over_nccl
+
+SEEDS = st.integers(0, 2**32)
+FORWARD, BACKWARD = Edge(0, 1), Edge(1, 0)
+
+
+class Pair:
+    """Two ranks that compute on a stream each, and an edge each way, by the communicators that carry them."""
+
+    def __init__(self, device: SimulatedDevice, shared: bool = False, seconds: float = 30.0) -> None:
+        self.device = device
+        self.streams = device.stream(), device.stream()
+        store = HashStore()
+        self.boards = [FailureBoard(store, rank, 2) for rank in range(2)]
+        self.patience = [Patience(board, seconds) for board in self.boards]
+        self.watches = [Watch(patience) for patience in self.patience]
+        one = SimulatedCommunicator(device)
+        self.communicators = {FORWARD: one, BACKWARD: one if shared else SimulatedCommunicator(device)}
+        ends = {(edge, rank): group.end(rank) for edge, group in self.communicators.items() for rank in range(2)}
+        if shared:
+            ends = {(edge, rank): ends[FORWARD, rank] for edge, rank in ends}
+        self.outboxes, self.inboxes = {}, {}
+        for edge in self.communicators:
+            here, there = (ends[edge, rank] for rank in edge[:2])
+            told, heard = ((store, self.patience[rank], self.watches[rank].check) for rank in edge[:2])
+            self.outboxes[edge] = NcclOutbox(edge, here, edge.target, *told)
+            self.inboxes[edge] = NcclInbox(edge, there, edge.source, *heard, device)
+
+    def made(self, rank: int, value: float, layout: Layout) -> Tensor:
+        """A tensor that `rank` computes."""
+        with self.device.on(self.streams[rank]):
+            tensor = self.device.device_memory(layout, self.device.current())
+            self.device.fill(tensor, value)
+        return tensor
+
+    def send(self, edge: Edge, form: str, *message: Tensor | None) -> None:
+        with self.device.on(self.streams[edge.source]):
+            self.outboxes[edge].put(form, message)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "small": (torch.Size((3,)), (1,), torch.float64),
+    "transposed": (torch.Size((3, 5)), (1, 3), torch.float64),
+    "empty": (torch.Size((0, 2)), (2, 1), torch.float64),
+}
+
+
+def exchange(device: SimulatedDevice, shared: bool = False, forms: tuple[str, ...] = tuple(LAYOUTS)) -> bool:
+    """Both ranks post, send and drop messages of several forms; whether each read what was sent, laid out as it was."""
+    pair, found, expected, values = Pair(device, shared), [], [], iter(range(100))
+    for form in forms * 3:
+        tickets = {}
+        for edge in (FORWARD, BACKWARD):
+            value, layout = float(next(values)), LAYOUTS[form]
+            with device.on(pair.streams[edge.target]):
+                tickets[edge] = pair.inboxes[edge].post(form)
+            pair.send(edge, form, pair.made(edge.source, value, layout), None)
+            expected.append([value] * layout[0].numel())
+        for edge, ticket in tickets.items():
+            with device.on(pair.streams[edge.target]):
+                tensor, nothing = ticket.wait()
+                assert tensor is not None and nothing is None and not tensor.requires_grad
+                assert (tensor.shape, tensor.stride()) == LAYOUTS[form][:2]
+                found.append(device.read(tensor))
+                del tensor
+            del ticket
+        tickets.clear()
+    return not device.is_stuck() and found == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS)
+def test_messages_are_what_was_computed(seed: int) -> None:
+    assert exchange(SimulatedDevice(seed))
+
+
+class Hasty(SimulatedDevice):
+    """Waits for no event."""
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        pass
+
+
+def test_without_events_they_are_not() -> None:
+    assert not all(exchange(Hasty(seed)) for seed in range(20))
+
+
+def test_what_is_sent_is_kept_until_it_has_been_read() -> None:
+    """And no longer."""
+    pair = Pair(SimulatedDevice(0))
+    pair.send(FORWARD, "small", pair.made(0, 1.0, LAYOUTS["small"]))
+
+    assert pair.device.is_stuck() and pair.outboxes[FORWARD].underway.oldest() is not None
+    with pair.device.on(pair.streams[1]):
+        pair.inboxes[FORWARD].post("small").wait()
+    pair.device.finish()
+    assert pair.outboxes[FORWARD].underway.oldest() is None
+
+
+def test_two_directions_in_one_communicator_would_wait_for_each_other() -> None:
+    """Each rank's send would come before the receive that the other one's send waits for."""
+
+    def swap(shared: bool) -> bool:
+        pair = Pair(SimulatedDevice(0), shared)
+        for edge in (FORWARD, BACKWARD):
+            pair.send(edge, "small", pair.made(edge.source, 1.0, LAYOUTS["small"]))
+        for edge in (FORWARD, BACKWARD):
+            with pair.device.on(pair.streams[edge.target]):
+                pair.inboxes[edge].post("small").wait()
+        return not pair.device.is_stuck()
+
+    assert swap(shared=False)
+    assert not swap(shared=True)
+
+
+def test_few_receives_take_memory_before_they_are_wanted() -> None:
+    pair = Pair(SimulatedDevice(0))
+    for number in range(6):
+        pair.send(FORWARD, "small", pair.made(0, float(number), LAYOUTS["small"]))
+    tickets = [pair.inboxes[FORWARD].post("small") for _ in range(6)]
+    ready = []
+    for _ in range(3):
+        pair.device.is_stuck()
+        ready.append([ticket.ready() for ticket in tickets].count(True))
+
+    assert ready == [2, 4, 6]
+
+
+def test_the_last_ticket_may_be_waited_for_first() -> None:
+    pair, found = Pair(SimulatedDevice(0)), []
+    with pair.device.on(pair.streams[1]):
+        tickets = [pair.inboxes[FORWARD].post("small") for _ in range(5)]
+    for number in range(5):
+        pair.send(FORWARD, "small", pair.made(0, float(number), LAYOUTS["small"]))
+    with pair.device.on(pair.streams[1]):
+        for ticket in reversed(tickets):
+            (tensor,) = ticket.wait()
+            assert tensor is not None
+            found.append(pair.device.read(tensor))
+    pair.device.finish()
+
+    assert found == [[float(number)] * 3 for number in (4, 3, 2, 1, 0)]
+
+
+def ended(watch: Watch) -> TransportError:
+    """The error that `watch` ends with; it comes within seconds, or the test ends."""
+    for _ in range(3000):
+        try:
+            watch.check()
+        except TransportError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("nothing ended")
+
+
+def wait_for_nothing(pair: Pair) -> Callable[[], None]:
+    """Rank 1 has received one message and waits for another one, which does not come; asks for one more."""
+    pair.watches[1].over(str(FORWARD), pair.inboxes[FORWARD], pair.communicators[FORWARD].abort)
+    pair.send(FORWARD, "small", pair.made(0, 1.0, LAYOUTS["small"]))
+    with pair.device.on(pair.streams[1]):
+        tickets = [pair.inboxes[FORWARD].post("small") for _ in range(3)]
+        for ticket in tickets[:2]:
+            ticket.wait()
+    assert pair.device.is_stuck()
+    pair.watches[1].start()
+    return lambda: tickets[2].wait() and None
+
+
+def test_a_gpu_that_waits_too_long_is_let_go_and_says_for_whom() -> None:
+    pair = Pair(SimulatedDevice(0), seconds=0.5)
+    go_on = wait_for_nothing(pair)
+    error = ended(pair.watches[1])
+
+    assert "nothing came from rank 0 for 0.5 s (rank 0 -> rank 1 (stages))" in str(error)
+    assert pair.communicators[FORWARD].aborted and not pair.device.is_stuck()
+    with pytest.raises(TransportError, match="nothing came from rank 0"):
+        go_on()
+    pair.watches[1].close()
+
+
+def test_when_another_rank_fails_its_error_is_told() -> None:
+    pair = Pair(SimulatedDevice(0))
+    wait_for_nothing(pair)
+    pair.boards[0].report("in a step", "ValueError: no more data", linger_seconds=0.0)
+    error = ended(pair.watches[1])
+
+    assert "rank 0 failed in a step" in str(error) and "ValueError: no more data" in str(error)
+    assert not pair.device.is_stuck()
+    pair.watches[1].close()
+
+
+def test_who_waits_for_a_form_that_is_never_told_is_not_kept() -> None:
+    pair = Pair(SimulatedDevice(0), seconds=0.2)
+    ticket = pair.inboxes[FORWARD].post("small")
+
+    assert not ticket.ready()
+    with pytest.raises(TransportError, match=r"nothing came from rank 0 for 0.2 s"):
+        ticket.wait()
+
+
+def test_who_has_nothing_underway_is_not_ended() -> None:
+    pair = Pair(SimulatedDevice(0), seconds=0.01)
+    pair.watches[1].over(str(FORWARD), pair.inboxes[FORWARD], pair.communicators[FORWARD].abort)
+    pair.watches[1].start()
+    time.sleep(0.6)
+
+    pair.watches[1].check()
+    pair.watches[1].close()
+
+
+GPUS = st.lists(st.builds(Card, st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["", "0", "1"])), min_size=2)
+LANES = st.sampled_from(["stages", "reports", "buffers"])
+
+
+@given(GPUS, st.data())
+def test_edges_between_gpus_of_their_own_go_over_nccl(cards: list[Card], data: st.DataObject) -> None:
+    ranks = st.integers(0, len(cards) - 1)
+    drawn = data.draw(st.lists(st.tuples(ranks, ranks, LANES), unique=True))
+    edges = [Edge(source, target, lane) for source, target, lane in drawn if source != target]
+    shared = set(data.draw(st.lists(st.sampled_from(edges)))) if edges else set()
+    chosen = choose(edges, cards, shared)
+
+    # All ranks make the communicators in this order.
+    assert list(chosen) == edges
+    for edge, carrier in chosen.items():
+        one, other = cards[edge.source], cards[edge.target]
+        assert (carrier is Carrier.MEMORY) == (edge in shared)
+        if carrier is Carrier.NCCL:
+            assert edge.lane == "stages" and one.gpu and other.gpu and "0" not in (one.wish, other.wish)
+            assert one.gpu != other.gpu or one.wish == other.wish == "1"
+        elif carrier is Carrier.GLOO and edge.lane == "stages" and one.gpu and other.gpu:
+            assert one.gpu == other.gpu or "0" in (one.wish, other.wish)
+
+
+def test_sums_go_over_nccl_where_every_rank_has_a_gpu() -> None:
+    cards = [Card(gpu, "") for gpu in ("a", "b", "c", "c", "")]
+
+    assert sums_over_nccl((0, 1, 2), cards)
+    assert not sums_over_nccl((0, 2, 3), cards)
+    assert not sums_over_nccl((0, 4), cards)
+    assert sums_over_nccl((2, 3), [card._replace(wish="1") for card in cards])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_on_a_stream_are_those_of_the_host(pool: Pool, ranks: int) -> None:
+    for found in pool.run(ranks, sum_over_nccl, 3):
+        assert found == [[float(ranks * number + sum(range(ranks)))] * 7 for number in range(3)]
