@@ -378,6 +378,23 @@ def test_on_a_gpu_the_seconds_and_the_bytes_are_as_on_the_cpu():
     assert next(model.parameters()).device.type == "cpu"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_on_a_gpu_the_allocator_tells_the_workspaces(autocast: torch.dtype | None) -> None:
+    sample = (torch.randn(1024, 1024),)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+    on_cpu = quick(model, sample, autocast=autocast)
+    first, second = (quick(model, sample, autocast=autocast, device="cuda") for _ in range(2))
+
+    for here, there in zip(on_cpu.layers, first.layers, strict=True):
+        assert there.saved_bytes == here.saved_bytes
+        assert there.workspace_bytes == pytest.approx(here.workspace_bytes, rel=0.3)
+    # cuBLAS has its workspaces from the first profile on, and they are no layer's.
+    assert first.library_bytes == second.library_bytes > 0
+    assert 1 <= first.fragmentation < 10
+
+
 # Autocast
 
 BRAIN = 2
