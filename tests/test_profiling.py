@@ -392,7 +392,7 @@ def test_on_a_gpu_the_allocator_tells_the_workspaces(autocast: torch.dtype | Non
         assert there.workspace_bytes == pytest.approx(here.workspace_bytes, rel=0.3)
     # cuBLAS has its workspaces from the first profile on, and they are no layer's.
     assert first.library_bytes == second.library_bytes > 0
-    assert 1 <= first.fragmentation < 10
+    assert 1 <= first.fragmentation < 100
 
 
 # Autocast

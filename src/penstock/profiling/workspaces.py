@@ -12,6 +12,7 @@ Laws of this file:
   2. It knows nothing of layers.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class DispatchMeter:
 class CudaMeter:
     """Holds what the allocator of `device` has given away. It counts as calls are made, so nothing need be waited for.
 
-    Begins with empty caches, and without the workspaces that cuBLAS has kept from earlier work.
+    Begins with empty caches, without garbage, and without the workspaces that cuBLAS has kept from earlier work.
     """
 
     __slots__ = ("_peak", "device")
@@ -72,6 +73,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._peak = 0
+        gc.collect()
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
