@@ -21,7 +21,8 @@ def layer_profiles(draw):
 @st.composite
 def profiles(draw):
     layers = draw(st.lists(layer_profiles(), min_size=1, max_size=6))
-    return Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names))
+    noted = draw(st.one_of(st.just((0.0, 1.0)), st.tuples(sizes, st.floats(1, 100))))
+    return Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names), (), *noted)
 
 
 bandwidths = st.floats(1e-3, 1e15)

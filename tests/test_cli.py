@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,13 @@ def test_profile_writes_the_file_and_prints_the_table(here, capsys):
     ]
 
 
+def test_profile_under_autocast(here, capsys):
+    options = ["model.py:make", "--json", "--iterations", "1", "--warmup", "1"]
+    whole, half = (json.loads(printed(capsys, "profile", *options, *more)) for more in ([], ["--autocast", "bf16"]))
+
+    assert 2 * half["layers"][0]["cut_bytes"] == whole["layers"][0]["cut_bytes"]
+
+
 def test_profile_for_machines(here, capsys):
     out = json.loads(printed(capsys, "profile", "model.py:make", "--json", "--iterations", "1", "--name", "given"))
 
@@ -399,6 +407,13 @@ profile of four, cpu: 4 layers, microbatches of 8 samples
 """
 
     assert printed(capsys, "show", "profile.json") == table
+
+    replace(Profile.load("profile.json"), library_bytes=64e6, fragmentation=1.25).save("profile.json")
+    noted = (
+        "libraries keep 64 MB beside it on every rank; the allocator had reserved 1.25 times what was in use at the "
+        "peak\n"
+    )
+    assert printed(capsys, "show", "profile.json") == table + noted
 
 
 def test_show_prints_clusters(here, capsys):

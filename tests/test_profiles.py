@@ -55,6 +55,13 @@ def test_totals_are_sums_over_the_layers():
     assert profile.prefix(2) == Profile((LAYER, LAYER), 8)
 
 
+def test_what_no_layer_tells_stays_as_it_is() -> None:
+    profile = Profile((LAYER, LAYER), 8, library_bytes=64e6, fragmentation=1.2)
+
+    for made in (profile.prefix(1), profile.scaled(2)):
+        assert (made.library_bytes, made.fragmentation) == (64e6, 1.2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -68,6 +75,8 @@ def test_totals_are_sums_over_the_layers():
         (lambda: Profile((LAYER, 3), 1), r"layers\[1\]: expected a LayerProfile, found 3"),
         (lambda: Profile((LAYER,), 0), "microbatch_size: expected a whole number of samples, 1 or more, found 0"),
         (lambda: Profile((LAYER,), 2.5), "microbatch_size: .*found 2.5"),
+        (lambda: Profile((LAYER,), 2, library_bytes=-1), "library_bytes: expected a number, 0 or more and finite"),
+        (lambda: Profile((LAYER,), 2, fragmentation=0.9), "fragmentation: expected a number, 1 or more .*found 0.9"),
     ],
 )
 def test_a_wrong_profile_says_where(make, message):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.capturing.chain import Layer, LayerChain
@@ -336,7 +337,7 @@ def test_short_calls_are_timed_in_groups():
     (layer,) = profile(chain, sample, iterations=3, warmup=1, clock=clock, progress=False).layers
 
     assert layer.forward_seconds == 220e-6 / 20
-    assert len(calls) == 2 + 1 + 1 + 3 * 20  # saved bytes, rehearsal, warm-up, iterations
+    assert len(calls) == 1 + 2 + 1 + 3 * 20  # warm-up, saved bytes, workspace, iterations
 
 
 @pytest.mark.parametrize(
@@ -375,6 +376,125 @@ def test_on_a_gpu_the_seconds_and_the_bytes_are_as_on_the_cpu():
     assert all(0 < layer.backward_seconds < 1 for layer in on_gpu.layers)
     assert on_gpu.device.startswith("cuda:")
     assert next(model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_on_a_gpu_the_allocator_tells_the_workspaces(autocast: torch.dtype | None) -> None:
+    sample = (torch.randn(1024, 1024),)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+    on_cpu = quick(model, sample, autocast=autocast)
+    first, second = (quick(model, sample, autocast=autocast, device="cuda") for _ in range(2))
+
+    for here, there in zip(on_cpu.layers, first.layers, strict=True):
+        assert there.saved_bytes == here.saved_bytes
+        assert there.workspace_bytes == pytest.approx(here.workspace_bytes, rel=0.3)
+    # cuBLAS has its workspaces from the first profile on, and they are no layer's.
+    assert first.library_bytes == second.library_bytes > 0
+    assert 1 <= first.fragmentation < 100
+
+
+# Autocast
+
+BRAIN = 2
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often weights of some shape are cast."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and tuple(result.shape) == self.shape:
+            self.count += result.dtype == torch.bfloat16
+        return result
+
+
+def make_cast_chain(sample: tuple[Tensor, ...]) -> LayerChain:
+    layers = [make_layer("a", nn.Linear(6, 8), "x0", "h"), make_layer("b", nn.Linear(8, 10), "h", "y")]
+    return make_chain(layers, sample, "y")
+
+
+def test_under_autocast_the_cast_weights_are_saved_with_every_microbatch() -> None:
+    sample = (torch.randn(4, 6),)
+    first, second = quick(make_cast_chain(sample), sample, autocast=torch.bfloat16).layers
+
+    # The input of the model needs no gradient, and so the first layer's weights are not saved.
+    assert (first.saved_bytes, second.saved_bytes) == (4 * 6 * BRAIN, (4 * 8 + 10 * 8) * BRAIN)
+    assert (first.cut_bytes, second.cut_bytes) == (4 * 8 * BRAIN, 4 * 10 * BRAIN)
+    assert (first.parameter_bytes, second.parameter_bytes) == ((6 * 8 + 8) * FLOAT, (8 * 10 + 10) * FLOAT)
+
+
+def test_every_forward_casts_the_weights_as_that_of_every_microbatch_does() -> None:
+    sample = (torch.randn(4, 6),)
+    forwards = []
+    chain = make_cast_chain(sample)
+    chain.layers[1].module.register_forward_hook(lambda *_: forwards.append(1))
+    with Casts((10, 8)) as casts:
+        # A pilot, two forwards that show what is saved, one for the workspace, and groups of 20 forwards of 10 us each.
+        profile(
+            chain,
+            sample,
+            autocast=torch.bfloat16,
+            iterations=2,
+            warmup=1,
+            clock=ScriptedClock(repeat(10e-6)),
+            progress=False,
+        )
+
+    assert len(forwards) >= 1 + 3 + 2 * 20
+    assert casts.count == len(forwards)
+
+
+def test_the_loss_is_computed_under_autocast_and_the_backward_is_not() -> None:
+    seen = []
+
+    class Watching(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(("forward", torch.is_autocast_enabled("cpu")))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(("backward", torch.is_autocast_enabled("cpu")))
+            return gradient
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return Watching.apply((y - target).square().mean())
+
+    quick(
+        nn.Sequential(nn.Linear(6, 3)), torch.randn(4, 6), autocast=torch.bfloat16, loss_fn=loss, target=torch.ones(())
+    )
+
+    assert set(seen) == {("forward", True), ("backward", False)}
+
+
+def test_a_model_is_traced_in_the_types_that_it_is_measured_in() -> None:
+    class Typed(nn.Module):
+        """Its outputs are larger where it computes in a smaller type."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x if x.dtype == torch.float32 else torch.cat([x, x])
+
+    found = quick(Typed(), torch.randn(4, 6), autocast=torch.bfloat16)
+
+    assert found.layers[-1].cut_bytes == 2 * 4 * 6 * BRAIN
+
+
+def test_a_type_that_autocast_does_not_know_is_refused() -> None:
+    with pytest.raises(PenstockError, match=r"autocast=torch\.float32: expected torch\.bfloat16, torch\.float16"):
+        quick(nn.Linear(2, 2), torch.ones(1, 2), autocast=torch.float32)
 
 
 # The model is left alone

@@ -224,8 +224,7 @@ class Pipeline:
         """
         if self._hooked.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        with self._recipe.computing(self._device):
-            return measure(self._chain, self._sample, progress=False)
+        return measure(self._chain, self._sample, autocast=self._recipe.autocast, progress=False)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

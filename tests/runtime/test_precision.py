@@ -133,6 +133,8 @@ def test_half_of_the_bytes_cross_a_cut() -> None:
     plain = penstock.Pipeline(CAST["linear"](), **{**cast_options("gpipe", 3, 4, torch.bfloat16), "autocast": None})
 
     assert pipe.profile.layers[0].cut_bytes * 2 == plain.profile.layers[0].cut_bytes
+    # A linear layer saves its input, and the weights that it has cast.
+    assert pipe.profile.layers[2].saved_bytes == plain.profile.layers[2].saved_bytes / 2 + 6 * 6 * 2
 
 
 def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:

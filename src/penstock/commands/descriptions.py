@@ -30,7 +30,18 @@ def describe_profile(profile: "Profile") -> str:
     head, total = ("", *(name for name, _, _ in columns)), ("", *(sum_ for _, _, sum_ in columns))
     about = ", ".join(part for part in (profile.name, profile.device) if part)
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
-    return f"{title}{_count(profile.microbatch_size, 'sample')}\n{_table([head, *rows, total], names=1)}"
+    table = _table([head, *rows, total], names=1)
+    return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
+
+
+def _beside(profile: "Profile") -> str:
+    """What no layer tells of the device's memory, if there is anything."""
+    told = []
+    if profile.library_bytes:
+        told.append(f"libraries keep {bytes_text(profile.library_bytes)} beside it on every rank")
+    if profile.fragmentation > 1:
+        told.append(f"the allocator had reserved {profile.fragmentation:.2f} times what was in use at the peak")
+    return f"\n{'; '.join(told)}" if told else ""
 
 
 def _summed(

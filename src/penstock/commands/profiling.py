@@ -7,6 +7,8 @@ from penstock.commands.quantities import parse_count
 
 __all__ = ["PROFILE"]
 
+_TYPES = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
+
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -20,6 +22,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default=argparse.SUPPRESS, help="where to measure: cpu, cuda, cuda:1 (default: where the model is)"
     )
+    parser.add_argument(
+        "--autocast", choices=_TYPES, help="compute in this type where PyTorch's autocast does, as the training will"
+    )
     parser.add_argument("--name", default="", help="of the profile (default: what the file says)")
     parser.add_argument(
         "--progress",
@@ -30,6 +35,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    import torch
+
     from penstock.commands.descriptions import describe_profile
     from penstock.commands.subject_files import load_subject
     from penstock.profiling import profile
@@ -41,6 +48,7 @@ def _run(arguments: argparse.Namespace) -> None:
         name=arguments.name or subject.name,
         loss_fn=subject.loss_fn,
         target=subject.target,
+        autocast=None if arguments.autocast is None else getattr(torch, _TYPES[arguments.autocast]),
         **given(arguments, "iterations", "warmup", "device", "progress"),
     )
     deliver(measured, describe_profile(measured), arguments)

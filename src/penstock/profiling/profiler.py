@@ -19,12 +19,14 @@ What the numbers of a layer mean:
       sum over a stage's layers is never below what the stage keeps.
   workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
       gradients of the parameters and of the output, whichever is more.
+      Of the whole profile: `library_bytes`, what is held after the warm-up and was not before it; `fragmentation`, of
+      the run that counts the bytes.
   parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
       because each rank that holds one of the layers holds a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,17 +53,20 @@ from penstock.profiling.devices import (
     placed,
 )
 from penstock.profiling.saved_tensors import measure_saved_bytes
-from penstock.profiling.workspaces import WorkspaceMeter
+from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.divisions import go_backward_to_inputs
 from penstock.runtime.skips import crossings_of
 from penstock.training.losses import LossFunction, compute_loss
+from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
 
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs the work that it is given and measures it."""
+Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Gives the context that a forward and its loss are computed in."""
 
 
 def profile(
@@ -70,6 +75,7 @@ def profile(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    autocast: torch.dtype | None = None,
     iterations: int = 10,
     warmup: int = 2,
     device: torch.device | str | None = None,
@@ -86,7 +92,10 @@ def profile(
     With `loss_fn`, as in `Pipeline`, and the sample's `target`, the last layer is measured with
     ``loss_fn(output, target)``; the loss of a language model, for one, takes more memory than any of its layers.
 
-    The layers are run one after the other: once to count bytes, `warmup` times to warm up, `iterations` times for the
+    `autocast`, as in `Pipeline`: forwards compute under it. Each casts the weights that it reads anew, as that of every
+    microbatch does: that takes time, and what autograd keeps of it is in the saved bytes.
+
+    The layers are run one after the other: `warmup` times to warm up, once to count bytes, `iterations` times for the
     medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: where the
     model is) may name another cpu or cuda device: a copy of the model is measured there. `progress` shows a line on
     stderr; None shows it on a terminal outside CI. `name` is the profile's (default: the model's class). `clock`
@@ -98,19 +107,21 @@ def profile(
     for label, number in (("iterations", iterations), ("warmup", warmup)):
         if number < 1:
             raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
+    check_autocast(autocast)
     found = device_of(model)
     place = device_named(device) if device is not None else found or first_device(sample)
     if found is not None and place != found:
         model = moved(model, found, place)
     clock = clock_of(place) if clock is None else clock
     sample, target = placed(sample, place), placed(target, place)
-    modules = modules_of(model)
+    modules, computing = modules_of(model), partial(autocasting, autocast, place)
     with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
-        chain = _captured(model, sample)
+        with computing():
+            chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
         loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
-        bench = _Bench(chain, values, clock, warmup, loss)
+        bench = _Bench(chain, values, clock, meter_of(place), warmup, computing, loss)
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
@@ -122,8 +133,8 @@ def profile(
         # What only the next layer reads is never relayed.
         if found.read != (found.made + 1,)
     )
-    size = chain.inputs.microbatch_size
-    return Profile(layers, size, name=title, device=device_name(place), crossings=crossings)
+    size, noted = chain.inputs.microbatch_size, (bench.library_bytes, bench.fragmentation)
+    return Profile(layers, size, title, device_name(place), crossings, *noted)
 
 
 class _Bench:
@@ -138,14 +149,18 @@ class _Bench:
         chain: LayerChain,
         inputs: Mapping[str, Tensor],
         clock: Clock,
+        meter: Meter,
         warmup: int,
+        computing: Computing,
         loss: Callable[[Mapping[str, Tensor]], Tensor] | None,
     ) -> None:
         self.chain = chain
         self.inputs = inputs
         """The model's inputs, which every rank has."""
         self.clock = clock
+        self.meter = meter
         self.warmup = warmup
+        self.computing = computing
         self.loss = loss
         """Of the values that the chain's output is built from; belongs to the last layer."""
         self.values = dict(inputs)
@@ -155,18 +170,21 @@ class _Bench:
         self.value_bytes: dict[str, int] = {}
         """Of what the layers make, as far as it is read."""
         self.workspace_bytes: list[float] = []
+        self.library_bytes = 0.0
+        self.fragmentation = 1.0
+        self._held_first = meter.held()
         self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.weight_parts: list[list[float]] = [[] for _ in chain.layers]
 
     def step(self, run: int, index: int) -> None:
-        """Layer `index` in run `run`. Run 0 counts the bytes, the next `warmup` runs show how long calls take."""
+        """Layer `index` in run `run`. The first `warmup` runs show how long calls take, the next counts the bytes."""
         if index == 0:
             self.values = dict(self.inputs)
-        if run == 0:
-            self._survey(index)
-        elif run <= self.warmup:
+        if run < self.warmup:
             self.pilots[index].append(self._time(index, 1))
+        elif run == self.warmup:
+            self._survey(index)
         else:
             calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
             # Every second time: a weight part takes a forward and an input part before it.
@@ -188,17 +206,29 @@ class _Bench:
         )
 
     def _survey(self, index: int) -> None:
+        """Counts the bytes of layer `index`. What libraries make once and keep is there: it has run before."""
         layer = self.chain.layers[index]
+        if index == 0:
+            self.library_bytes = float(max(0, self.meter.held() - self._held_first))
         with _blaming(index, layer, "forward"):
             saved = measure_saved_bytes(
                 lambda: self._call(index, self._arguments(index)),
                 lambda: self._call(index, self._arguments(index, copied=True)),
             )
         self.saved_bytes.append(saved)
-        meter = WorkspaceMeter()
-        self.workspace_bytes.append(max(self._sample(index, 1, meter.forward, meter.backward)))
+        self.workspace_bytes.append(max(self._sample(index, 1, self._beyond_rest, self._beyond_start)))
+        self.fragmentation = self.meter.fragmentation()
         self.value_bytes.update((name, _size(self.values[name])) for name in layer.outputs if name in self.values)
         self.cut_bytes.append(sum(_size(self.values[value]) for value in self.chain.cut(index + 1)))
+
+    def _beyond_rest(self, work: Callable[[], object]) -> float:
+        """The most bytes that `work` holds beyond what it leaves behind."""
+        return float(self.meter.most(work) - self.meter.held())
+
+    def _beyond_start(self, work: Callable[[], object]) -> float:
+        """The most bytes that `work` holds beyond what was there before; 0 if it only frees."""
+        before = self.meter.held()
+        return float(self.meter.most(work) - before)
 
     def _time(self, index: int, calls: int, weighs: bool = False) -> tuple[float, float]:
         return self._sample(index, calls, self.clock.seconds, self.clock.seconds, weighs)
@@ -267,14 +297,16 @@ class _Bench:
 
     def _call(self, index: int, arguments: Sequence[Tensor]) -> "_Result":
         layer = self.chain.layers[index]
-        if layer.random:
-            with seeded(0, index, arguments):
+        # Left after every call, or autocast would keep the weights that it has cast for the next one.
+        with self.computing():
+            if layer.random:
+                with seeded(0, index, arguments):
+                    outputs = tuple(layer.module(*arguments))
+            else:
                 outputs = tuple(layer.module(*arguments))
-        else:
-            outputs = tuple(layer.module(*arguments))
-        results: Sequence[Tensor] = outputs
-        if self.loss is not None and index + 1 == len(self.chain.layers):
-            results = [self.loss({**self.values, **dict(zip(layer.outputs, outputs, strict=True))})]
+            results: Sequence[Tensor] = outputs
+            if self.loss is not None and index + 1 == len(self.chain.layers):
+                results = [self.loss({**self.values, **dict(zip(layer.outputs, outputs, strict=True))})]
         return _Result(outputs, [result for result in results if result.requires_grad])
 
     def _move(self, index: int, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

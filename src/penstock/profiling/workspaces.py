@@ -1,12 +1,20 @@
 """The bytes that a layer needs for a moment: temporaries of its kernels, and gradients on their way.
 
-Each operation that PyTorch runs, of a forward or of autograd, passes a dispatch mode, which notes the storages it makes
-and drops those that have died meanwhile. That works alike on every device, and needs no allocator's counters. What a
-kernel takes and gives back within one operation goes unseen.
+On a CPU each operation that PyTorch runs, of a forward or of autograd, passes a dispatch mode, which notes the storages
+it makes and drops those that have died meanwhile. What a kernel takes and gives back within one operation goes unseen.
+
+A CUDA device has an allocator that counts, and what kernels take within an operation (a product's workspace, an
+attention's sums) it counts, too. Its blocks are multiples of 512 bytes. cuBLAS takes a workspace for each thread that
+calls it and keeps it: that is no layer's, so that layers are to be measured after they have run once.
+
+Laws of this file:
+  1. A meter runs the work once.
+  2. It knows nothing of layers.
 """
 
+import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,32 +22,82 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["WorkspaceMeter"]
+__all__ = ["CudaMeter", "DispatchMeter", "Meter", "meter_of"]
 
 
-class WorkspaceMeter:
-    """Measures a forward and its backward, one after the other."""
+class Meter(Protocol):
+    """Says how many bytes are held."""
+
+    def held(self) -> int:
+        """Now."""
+
+    def most(self, work: Callable[[], object]) -> int:
+        """Runs `work` and returns the most bytes that were held meanwhile, what was held before included."""
+
+    def fragmentation(self) -> float:
+        """Bytes that the allocator has reserved for each byte of the most that `most` has found; 1 if nobody knows."""
+
+
+class DispatchMeter:
+    """Holds what operations have made in `most` and is still alive."""
 
     __slots__ = ("_mode",)
 
     def __init__(self) -> None:
         self._mode = _Storages()
 
-    def forward(self, work: Callable[[], object]) -> float:
-        """Runs `work` and returns the most bytes that it held beyond what it leaves behind."""
-        self._run(work)
-        return float(self._mode.peak - self._mode.forget_dead())
+    def held(self) -> int:
+        """Bytes of storages that are alive."""
+        return self._mode.forget_dead()
 
-    def backward(self, work: Callable[[], object]) -> float:
-        """Runs `work` and returns the most bytes that it held beyond what the forward had left; 0 if it only frees."""
-        before = self._mode.forget_dead()
-        self._run(work)
-        return float(self._mode.peak - before)
-
-    def _run(self, work: Callable[[], object]) -> None:
+    def most(self, work: Callable[[], object]) -> int:
+        """The most after any operation."""
         self._mode.peak = self._mode.forget_dead()
         with self._mode:
             work()
+        return self._mode.peak
+
+    def fragmentation(self) -> float:
+        """1: there is no allocator to ask."""
+        return 1.0
+
+
+class CudaMeter:
+    """Holds what the allocator of `device` has given away. It counts as calls are made, so nothing need be waited for.
+
+    Begins with empty caches, without garbage, and without the workspaces that cuBLAS has kept from earlier work.
+    """
+
+    __slots__ = ("_peak", "device")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peak = 0
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def held(self) -> int:
+        """Bytes in use."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def most(self, work: Callable[[], object]) -> int:
+        """The allocator's own peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        found = torch.cuda.max_memory_allocated(self.device)
+        self._peak = max(self._peak, found)
+        return found
+
+    def fragmentation(self) -> float:
+        """What is reserved now, the caches being empty at first, over the peak."""
+        return max(1.0, torch.cuda.memory_reserved(self.device) / max(1, self._peak))
+
+
+def meter_of(device: torch.device) -> Meter:
+    """The meter that is right for `device`."""
+    return CudaMeter(device) if device.type == "cuda" else DispatchMeter()
 
 
 class _Storages(TorchDispatchMode):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ProfileError
 from penstock.values.crossings import Crossing
@@ -86,6 +87,12 @@ class Profile:
     """What it was measured on."""
     crossings: tuple[Crossing, ...] = ()
     """The values that layers further on read; `cut_bytes` count them, too. A file that does not tell them has none."""
+    library_bytes: float = 0.0
+    """What libraries keep for good once layers have run (cuBLAS its workspaces), on a rank of whatever stages; no layer
+    has it in its numbers. 0 on a CPU."""
+    fragmentation: float = 1.0
+    """Bytes that the allocator had reserved for each one in use at the peak of the measurement. It says little of a
+    model of a few MB. 1 on a CPU, where none tells."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -103,6 +110,13 @@ class Profile:
         object.__setattr__(self, "crossings", tuple(self.crossings))
         for index, crossing in enumerate(self.crossings):
             _check_crossing(f"crossings[{index}]", crossing, len(self.layers))
+        for name, least in (("library_bytes", 0), ("fragmentation", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+                raise ProfileError(
+                    f"{name}: expected a number, {least} or more and finite, found {text_of(value)}: measure it again, "
+                    "or leave it out"
+                )
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -121,7 +135,7 @@ class Profile:
         """The first `layers` layers as a profile of their own."""
         kept = (replace(found, read=tuple(read for read in found.read if read < layers)) for found in self.crossings)
         crossings = tuple(found for found in kept if found.read)
-        return Profile(self.layers[:layers], self.microbatch_size, self.name, self.device, crossings)
+        return replace(self, layers=self.layers[:layers], crossings=crossings)
 
     def scaled(self, microbatch_size: int) -> "Profile":
         """This profile for microbatches of another size: seconds and activations in proportion, weights as they are.
@@ -143,7 +157,7 @@ class Profile:
             for layer in self.layers
         )
         crossings = tuple(replace(found, size_bytes=found.size_bytes * share) for found in self.crossings)
-        return Profile(layers, microbatch_size, self.name, self.device, crossings)
+        return replace(self, layers=layers, microbatch_size=microbatch_size, crossings=crossings)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
@@ -157,6 +171,8 @@ class Profile:
             "device": self.device,
             "microbatch_size": self.microbatch_size,
         }
+        noted = {"library_bytes": self.library_bytes, "fragmentation": self.fragmentation}
+        head |= noted if (self.library_bytes, self.fragmentation) != (0, 1) else {}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         text = "{\n" + "".join(lines) + _list("layers", rows)
         if self.crossings:
@@ -168,12 +184,14 @@ class Profile:
         """Reads what `save` wrote, perhaps edited. `ProfileError` names the file, the field and the mend."""
         place = read_json(path, ProfileError)
         place.check_format(_FORMAT)
-        places = place.mapping(("format", "microbatch_size", "layers"), ("name", "device", "crossings"))
+        noted = ("library_bytes", "fragmentation")
+        places = place.mapping(("format", "microbatch_size", "layers"), ("name", "device", "crossings", *noted))
         layers = tuple(_read_layer(layer) for layer in places["layers"].items())
         size = places["microbatch_size"].integer()
-        texts = {key: places[key].text() for key in ("name", "device") if key in places}
+        known: dict[str, Any] = {key: places[key].text() for key in ("name", "device") if key in places}
+        known |= {key: places[key].number() for key in noted if key in places}
         crossings = tuple(map(_read_crossing, places["crossings"].items())) if "crossings" in places else ()
-        return place.build(lambda: cls(layers, size, texts.get("name", ""), texts.get("device", ""), crossings))
+        return place.build(lambda: cls(layers, size, crossings=crossings, **known))
 
     @classmethod
     def from_pipedream(cls, path: str | Path, microbatch_size: int | None = None) -> "Profile":
