@@ -40,6 +40,8 @@ class Choices:
     vertical_sync: bool = False
     whole_backwards: bool = False
     """Whether the stages cannot do a backward in two parts."""
+    autocast: torch.dtype | None = None
+    """What the model will compute under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def plan_automatically(
     def work() -> AutoPlan | None:
         if world.rank != 0:
             return None
-        profile = measure(chain, sample)
+        profile = measure(chain, sample, autocast=choices.autocast)
         return AutoPlan(fastest_plan(profile, cluster, chain, choices), profile, cluster)
 
     made = gather_results(world, "while it measured the model and planned", work)[0]

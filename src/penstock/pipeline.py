@@ -168,7 +168,7 @@ class Pipeline:
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
                 undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
-                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided))
+                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided, autocast))
             with agreed(self._world, "while it read its plan"):
                 wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
                 chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)

@@ -137,6 +137,15 @@ def test_half_of_the_bytes_cross_a_cut() -> None:
     assert pipe.profile.layers[2].saved_bytes == plain.profile.layers[2].saved_bytes / 2 + 6 * 6 * 2
 
 
+def test_a_plan_is_made_from_layers_under_autocast() -> None:
+    options = {**cast_options("1f1b-flush", 2, 4, torch.bfloat16), "plan": "auto"}
+    cast, whole = (
+        penstock.Pipeline(CAST["linear"](), **{**options, "autocast": dtype}) for dtype in (torch.bfloat16, None)
+    )
+
+    assert cast.profile.layers[0].cut_bytes * 2 == whole.profile.layers[0].cut_bytes
+
+
 def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:
     batches = [(x.float(), y) for x, y in models.LAYERED.batches]
     options = cast_options("1f1b", 3, 4, torch.bfloat16)
