@@ -127,7 +127,7 @@ def unigram_entropy(text: Tensor) -> float:
 def draw(text: Tensor, samples: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random windows of the text and, for every byte in them, the one that follows; both (samples, context)."""
     starts = torch.randint(len(text) - context, (samples, 1), generator=generator)
-    windows = text[starts + torch.arange(context + 1)].long()
+    windows = text[(starts + torch.arange(context + 1)).to(text.device)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -143,7 +143,7 @@ def continue_text(pipe: penstock.Pipeline, prompt: Tensor, count: int, generator
     for _ in range(count):
         scores = pipe.predict(window)[0, -1]
         following = torch.multinomial(F.softmax(scores / 0.7, dim=-1).cpu(), 1, generator=generator)
-        window = torch.cat([window[:, 1:], following[None]], dim=1)
+        window = torch.cat([window[:, 1:], following[None].to(window.device)], dim=1)
         drawn.append(int(following))
     return bytes(drawn)
 
@@ -184,13 +184,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="blocks in the model")
     parser.add_argument("--sampled-bytes", type=int, default=200, help="bytes to draw from the model at the end")
     options = session.read_options(parser)
-    training, validation = read_text(options.text_bytes)
+    device = penstock.local_device()
+    training, validation = (text.to(device) for text in read_text(options.text_bytes))
     entropy = unigram_entropy(validation)
 
     session.join_processes()
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
-    model = GPT(options.context, options.width, options.heads, options.blocks)
+    model = GPT(options.context, options.width, options.heads, options.blocks).to(device)
     sample = draw(training, options.batch_size // options.microbatches, options.context, generator)[:1]
     pipe, expected = session.build(model, sample, loss_fn, options)
 

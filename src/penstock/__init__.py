@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
+    from penstock.runtime.places import local_device
     from penstock.scheduling.schedules import Schedule, schedule
     from penstock.scheduling.verifier import verify
     from penstock.simulating.simulator import simulate
@@ -75,6 +76,7 @@ __all__ = [
     "capture",
     "initialise",
     "loader",
+    "local_device",
     "plan",
     "prefetch",
     "probe",
@@ -119,6 +121,7 @@ _HOMES = {
     "capture": "capturing",
     "initialise": "capturing.initialisation",
     "loader": "data",
+    "local_device": "runtime.places",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",

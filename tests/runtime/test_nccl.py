@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from penstock.errors import TransportError
 from penstock.runtime.accelerators import Layout
-from penstock.runtime.carriers import Card, Carrier, choose, sums_over_nccl
+from penstock.runtime.carriers import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.nccl_ends import NcclInbox, NcclOutbox
 from penstock.runtime.patience import Patience
@@ -268,3 +268,21 @@ def test_sums_go_over_nccl_where_every_rank_has_a_gpu() -> None:
 def test_sums_on_a_stream_are_those_of_the_host(pool: Pool, ranks: int) -> None:
     for found in pool.run(ranks, sum_over_nccl, 3):
         assert found == [[float(ranks * number + sum(range(ranks)))] * 7 for number in range(3)]
+
+
+def warnings_of(cards: list[Card], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the ranks of `cards` log."""
+    caplog.clear()
+    for rank in range(len(cards)):
+        warn_of_sharing(cards, rank)
+    return caplog.messages
+
+
+def test_ranks_that_share_a_gpu_beside_an_idle_one_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    (told,) = warnings_of([Card(gpu, "", "here", 4) for gpu in "abaa"] + [Card("c", "", "there", 1)] * 2, caplog)
+
+    assert told.startswith("ranks 0, 2, 3 compute on one GPU (a on here), and 2 of the 4 GPUs there compute nothing")
+    # None is left over, each has its own, or there is none.
+    assert not warnings_of([Card(gpu, "", "here", 2) for gpu in "abab"], caplog)
+    assert not warnings_of([Card(gpu, "", "here", 4) for gpu in "abc"], caplog)
+    assert not warnings_of([Card("", "", "here", 0)] * 2, caplog)

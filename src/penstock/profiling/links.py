@@ -15,7 +15,6 @@ different hosts are measured at once. So p ranks on hosts of their own take p - 
 on one host p (p - 1) / 2, of about 0.1 s each. Each pair has connections of its own: this is for tens of ranks.
 """
 
-import os
 import socket
 import time
 from collections import Counter, defaultdict
@@ -32,6 +31,7 @@ from torch import Tensor
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
 from penstock.runtime.agreements import gather_results
+from penstock.runtime.places import local_device
 from penstock.runtime.transport import Edge, Ticket, Transport
 from penstock.runtime.worlds import World, join_world
 from penstock.values.clusters import Cluster
@@ -253,10 +253,7 @@ def _least_memory(homes: Sequence[_Home]) -> float | None:
 
 def _place(device: torch.device | str | None) -> torch.device:
     if device is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-        return torch.device("cuda", local % torch.cuda.device_count())
+        return local_device()
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -8,7 +8,10 @@
 Law of this file: every rank chooses from what all ranks said, so that all choose the same.
 """
 
+import logging
 import os
+import socket
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from penstock.errors import TransportError
 from penstock.runtime.transport import Edge
 
-__all__ = ["NCCL", "SHARED_MEMORY", "Card", "Carrier", "card_of", "choose", "sums_over_nccl"]
+__all__ = ["NCCL", "SHARED_MEMORY", "Card", "Carrier", "card_of", "choose", "sums_over_nccl", "warn_of_sharing"]
 
 SHARED_MEMORY = "PENSTOCK_SHARED_MEMORY"
 """The environment variable that, if it is 0, has the processes of one host use Gloo like those of several."""
@@ -43,8 +46,11 @@ class Card(NamedTuple):
 
     gpu: str
     """What no other GPU anywhere is called; empty without one."""
-    wish: str
+    wish: str = ""
     """What the environment variable `NCCL` says: "0", "1", or "" for nothing."""
+    host: str = ""
+    visible: int = 0
+    """How many GPUs this process sees."""
 
 
 def card_of(device: torch.device) -> Card:
@@ -57,7 +63,28 @@ def card_of(device: torch.device) -> Card:
         )
     if device.type != "cuda" or not dist.is_nccl_available():
         return Card("", wish)
-    return Card(str(torch.cuda.get_device_properties(device).uuid), wish)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return Card(gpu, wish, socket.gethostname(), torch.cuda.device_count())
+
+
+def warn_of_sharing(cards: Sequence[Card], rank: int) -> None:
+    """Logs a warning on the first of the ranks that share a GPU where their host has others that nobody uses."""
+    users: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for other, card in enumerate(cards):
+        if card.gpu:
+            users[card.host, card.gpu].append(other)
+    for (host, gpu), ranks in users.items():
+        used = sum(other == host for other, _ in users)
+        if ranks[0] == rank and len(ranks) > 1 and used < cards[rank].visible:
+            logging.getLogger("penstock").warning(
+                "ranks %s compute on one GPU (%s on %s), and %d of the %d GPUs there compute nothing: expected one "
+                "rank for each. Move the model and the batches to penstock.local_device(), which follows LOCAL_RANK",
+                ", ".join(map(str, ranks)),
+                gpu,
+                host,
+                cards[rank].visible - used,
+                cards[rank].visible,
+            )
 
 
 def choose(edges: Iterable[Edge], cards: Sequence[Card], shared: Collection[Edge]) -> dict[Edge, Carrier]:

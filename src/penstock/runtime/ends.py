@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.accelerators import accelerator_of
-from penstock.runtime.carriers import SHARED_MEMORY, Carrier, card_of, choose, sums_over_nccl
+from penstock.runtime.carriers import SHARED_MEMORY, Carrier, card_of, choose, sums_over_nccl, warn_of_sharing
 from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
@@ -68,6 +68,7 @@ class Ends:
         near = {edge for edge in edges if rank == edge.source and edge.target in met}
         said = gather((near, card_of(self.device)))
         cards, shared = [card for _, card in said], {edge for those, _ in said for edge in those}
+        warn_of_sharing(cards, rank)
         for edge, carrier in choose(edges, cards, shared).items():
             if carrier is Carrier.MEMORY:
                 self._share(edge, met)

@@ -183,11 +183,14 @@ class VersionedWeights:
             return False
         slots.newest = version
         current, following = slots.place(version - 1), slots.place(version)
-        for name, parameter in slots.stepped.items():
-            if following != current and name not in slots.masters:
-                target = slots.tensors[following][name]
-                target.copy_(part_of(parameter))
+        if following != current and (moving := [name for name in slots.stepped if name not in slots.masters]):
+            targets = [slots.tensors[following][name] for name in moving]
+            parameters = [slots.stepped[name] for name in moving]
+            # In one call: on a GPU a copy of a small parameter takes no longer than telling of it.
+            torch._foreach_copy_(targets, [part_of(parameter) for parameter in parameters])
+            for parameter, target in zip(parameters, targets, strict=True):
                 point(parameter, target)
+        for name, parameter in slots.stepped.items():
             parameter.grad = gradients.get(name)
         return True
 
