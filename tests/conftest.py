@@ -12,6 +12,8 @@ from nursery import Nursery
 from processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# Without it cuBLAS refuses PyTorch's deterministic algorithms, which the tests of GPUs ask for.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Its comparison of outcomes says what differs, as the tests themselves do.
 pytest.register_assert_rewrite("training")
 # A busy machine is slow to generate inputs, too; that says nothing of the code.

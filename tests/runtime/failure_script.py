@@ -1,4 +1,4 @@
-"""A training script that goes wrong on purpose: ``python failure_script.py SCENARIO FAILING_RANK SCHEDULE REPLICAS``.
+"""A training script that goes wrong on purpose: ``failure_script.py SCENARIO FAILING_RANK SCHEDULE REPLICAS DEVICE``.
 
 REPLICAS of the stages, such as 2-1; of one layer each.
 """
@@ -62,10 +62,11 @@ def main() -> None:
     torch.manual_seed(0)
     counts = [int(count) for count in sys.argv[4].split("-")]
     assert ranks == sum(counts)
-    model = nn.Sequential(*(Layer(fails=rank == failing) for _ in counts))
+    device = torch.device(sys.argv[5])
+    model = nn.Sequential(*(Layer(fails=rank == failing) for _ in counts)).to(device)
     pipe = penstock.Pipeline(
         model,
-        sample=(torch.randn(2, 4),),
+        sample=(torch.randn(2, 4, device=device),),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         plan=plan_of(counts, sys.argv[3]),
@@ -74,7 +75,7 @@ def main() -> None:
     replicas = next(count for count, last in zip(counts, accumulate(counts), strict=True) if failing < last)
     # In the second step: what the failing rank forwards in one and a half.
     Layer.forwards_left = 3 * MICROBATCHES // (2 * replicas)
-    x = torch.randn(2 * MICROBATCHES, 4)
+    x = torch.randn(2 * MICROBATCHES, 4, device=device)
     for step in range(5):
         if step == 2 and rank == failing:
             if scenario == "outside":

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from nursery import Child, Nursery
 
@@ -12,13 +13,19 @@ SCRIPT = Path(__file__).parent / "failure_script.py"
 
 
 def launch(
-    nursery: Nursery, scenario: str, failing: int, ranks: int, schedule: str = "1f1b-flush", replicas: str = ""
+    nursery: Nursery,
+    scenario: str,
+    failing: int,
+    ranks: int,
+    schedule: str = "1f1b-flush",
+    replicas: str = "",
+    device: str = "cpu",
 ) -> list[Child]:
     """`ranks` processes of the script.
 
     `replicas` of the stages, such as 2-1; one each by default.
     """
-    arguments = [str(SCRIPT), scenario, str(failing), schedule, replicas or "-".join("1" * ranks)]
+    arguments = [str(SCRIPT), scenario, str(failing), schedule, replicas or "-".join("1" * ranks), device]
     return nursery.start_ranks(arguments, ranks)
 
 
@@ -124,6 +131,31 @@ def test_a_frozen_replica_is_named(nursery: Nursery) -> None:
 
         assert code != 0
         assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
+    finally:
+        frozen.kill()
+        frozen.communicate()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scenario", ["raise", "outside"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_on_a_gpu_an_exception_ends_every_rank(nursery: Nursery, failing: int, scenario: str) -> None:
+    cause = {"raise": "ValueError: the layer is broken", "outside": "OSError: the data set is gone"}[scenario]
+    for code, errors in finish(launch(nursery, scenario, failing, 2, "2bw", device="cuda:0"), 120):
+        assert code != 0
+        assert cause in errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
+    living, frozen = launch(nursery, "freeze", 1, 2, device="cuda:0")
+    try:
+        [(code, errors)] = finish([living], 120)
+
+        assert code != 0
+        assert "nothing came from rank 1 for 4 s" in errors
     finally:
         frozen.kill()
         frozen.communicate()
