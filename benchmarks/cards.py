@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-WARM_UP_PRODUCTS, PRODUCTS = 5, 30
+WARM_UP_PRODUCTS, PRODUCTS = 50, 100
+"""A GPU that was idle takes some milliseconds to reach its clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def main() -> None:
     # Read when torch is imported, in the processes; on a CPU they are to talk as on a GPU.
     os.environ.update({"OMP_NUM_THREADS": "1", SHARED_MEMORY: "0"})
     report = Report(options.size, options.json, options.save)
+    print(table([]), flush=True)
     for launch in LAUNCHES:
         if launch.ranks not in options.ranks:
             continue
@@ -117,8 +118,8 @@ def main() -> None:
                 report.facts.append(series.facts)
             report.rows.append(row)
             report.write()
-            print(f"{time.monotonic() - started:4.0f} s  {line_of(row)}", flush=True)
-    print(report.text())
+            print(line_of(row), flush=True)
+    print(f"\n{report.text()}\ntook {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ for H. Attention counts as if it were not causal, and what is computed again doe
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from contenders import Absent, Entry
@@ -61,8 +62,8 @@ class Row:
 
     @property
     def beyond_plain_per_action(self) -> float | None:
-        """Those of them that the plain loop does not take."""
-        if not self.actions:
+        """Those of them that the plain loop does not take, whose work all processes together have, but one has not."""
+        if not self.actions or self.processes > 1:
             return None
         pairs = zip(self.host_seconds, self.plain_host_seconds, strict=True)
         return statistics.median(own - plain for own, plain in pairs) / self.actions
@@ -78,6 +79,7 @@ class Missing:
     reason: str
 
 
+@cache
 def parameters_of(model: Language) -> int:
     """How many numbers are trained."""
     with torch.device("meta"):
@@ -208,5 +210,5 @@ versions: MB of all weight versions but one of each stage, by the schedule; held
 1f1b-flush when nothing is in flight, of all processes.
 us/action: until a step returns, without waiting for the device, of a narrow model with as many layers, for each action
 of the first process (sends, receives and updates too); beyond: without what the plain loop takes; us/mb: for each
-microbatch. Several processes wait for each other in these three.
+microbatch. Several processes wait for each other in these.
 sent: in a step, of the process with the most. loss: of the first and the third step."""

@@ -14,7 +14,7 @@ from gpu_figures import Missing, Row, ranks_of, row_of
 from gpu_lineup import Launch, Size, entries_of, setting_of
 from gpu_turns import FACTS, Bench, Facts
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 60
 """For a contender, from building it to its last turn, and for the start of its processes."""
 GRACE_SECONDS = 20
 """After the deadline, for what has begun before it."""

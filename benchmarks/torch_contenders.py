@@ -1,17 +1,17 @@
 """Every schedule of torch.distributed.pipelining as a contender, with stages cut by hand between the same layers."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from contenders import Absent, Entry, Running
 from ideals import flush_lengthening
 from jobs import Setting
 from torch import Tensor, nn
 from torch.distributed import pipelining
-
-from penstock.training.precisions import autocasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,14 @@ def torch_entries_in_turn(setting: Setting) -> list[Entry]:
         for name, method in METHODS.items()
         if method.per_rank > 1 and (setting.processes == method.per_rank or not method.folded)
     ]
+
+
+class _StageInTurn(pipelining.PipelineStage):
+    """A stage whose neighbours are in its own process."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # In torch 2.11 stages greet their neighbours through the process group, and Gloo sends nothing to oneself.
+        return []
 
 
 def _build_in_turn(method: _Method, setting: Setting) -> Running:
@@ -93,13 +101,21 @@ def sent_bytes(ranks: list[int], setting: Setting) -> tuple[float, ...]:
     return tuple(total)
 
 
+def _computing(setting: Setting, device: torch.device) -> AbstractContextManager[object]:
+    """Around a whole step: weights that are cast once for it would be less work than the others have."""
+    if setting.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=setting.autocast, cache_enabled=False)
+
+
 def _build(method: _Method, setting: Setting) -> Running:
     job, rank, stages = setting.job, dist.get_rank(), setting.processes * method.per_rank
     model, cuts = job.build(), setting.job.cuts(stages)
     layers = job.layers(model)
     batch, target = job.batch(setting.microbatches)
+    kind = pipelining.PipelineStage if setting.processes > 1 else _StageInTurn
     held = [
-        pipelining.PipelineStage(nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, batch.device)
+        kind(nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, batch.device)
         for index in range(stages)
         if rank_of(index, method.folded, setting) == rank
     ]
@@ -116,7 +132,7 @@ def _build(method: _Method, setting: Setting) -> Running:
     def step() -> list[Tensor]:
         losses: list[Tensor] = []
         # Nobody reads the outputs; merging them would be torch's loss.
-        with autocasting(setting.autocast, batch.device):
+        with _computing(setting, batch.device):
             schedule.step(*inputs, **expected, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()

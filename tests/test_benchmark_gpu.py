@@ -110,11 +110,28 @@ def test_a_crew_says_why_it_is_no_more(order: str, seconds: float, reason: str) 
         crew.ask(order, seconds)
 
 
-def row(name: str, held: list[int], versions: int = 0) -> Row:
+def row(name: str, held: list[int], versions: int = 0, processes: int = 1) -> Row:
     """One without much in it."""
     seconds, host = [2.0, 3.0], [0.5, 0.6, 0.9]
     return Row(
-        name, 2, 2, 4, seconds, seconds, 1.0, 1.0, 0.5, held, held, versions, None, host, [0.1, 0.3, 0.2], 10, [], [1.0]
+        name,
+        processes,
+        2,
+        4,
+        seconds,
+        seconds,
+        1.0,
+        1.0,
+        0.5,
+        held,
+        held,
+        versions,
+        None,
+        host,
+        [0.1, 0.3, 0.2],
+        10,
+        [],
+        [1.0],
     )
 
 
@@ -127,6 +144,7 @@ def test_figures() -> None:
     assert delayed.host_per_action == pytest.approx(0.06)
     # By the median of 0.4, 0.3 and 0.7.
     assert delayed.beyond_plain_per_action == pytest.approx(0.04)
+    assert row("penstock gpipe", [1, 1], processes=2).beyond_plain_per_action is None
 
     model = Language(1024, 16, 24, 1024)
     assert tokens_of(SIZES["gpt-350m"]) == 32 * 1024
