@@ -86,7 +86,8 @@ class Crew:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            # A driver may hold on to it for longer than anybody wants to wait.
+            process.join(timeout=10)
         for connection in self._connections:
             connection.close()
 

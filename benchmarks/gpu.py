@@ -25,6 +25,7 @@ from gpu_figures import (
     step_flops,
     table,
     tokens_of,
+    value_of,
     with_versions,
 )
 from gpu_lineup import LAUNCHES, SIZES
@@ -47,19 +48,23 @@ class Report:
     head: str = field(default_factory=lambda: conditions("benchmarks/gpu.py"))
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
     driver: str = field(default_factory=driver_version)
-    facts: list[Facts] = field(default_factory=list)
-    """Of each launch that has begun."""
+    facts: dict[int, Facts] = field(default_factory=dict)
+    """By the launch, of those that have begun."""
     rows: list[Row | Missing] = field(default_factory=list)
+
+    @property
+    def device(self) -> str | None:
+        """What its maker calls it; None until a process has seen it."""
+        return next((one.device for one in self.facts.values()), None)
 
     def text(self) -> str:
         """All of it, for people."""
         size, rows = SIZES[self.size], with_versions(self.rows)
-        device = self.facts[0].device if self.facts else "unknown"
-        rates = ", ".join(f"{one.matrix_flops / 1e12:.4g}" for one in self.facts)
+        rates = ", ".join(f"{one.matrix_flops / 1e12:.4g}" for one in self.facts.values())
         rest = (
             f"date: {self.date}\n"
-            f"device: {device}, driver {self.driver or 'none'}, CUDA {torch.version.cuda or 'none'}; products of "
-            f"bfloat16 matrices of {size.matrix} by {size.matrix}, by launch: {rates} TFLOP/s\n"
+            f"device: {self.device or 'unknown'}, driver {self.driver or 'none'}, CUDA {torch.version.cuda or 'none'}\n"
+            f"products of bfloat16 matrices of {size.matrix} by {size.matrix}, by launch: {rates} TFLOP/s\n"
             f"model: {self.size}, {parameters_of(size.model):,} parameters, {size.model}\n"
             f"step: {size.microbatches} microbatches of {size.samples} samples, {tokens_of(size):,} tokens, "
             f"{step_flops(size) / 1e12:.4g} TFLOP by 6 N + 12 L H T a token (appendix B of PaLM); weights of float32, "
@@ -74,15 +79,15 @@ class Report:
         return {
             "conditions": self.head.splitlines(),
             "date": self.date,
-            "device": self.facts[0].device if self.facts else None,
+            "device": self.device,
             "driver": self.driver or None,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "matrix_flops": [one.matrix_flops for one in self.facts],
+            "matrix_flops": [one.matrix_flops for one in self.facts.values()],
             "size": {"name": self.size, "parameters": parameters_of(size.model), **asdict(size)},
             "tokens": tokens_of(size),
             "step_flops": step_flops(size),
-            "rows": [asdict(row) for row in rows],
+            "rows": [value_of(row) for row in rows],
         }
 
     def write(self) -> None:
@@ -109,13 +114,11 @@ def main() -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", SHARED_MEMORY: "0"})
     report = Report(options.size, options.json, options.save)
     print(table([]), flush=True)
-    for launch in LAUNCHES:
-        if launch.ranks not in options.ranks:
-            continue
+    for number, launch in enumerate(one for one in LAUNCHES if one.ranks in options.ranks):
         series = Series(launch, SIZES[options.size], device, started + options.deadline)
-        for number, row in enumerate(series.rows()):
-            if number == 0 and series.facts is not None:
-                report.facts.append(series.facts)
+        for row in series.rows():
+            if series.facts is not None:
+                report.facts[number] = series.facts
             report.rows.append(row)
             report.write()
             print(line_of(row), flush=True)

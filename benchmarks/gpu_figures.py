@@ -7,7 +7,7 @@ for H. Attention counts as if it were not causal, and what is computed again doe
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import torch
@@ -166,6 +166,14 @@ def table(rows: Sequence[Row | Missing]) -> str:
         f"{'us/mb':>8}{'sent MB':>9}{'loss 1':>9}{'loss 3':>9}"
     )
     return "\n".join([head, *(line_of(row).rstrip() for row in rows)])
+
+
+def value_of(row: Row | Missing) -> dict[str, object]:
+    """It, for JSON."""
+    if isinstance(row, Missing):
+        return asdict(row)
+    host = {"host_per_action": row.host_per_action, "beyond_plain_per_action": row.beyond_plain_per_action}
+    return {**asdict(row), **host}
 
 
 def line_of(row: Row | Missing) -> str:

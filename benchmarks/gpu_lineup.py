@@ -46,12 +46,11 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The contenders of so many processes, by the library that they are of and the schedule. Where a single process
-    holds all ranks, `ranks` says how many.
-    """
+    """The contenders of so many processes, by the library that they are of and the schedule."""
 
     processes: int
     ranks: int
+    """In one process, or in one each."""
     schedules: tuple[str, ...]
     """Of Penstock."""
     torch: tuple[str, ...] = ()
@@ -61,15 +60,17 @@ class Launch:
 
 
 EVERY = tuple(method.name for method in METHODS)
+_OFTEN = tuple(name for name in EVERY if name != "spp")
+"""Without the one that is for slow links: on one card once is enough."""
 IN_TURN = ("torch looped bfs", "torch interleaved", "torch interleaved zb", "torch zbv")
 """torch's GPipe and 1F1B want each stage in a process of its own; the first two of these are the same orders."""
 LAUNCHES = (
     Launch(1, 2, EVERY, IN_TURN, loops=True),
-    Launch(2, 2, EVERY),
+    Launch(2, 2, _OFTEN),
     Launch(4, 4, ("1f1b-flush", "1f1b", "2bw")),
     Launch(2, 2, (), ("torch gpipe", "torch 1f1b")),
     # torch's zbv has two stages in a process and no more.
-    Launch(1, 4, EVERY, IN_TURN[:3]),
+    Launch(1, 4, _OFTEN, IN_TURN[:3]),
 )
 """What matters most comes first: a deadline cuts off the end. What may well fail has a launch of its own."""
 

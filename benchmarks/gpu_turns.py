@@ -4,6 +4,7 @@ Not all contenders fit on the device at once. So each is built alone, beside a p
 turns: what slows the device down slows both, and their ratio, round by round, is what can be compared.
 """
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -73,7 +74,7 @@ class Bench:
         """By model, in the first process."""
 
     def __call__(self, order: str) -> Facts | list[Taken] | None:
-        """What a contender took with the model, and with the narrow one; for `FACTS`, these from the first process."""
+        """What a contender took with the model, and with the narrow one; to `FACTS` the first process answers."""
         if order == FACTS and dist.get_rank() > 0:
             return None
         if order == FACTS:
@@ -90,6 +91,11 @@ class Bench:
         before = card.held_bytes()
         running = _find(self._launch, setting, name).build(setting)
         losses = _warm_up(running)
+        if plain is not None:
+            # What it had left to the device for the next time has been given back above.
+            plain.step()
+        # What building has left behind is nobody's turn's matter.
+        gc.collect()
         own, beside = [], []
         for number in range(self._size.rounds):
             # Neither always follows the other.

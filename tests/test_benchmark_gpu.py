@@ -17,7 +17,7 @@ from penstock.scheduling import METHODS
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from crews import Crew, Failed
-from gpu_figures import Missing, Row, parameters_of, step_flops, tokens_of, with_versions
+from gpu_figures import Missing, Row, line_of, parameters_of, step_flops, tokens_of, with_versions
 from gpu_lineup import SIZES, Launch, Size
 from gpu_series import Series
 from jobs import Language
@@ -49,6 +49,7 @@ def test_every_contender_has_its_row(told: dict[str, Any]) -> None:
         *schedules,
         *theirs,
     ]
+    schedules.remove("penstock spp")
     assert [row["name"] for row in rows if row["processes"] == 2] == [*schedules, "torch gpipe", "torch 1f1b"]
     for row in rows:
         assert row["tokens_per_second"] > 0
@@ -136,16 +137,22 @@ def row(name: str, held: list[int], versions: int = 0, processes: int = 1) -> Ro
 
 
 def test_figures() -> None:
-    flush, delayed = with_versions(
-        [row("penstock 1f1b-flush", [100, 200]), row("penstock 2bw", [130, 250], versions=70)]
-    )
+    rows = [row("penstock 1f1b-flush", [100_000_000, 200_000_000])]
+    rows += [row("penstock 2bw", [130_000_000, 250_000_000], versions=70_000_000)]
+    flush, delayed = with_versions(rows)
     assert isinstance(delayed, Row) and isinstance(flush, Row)
-    assert (flush.versions_held, delayed.versions_held) == (None, 80)
+    assert (flush.versions_held, delayed.versions_held) == (None, 80_000_000)
     assert delayed.host_per_action == pytest.approx(0.06)
     # By the median of 0.4, 0.3 and 0.7.
     assert delayed.beyond_plain_per_action == pytest.approx(0.04)
     assert row("penstock gpipe", [1, 1], processes=2).beyond_plain_per_action is None
+    words = " ".join(line_of(delayed).split())
+    assert words.startswith(
+        "penstock 2bw 1 2 2500.00 2000.00 3000.00 1 1.000 1.000 1.000 50.0% 250 70 80 60000.0 40000.0 "
+    )
 
+
+def test_operations_are_counted_by_the_formula() -> None:
     model = Language(1024, 16, 24, 1024)
     assert tokens_of(SIZES["gpt-350m"]) == 32 * 1024
     # Of a block: four matrices of attention, eight of the perceptron, and 13 rows of biases and norms.
