@@ -161,9 +161,9 @@ def agreement(rows: Sequence[Row | Missing]) -> float:
 def table(rows: Sequence[Row | Missing]) -> str:
     """All of them, launch by launch."""
     head = (
-        f"{'':24}{'proc':>5}{'ranks':>6}{'ms/step':>9}{'least':>8}{'most':>8}{'tokens/s':>11}{'plain':>7}"
-        f"{'least':>7}{'most':>7}{'matrix':>8}{'peak MB':>9}{'versions':>10}{'held':>9}{'us/action':>11}{'beyond':>8}"
-        f"{'us/mb':>8}{'sent MB':>9}{'loss 1':>9}{'loss 3':>9}"
+        f"{'':24}{'proc':>5}{'ranks':>6}{'ms/step':>9}{'least':>9}{'most':>9}{'tokens/s':>11}{'plain':>7}"
+        f"{'least':>7}{'most':>7}{'matrix':>8}{'peak MB':>9}{'versions':>10}{'held':>9}{'us/action':>11}{'beyond':>10}"
+        f"{'us/mb':>10}{'sent MB':>9}{'loss 1':>9}{'loss 3':>9}"
     )
     return "\n".join([head, *(line_of(row).rstrip() for row in rows)])
 
@@ -186,13 +186,13 @@ def line_of(row: Row | Missing) -> str:
     microbatch = statistics.median(row.host_seconds) / row.microbatches
     return start + "".join(
         [
-            "".join(f"{1e3 * one:{width}.2f}" for one, width in zip(seconds, (9, 8, 8), strict=True)),
+            "".join(f"{1e3 * one:9.2f}" for one in seconds),
             f"{row.tokens_per_second:11,.0f}",
             "".join(f"{one:7.3f}" for one in (row.over_plain, min(ratios), max(ratios))),
             f"{row.share_of_matrix:8.1%}",
             f"{_mega(max(row.peak_bytes) if row.peak_bytes else None):>9}",
             f"{_mega(row.versions_bytes or None):>10}{_mega(row.versions_held):>9}",
-            f"{_micro(row.host_per_action):>11}{_micro(row.beyond_plain_per_action):>8}{_micro(microbatch):>8}",
+            f"{_micro(row.host_per_action):>11}{_micro(row.beyond_plain_per_action):>10}{_micro(microbatch):>10}",
             f"{_mega(max(row.sent_bytes, default=None)):>9}",
             "".join(f"{one:9.4f}" for one in row.losses[:: len(row.losses) - 1 or 1]),
         ]
