@@ -1,18 +1,19 @@
 """The ways to train that benchmarks compare: a plain loop, DDP, and Penstock's schedules; torch's stand beside.
 
 An `Entry` is what is known of a way before anything runs; `build` makes it ready to be stepped in each process. All of
-them train the same model on the same minibatches with plain SGD.
+them train the same model on the same minibatches with the same optimizer.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
 from ideals import lengthening
-from jobs import FLOAT_BYTES, MICROBATCH_SIZE, Setting, sgd
+from jobs import FLOAT_BYTES, Setting
 from launches import outside_the_launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.carriers import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
 from penstock.scheduling.schedules import Schedule, schedule
+from penstock.training.precisions import autocasting
 
 ONE_PROCESS, ONE_STAGE, DDP = "one process", "penstock, one stage", "torch DDP"
 GLOO = ", gloo"
@@ -40,7 +42,8 @@ PEERS = {
 class Running:
     """One way to train in this process, ready to be stepped."""
 
-    step: Callable[[], object]
+    step: Callable[[], Sequence[SupportsFloat]]
+    """Returns losses whose mean is that of the step; none where another process knows them."""
     parameters: Mapping[str, Tensor]
     """By the model's names, those that this process trains; of processes that have the same ones, the first tells."""
     close: Callable[[], object] = lambda: None
@@ -81,16 +84,21 @@ def plain_loop() -> Entry:
     def build(setting: Setting) -> Running:
         job = setting.job
         model = job.build()
-        optimizer = sgd(list(model.parameters()))
+        optimizer = setting.optimizer(list(model.parameters()))
         tokens, target = job.batch(setting.microbatches)
 
-        def step() -> None:
+        def step() -> list[Tensor]:
+            losses = []
             for part, expected in zip(
                 tokens.chunk(setting.microbatches), target.chunk(setting.microbatches), strict=True
             ):
-                (job.loss(model(part), expected) / setting.microbatches).backward()
+                with autocasting(setting.autocast, part.device):
+                    loss = job.loss(model(part), expected)
+                (loss / setting.microbatches).backward()
+                losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
+            return losses
 
         return Running(step, dict(model.named_parameters()))
 
@@ -117,17 +125,21 @@ def data_parallel(setting: Setting) -> Entry | Absent:
     def build(setting: Setting) -> Running:
         job = setting.job
         model = DistributedDataParallel(job.build())
-        optimizer = sgd(list(model.parameters()))
+        optimizer = setting.optimizer(list(model.parameters()))
         cut = (tensor.chunk(setting.microbatches) for tensor in job.batch(setting.microbatches))
         parts = list(zip(*cut, strict=True))[dist.get_rank() :: count]
 
-        def step() -> None:
+        def step() -> list[Tensor]:
             for index, (part, expected) in enumerate(parts):
                 last = index == len(parts) - 1
                 with nullcontext() if last else model.no_sync():
-                    (job.loss(model(part), expected) / len(parts)).backward()
+                    with autocasting(setting.autocast, part.device):
+                        loss = job.loss(model(part), expected)
+                    (loss / len(parts)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            # Each process knows its own microbatches alone.
+            return []
 
         return Running(step, dict(model.module.named_parameters()) if dist.get_rank() == 0 else {})
 
@@ -194,14 +206,15 @@ def _plan(setting: Setting, method: str, per_rank: int) -> penstock.Plan:
 def pipeline(setting: Setting, **options: object) -> penstock.Pipeline:
     """Penstock with `options` for the job of `setting`."""
     job = setting.job
-    sample = (job.batch(setting.microbatches)[0][:MICROBATCH_SIZE],)
+    sample = (job.batch(1)[0],)
     if "plan" not in options:
         options["microbatches"] = setting.microbatches
+    options["autocast"] = setting.autocast
     if not setting.own_weights:
-        return penstock.Pipeline(job.build(), sample, job.loss, sgd, **options)
+        return penstock.Pipeline(job.build(), sample, job.loss, setting.optimizer, **options)
     with torch.device("meta"):
         model = job.build()
-    return penstock.Pipeline(model, sample, job.loss, sgd, init_fn=_fill, **options)
+    return penstock.Pipeline(model, sample, job.loss, setting.optimizer, init_fn=_fill, **options)
 
 
 def _fill(name: str, tensor: Tensor) -> None:
@@ -217,7 +230,7 @@ def running_pipeline(pipe: penstock.Pipeline, setting: Setting) -> Running:
         pipe.drain()
         pipe.close()
 
-    return Running(lambda: pipe.step(tokens, target), pipe.named_parameters(), close, pipe)
+    return Running(lambda: [pipe.step(tokens, target).loss], pipe.named_parameters(), close, pipe)
 
 
 def _over_gloo(build: Callable[[Setting], Running]) -> Callable[[Setting], Running]:

@@ -5,7 +5,7 @@ takes about 8 ms, *tiny* 1.5 ms, and *nano* is four layers of 0.02 ms: nothing b
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -88,7 +88,8 @@ class Language:
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
         windows = torch.randint(BYTES, (microbatches * MICROBATCH_SIZE, self.context + 1), generator=generator)
-        return windows[:, :-1], windows[:, 1:]
+        # torch 2.11's pipelining wants inputs without gaps.
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return nats_per_byte(output, target)
@@ -130,23 +131,49 @@ class Linears:
         return F.mse_loss(output, target)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`job` on `device`, in microbatches of so many `samples`, a multiple of `MICROBATCH_SIZE`."""
+
+    job: Job
+    device: torch.device
+    samples: int
+
+    @property
+    def cut_bytes(self) -> int:
+        return self.job.cut_bytes * self.samples // MICROBATCH_SIZE
+
+    def build(self) -> nn.Module:
+        # Where it is to be: a large model takes the host seconds to fill, and the device none.
+        with self.device:
+            return self.job.build()
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        return self.job.layers(model)
+
+    def cuts(self, stages: int) -> list[int]:
+        return self.job.cuts(stages)
+
+    def share(self, processes: int) -> "Placed":
+        return replace(self, job=self.job.share(processes))
+
+    def rehearsal(self) -> "Placed":
+        return replace(self, job=self.job.rehearsal())
+
+    def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.job.batch(microbatches * self.samples // MICROBATCH_SIZE)
+        return inputs.to(self.device), target.to(self.device)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.job.loss(output, target)
+
+
 JOBS: dict[str, Job] = {
     "big": Language(256, 8, 8, 64),
     "medium": Language(128, 4, 8, 64),
     "tiny": Language(64, 4, 4, 32),
     "nano": Linears(32, 4),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A job for so many processes, in so many microbatches a step."""
-
-    job: Job
-    processes: int
-    microbatches: int
-    own_weights: bool = False
-    """Whether processes make the weights of their own stages only, which the library's users with large models do."""
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
@@ -160,3 +187,17 @@ def even_cuts(layers: int, stages: int) -> list[int]:
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Plain, as cheap as an optimizer can be."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A job for so many processes, in so many microbatches a step."""
+
+    job: Job
+    processes: int
+    microbatches: int
+    own_weights: bool = False
+    """Whether processes make the weights of their own stages only, which the library's users with large models do."""
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
+    autocast: torch.dtype | None = None
+    """The type that forwards and losses compute in, if it is not that of the weights."""

@@ -1,14 +1,16 @@
 """Every schedule of torch.distributed.pipelining as a contender, with stages cut by hand between the same layers."""
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from contenders import Absent, Entry, Running
 from ideals import flush_lengthening
-from jobs import Setting, sgd
-from torch import nn
+from jobs import Setting
+from torch import Tensor, nn
 from torch.distributed import pipelining
 
 
@@ -38,6 +40,27 @@ METHODS = {
 def torch_entries(setting: Setting) -> list[Entry | Absent]:
     """All of them."""
     return [_entry(name, method, setting) for name, method in METHODS.items()]
+
+
+def torch_entries_in_turn(setting: Setting) -> list[Entry]:
+    """Those that run in one process, with as many stages in it as `setting` says processes."""
+    return [
+        Entry(name, partial(_build_in_turn, replace(method, per_rank=setting.processes)))
+        for name, method in METHODS.items()
+        if method.per_rank > 1 and (setting.processes == method.per_rank or not method.folded)
+    ]
+
+
+class _StageInTurn(pipelining.PipelineStage):
+    """A stage whose neighbours are in its own process."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # In torch 2.11 stages greet their neighbours through the process group, and Gloo sends nothing to oneself.
+        return []
+
+
+def _build_in_turn(method: _Method, setting: Setting) -> Running:
+    return _build(method, replace(setting, processes=1))
 
 
 def _entry(name: str, method: _Method, setting: Setting) -> Entry | Absent:
@@ -78,14 +101,21 @@ def sent_bytes(ranks: list[int], setting: Setting) -> tuple[float, ...]:
     return tuple(total)
 
 
+def _computing(setting: Setting, device: torch.device) -> AbstractContextManager[object]:
+    """Around a whole step: weights that are cast once for it would be less work than the others have."""
+    if setting.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=setting.autocast, cache_enabled=False)
+
+
 def _build(method: _Method, setting: Setting) -> Running:
     job, rank, stages = setting.job, dist.get_rank(), setting.processes * method.per_rank
     model, cuts = job.build(), setting.job.cuts(stages)
     layers = job.layers(model)
+    batch, target = job.batch(setting.microbatches)
+    kind = pipelining.PipelineStage if setting.processes > 1 else _StageInTurn
     held = [
-        pipelining.PipelineStage(
-            nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, torch.device("cpu")
-        )
+        kind(nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, batch.device)
         for index in range(stages)
         if rank_of(index, method.folded, setting) == rank
     ]
@@ -93,17 +123,19 @@ def _build(method: _Method, setting: Setting) -> Running:
         held[0] if method.per_rank == 1 else held, n_microbatches=setting.microbatches, loss_fn=job.loss
     )
     parameters = [parameter for stage in held for parameter in stage.submod.parameters()]
-    optimizer = sgd(parameters)
+    optimizer = setting.optimizer(parameters)
     mine = {id(parameter) for parameter in parameters}
     names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in mine}
-    batch, target = job.batch(setting.microbatches)
     inputs = (batch,) if any(stage.is_first for stage in held) else ()
     expected = {"target": target} if any(stage.is_last for stage in held) else {}
 
-    def step() -> None:
+    def step() -> list[Tensor]:
+        losses: list[Tensor] = []
         # Nobody reads the outputs; merging them would be torch's loss.
-        schedule.step(*inputs, **expected, return_outputs=False)
+        with _computing(setting, batch.device):
+            schedule.step(*inputs, **expected, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
 
     return Running(step, names)

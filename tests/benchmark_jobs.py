@@ -1,7 +1,11 @@
-"""Benchmarks in the processes of the pool, which take themselves for those of a launch of torchrun."""
+"""What benchmarks do in the processes that tests start: those of the pool, and crews.
+
+The former take themselves for those of a launch of torchrun.
+"""
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["run_worker"]
+__all__ = ["prepare_fragile", "run_worker"]
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -29,3 +33,20 @@ def run_worker(benchmark: str, port: int, *arguments: Any) -> None:
     finally:
         for name in (*place, "MASTER_PORT"):
             del os.environ[name]
+
+
+def prepare_fragile(rank: int, processes: int) -> Callable[[str], tuple[int, str]]:
+    """What a process of a crew answers with: its rank and the order, unless the order is to fail in the last one."""
+
+    def respond(order: str) -> tuple[int, str]:
+        if rank == processes - 1:
+            match order:
+                case "raise":
+                    raise ValueError("expected nothing of the kind\nand a second line")
+                case "die":
+                    os._exit(7)
+                case "hang":
+                    time.sleep(600)
+        return rank, order
+
+    return respond
