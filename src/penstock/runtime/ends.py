@@ -7,6 +7,7 @@ Laws of this file:
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -121,7 +122,10 @@ class Ends:
         else:
             peer = dist.get_group_rank(group, edge.source)
             end = self.inboxes[edge] = NcclInbox(edge, group, peer, *shared, accelerator)
-        end.meet(torch.zeros(1, device=self.device))
+        with warnings.catch_warnings():
+            # That the first message makes a communicator for two ranks is what it is sent for.
+            warnings.filterwarnings("ignore", message="An unbatched P2P op")
+            end.meet(torch.zeros(1, device=self.device))
         self.watch.over(str(edge), end, group.abort)
 
     def _sum(self, ranks: tuple[int, ...], carrier: Carrier, group: dist.ProcessGroup) -> Sum:

@@ -5,8 +5,7 @@ that computes has come to where it was told, and the stream that computes goes o
 none of it. NCCL knows no tags, so that order is all that matches a receive with a send, and what two ranks send each
 other would wait for each other if both directions shared a communicator.
 
-A message is received into memory of the computing stream: an allocator that must be told of other streams gives memory
-away later than the host, which is ahead, asks for more.
+A message is received into memory of the computing stream, which is the one that uses it and drops it.
 
 Laws of this file:
   1. What NCCL reads is kept until it has been read; what it writes, until the computing stream waits for it. What is
