@@ -33,7 +33,7 @@ from gpu_series import Series
 from gpu_turns import Facts
 from launches import conditions
 
-from penstock.runtime.process_group import SHARED_MEMORY
+from penstock.runtime.carriers import SHARED_MEMORY
 
 RESULTS = Path(__file__).parent / "results"
 
