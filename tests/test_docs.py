@@ -10,7 +10,7 @@ import torch
 import penstock
 
 DOCS = Path(__file__).parents[1] / "docs"
-RUN = ("training.md",)
+RUN = ("gpus.md", "training.md")
 
 
 def read_blocks(file: Path) -> list[str]:
