@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,39 @@ def test_what_the_user_computes_between_steps_is_in_order(schedule: str) -> None
     pipe.drain()
     torch.cuda.synchronize()
     pipe.close()
+
+
+def run_without_waiting(tried: Case, options: dict[str, Any]) -> None:
+    """After two steps, which agree on shapes, PyTorch raises an error where a step would wait for the device."""
+    pipe = penstock.Pipeline(tried.build(), **tried.options, **options)
+    losses = [pipe.step(x, y).loss for x, y in tried.batches[:2]]
+    float(losses[-1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in tried.batches[:2]:
+            losses.append(pipe.step(x, y).loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(float(loss) > 0 for loss in losses)
+    pipe.close()
+
+
+UNHURRIED: tuple[dict[str, Any], ...] = ({}, {"clip_grad_norm": 1.0}, {"autocast": torch.bfloat16})
+
+
+@pytest.mark.parametrize("options", UNHURRIED, ids=["plain", "clipped", "cast"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_does_not_wait_for_the_device(schedule: str, options: dict[str, Any]) -> None:
+    run_without_waiting(case(schedule), options)
+
+
+@pytest.mark.parametrize("replicas", [(), (2, 1)], ids=["", "replicas"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_a_step_of_several_processes_does_not_wait_for_the_device(
+    pool: Pool, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    tried = replace(case(schedule), replicas=replicas)
+    pool.run(tried.processes, run_without_waiting, tried, {})
 
 
 def test_a_timeline_is_of_what_the_device_did() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from penstock.runtime.patience import POLL_SECONDS, Patience
@@ -103,6 +104,16 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            self._failure = error
+            for watched in self._watched.values():
+                with suppress(RuntimeError):
+                    watched.abort()
+
+    def _look(self) -> None:
+        """Raises what is wrong; returns at the end."""
         before: dict[str, object] = {}
         deadline = self._patience.deadline()
         while not self._closed.wait(POLL_SECONDS):
@@ -113,10 +124,4 @@ class Watch:
                 deadline = self._patience.deadline()
             before = now
             place = next(iter(now), "")
-            try:
-                self._patience.check(deadline, place, self._watched[place].end.peers if now else ())
-            except Exception as error:
-                self._failure = error
-                for watched in self._watched.values():
-                    watched.abort()
-                return
+            self._patience.check(deadline, place, self._watched[place].end.peers if now else ())

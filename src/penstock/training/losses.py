@@ -69,7 +69,13 @@ def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tenso
 
 
 def _as_number(name: str, value: Any, device: torch.device) -> Tensor:
-    number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=device)
+    if isinstance(value, Tensor):
+        number = value.detach()
+    elif isinstance(value, int | float):
+        # Made on the device: to copy it there a GPU's host would wait.
+        number = torch.full((), value, dtype=torch.float64, device=device)
+    else:
+        number = torch.tensor(value, dtype=torch.float64, device=device)
     if not isinstance(name, str) or not name or len(name.splitlines()) > 1 or number.numel() != 1:
         raise PenstockError(
             f"loss_fn returned the metric {name!r} of shape {tuple(number.shape)}: expected a name of one line and one "
