@@ -24,6 +24,7 @@ __all__ = [
     "leave_messages",
     "pile_up",
     "read_in_any_order",
+    "tell_communicators",
     "tell_threads",
     "wait_for_a_late_message",
 ]
@@ -42,6 +43,30 @@ def _ring(shared: bool = True) -> tuple[Transport, int, int]:
 
 def _refuse(*_: object) -> NoReturn:
     raise PermissionError("not on this machine")
+
+
+def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """What communicators this rank makes, in their order: what for, and of which ranks. Edges both ways along a line of
+    ranks, and sums over `groups`.
+    """
+    made, make, ranks = [], dist.new_group, dist.get_world_size()
+
+    def listening(members: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        if members is not None:
+            made.append((options["group_desc"], tuple(members)))
+        return make(members, **options)
+
+    dist.new_group = listening
+    os.environ[SHARED_MEMORY] = "0"
+    try:
+        line = [(rank, rank + 1) for rank in range(ranks - 1)]
+        edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
+        transport = join_world().connect(edges, torch.device("cpu"), 30.0, groups)
+    finally:
+        dist.new_group = make
+        del os.environ[SHARED_MEMORY]
+    transport.close()
+    return made
 
 
 def tell_threads(unwilling: int | None, refused: bool = False) -> list[str]:

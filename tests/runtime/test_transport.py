@@ -18,6 +18,7 @@ from transport_jobs import (
     leave_messages,
     pile_up,
     read_in_any_order,
+    tell_communicators,
     tell_threads,
     wait_for_a_late_message,
 )
@@ -103,6 +104,20 @@ def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) ->
     assert first == ["penstock receive rank 2 -> rank 0 (stages)", "penstock send rank 0 -> rank 1 (stages)"]
     assert second == ["penstock receive rank 0 -> rank 1 (stages)"]
     assert third == ["penstock send rank 2 -> rank 0 (stages)"]
+
+
+def test_every_directed_edge_has_a_communicator_made_in_one_order(pool: Pool) -> None:
+    first, *others = pool.run(3, tell_communicators, ((0, 2), (2, 1, 0)))
+
+    assert first == [
+        ("penstock rank 0 -> rank 1 (stages)", (0, 1)),
+        ("penstock rank 1 -> rank 0 (stages)", (1, 0)),
+        ("penstock rank 1 -> rank 2 (stages)", (1, 2)),
+        ("penstock rank 2 -> rank 1 (stages)", (2, 1)),
+        ("penstock sum over (0, 2)", (0, 2)),
+        ("penstock sum over (2, 1, 0)", (2, 1, 0)),
+    ]
+    assert others == [first, first]
 
 
 @BOTH
