@@ -4,13 +4,14 @@ A GPU does what it is told later, and in the order of each stream alone. What mu
 these calls are made, which is tested on a simulated device; here is only what cannot run without a real one.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
+__all__ = ["ACCELERATORS", "Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Of a tensor: its shape, its strides, which leave no gaps, and its type."""
@@ -120,6 +121,11 @@ class Cuda:
         tensor.record_stream(stream)
 
 
+ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": Cuda}
+"""By the type of a device."""
+
+
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """None for a CPU, which does at once what it is told."""
-    return Cuda(device) if device.type == "cuda" else None
+    make = ACCELERATORS.get(device.type)
+    return None if make is None else make(device)

@@ -137,12 +137,12 @@ class UpdateOrder:
         self._made.clear()
 
     def _follow(self, version: int) -> None:
-        while self._made and self._made[0].version <= version:
-            event = self._made.popleft().event
-        if self._sharing:
-            # Some of the weights are updated with another stage, perhaps later.
-            event = self._accelerator.record(self._updates)
+        made = [one for one in self._made if one.version <= version]
+        # Some of the weights may be updated with another stage that shares them, perhaps later.
+        event = self._accelerator.record(self._updates) if self._sharing else made[-1].event
         self._accelerator.wait(self._accelerator.current(), event)
+        for _ in made:
+            self._made.popleft()
 
 
 def streams_for(device: torch.device, ranks: Iterable[int]) -> Streams:

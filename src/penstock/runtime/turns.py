@@ -35,9 +35,10 @@ def run_programs(
     while any(queue for _, queue in queues):
         progress = False
         for worker, queue in queues:
-            if queue and worker.ready(queue[0]):
-                with streams.on(worker.rank):
+            with streams.on(worker.rank):
+                # To ask may take computing, too: what a rank gives to a sum before it waits for it.
+                if queue and worker.ready(queue[0]):
                     worker.execute(queue.popleft())
-                progress = True
+                    progress = True
         # The verifier has proved that some rank can always go on.
         assert progress, "deadlock in a verified schedule"

@@ -1,0 +1,165 @@
+"""Whole pipelines, whose ranks share a device, on streams: no stream reads or writes what another may be still at.
+
+The numbers are the oracle's in any case, since this device computes at once; what counts is what it could have done.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from hook_jobs import HOOKED
+from processes import Pool
+from stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams, run_over_gloo
+from tied_jobs import TiedRun, run_here
+from tied_jobs import run_reference as run_tied_reference
+from training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
+
+
+@contextmanager
+def racing(device: RacingDevice) -> Iterator[None]:
+    """The CPU is `device`, which sees all that this thread does."""
+    with on_streams(device), Watching(device):
+        yield
+
+
+def case(schedule: str, **options: Any) -> Case:
+    """Two ranks, and layers with buffers."""
+    return replace(Case("normalized", schedule, 2, 4, "adamw", stages_on_a_rank(schedule)), **options)
+
+
+CASES = {
+    **{schedule: case(schedule) for schedule in SCHEDULES},
+    **{f"{schedule} alone": case(schedule, ranks=1) for schedule in ("gpipe", "1f1b", "2bw")},
+    "1f1b of four": case("1f1b", ranks=4),
+    "1f1b, evaluated": case("1f1b", turned=True, drain_after=(1,)),
+    **{f"{schedule} with skips": case(schedule, subject="skipping", ranks=4) for schedule in ("1f1b-flush", "2bw")},
+    **{f"{schedule} in turn": case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "1f1b", "2bw")},
+    **{f"{schedule} split": case(schedule, replicas=(1, 2), split=True) for schedule in ("1f1b-flush", "2bw")},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipped": {"clip_grad_norm": 0.1},
+    "recomputed": {"recompute": True},
+    **HOOKED,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schedules(name: str) -> None:
+    device = RacingDevice()
+    with racing(device):
+        found = run_pipeline(CASES[name])
+
+    assert device.finish() == []
+    assert_equal(run_reference(CASES[name]), found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, schedule: str) -> None:
+    device = RacingDevice()
+    with racing(device):
+        found = run_pipeline(case(schedule), **OPTIONS[name])
+
+    assert device.finish() == []
+    options = {key: value for key, value in OPTIONS[name].items() if key != "recompute"}
+    assert_equal(run_reference(case(schedule), **options), found)
+
+
+TIED = {
+    "2bw": TiedRun(((0, 7),), (1, 1, 1), 6),
+    "2bw clipped": TiedRun(((0, 7),), (1, 1, 1), 6, clips=True),
+    "2bw in turn": TiedRun(((0, 7),), (2, 1, 2), 6),
+    "1f1b-flush": TiedRun(((0, 7),), (1, 1, 1), 6, flushes=True),
+    "1f1b-flush in turn, clipped": TiedRun(((0, 7),), (2, 1, 2), 6, clips=True, flushes=True),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_weights_that_stages_share(name: str) -> None:
+    run = TIED[name]
+    device = RacingDevice()
+    with racing(device):
+        found = run_here(run)
+
+    assert device.finish() == []
+    assert_equal(run_tied_reference(run), found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "1f1b", "2bw"])
+def test_several_processes(pool: Pool, schedule: str) -> None:
+    expected = run_reference(case(schedule))
+    for found in pool.run(2, run_over_gloo, case(schedule)):
+        assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
+    tried = case(schedule, replicas=(2, 1))
+    expected = run_reference(tried)
+    for found in pool.run(3, run_over_gloo, tried):
+        assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_what_a_user_does_between_steps(schedule: str) -> None:
+    """Reads the weights and the loss, writes the weights, evaluates, predicts, saves, drops its batches."""
+    device = RacingDevice()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with racing(device):
+        pipe = penstock.Pipeline(
+            model,
+            sample=(torch.randn(2, 4),),
+            loss_fn=F.mse_loss,
+            optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
+            schedule=schedule,
+            stages=2,
+            microbatches=4,
+        )
+        for _ in range(3):
+            result = pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+            averages = [p.detach() * 0.5 for p in pipe.parameters()]
+            with torch.no_grad():
+                for parameter, average in zip(pipe.parameters(), averages, strict=True):
+                    parameter.copy_(average)
+            assert float(result.loss) > 0
+        pipe.evaluate(torch.randn(3, 4), torch.randn(3, 4))
+        pipe.predict(torch.randn(3, 4)).sum().item()
+        pipe.load_state_dict(pipe.state_dict())
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+        timeline = pipe.timeline()
+        pipe.close()
+
+    assert device.finish() == []
+    assert all(span.start_seconds <= span.stop_seconds for span in timeline.spans)
+
+
+class Hasty(RacingDevice):
+    """Waits for no event."""
+
+    def wait(self, stream: RacingStream, event: RacingEvent) -> None:
+        pass
+
+
+class Forgetful(RacingDevice):
+    """Forgets what memory is kept for."""
+
+    def keep(self, tensor: torch.Tensor, stream: RacingStream) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Hasty, Forgetful])
+def test_what_is_out_of_order_is_found(kind: type[RacingDevice]) -> None:
+    device = kind()
+    with racing(device):
+        run_pipeline(case("1f1b"))
+
+    assert device.finish()
