@@ -51,12 +51,12 @@ def torch_entries_in_turn(setting: Setting) -> list[Entry]:
     ]
 
 
-class _StageInTurn(pipelining.PipelineStage):
-    """A stage whose neighbours are in its own process."""
+class _Stage(pipelining.PipelineStage):
+    """A stage whose neighbours may be in its own process."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # In torch 2.11 stages greet their neighbours through the process group, and Gloo sends nothing to oneself.
-        return []
+        return [greeting for greeting in super()._get_init_p2p_neighbors_ops() if greeting.peer != dist.get_rank()]
 
 
 def _build_in_turn(method: _Method, setting: Setting) -> Running:
@@ -113,9 +113,8 @@ def _build(method: _Method, setting: Setting) -> Running:
     model, cuts = job.build(), setting.job.cuts(stages)
     layers = job.layers(model)
     batch, target = job.batch(setting.microbatches)
-    kind = pipelining.PipelineStage if setting.processes > 1 else _StageInTurn
     held = [
-        kind(nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, batch.device)
+        _Stage(nn.Sequential(*layers[cuts[index] : cuts[index + 1]]), index, stages, batch.device)
         for index in range(stages)
         if rank_of(index, method.folded, setting) == rank
     ]
