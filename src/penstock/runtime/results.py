@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -90,7 +92,8 @@ class Loss:
             rows = [row for _, rows in read for row in rows]
             # In the order of the microbatches, whoever computed them: the sums have the same bits for any placement.
             rows.sort(key=lambda row: row[0])
-            sums = [sum(column) for column in zip(*(shares for _, shares in rows), strict=True)]
+            # One addition after the other, which since Python 3.12 `sum` does not do.
+            sums = [reduce(add, column) for column in zip(*(shares for _, shares in rows), strict=True)]
             self._values = dict(zip(("", *read[0][0]), sums, strict=True))
             self._reports = ()
         return self._values
