@@ -1,0 +1,79 @@
+"""A recorder of work for the CPU: what it records is done again in the same memory, as CUDA graphs do it.
+
+Doing work again runs its code again, and then writes what it returns into the tensors that it returned first. Before
+that nothing can be read in them, and afterwards an earlier result that nobody has used is lost.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.recorders import RECORDERS, Pool, Work
+from training import Case, Outcome, run_pipeline
+
+__all__ = ["GRAPHED", "SimulatedRecorder", "recording", "run_recorded"]
+
+GRAPHED = {"mode": "reduce-overhead", "backend": "aot_eager"}
+"""For `compile=`: with the numbers of autograd."""
+
+
+@dataclass(eq=False)
+class SimulatedRecorder:
+    """A `Recorder`."""
+
+    recordings: int = 0
+    replays: int = 0
+    aside_now: bool = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.aside_now = True
+        yield
+        self.aside_now = False
+
+    def pool(self) -> Pool:
+        return None
+
+    def record(self, work: Work, pool: Pool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        assert self.aside_now, "work is recorded where it ran before"
+        self.recordings += 1
+        results = work()
+        for result in results:
+            # Autograd may have saved it; what it saved is not what is lost.
+            result.data = torch.full_like(result, float("nan") if result.is_floating_point() else 1)
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.no_grad():
+                for result, new in zip(results, work(), strict=True):
+                    result.data.copy_(new)
+
+        return results, replay
+
+
+@contextmanager
+def recording() -> Iterator[list[SimulatedRecorder]]:
+    """In its body the CPU has recorders: those that have been made."""
+    made: list[SimulatedRecorder] = []
+
+    def make(device: torch.device) -> SimulatedRecorder:
+        made.append(SimulatedRecorder())
+        return made[-1]
+
+    RECORDERS["cpu"] = make
+    try:
+        yield made
+    finally:
+        del RECORDERS["cpu"]
+
+
+def run_recorded(case: Case, compile: Mapping[str, str] = GRAPHED) -> Outcome:
+    """The run by `Pipeline` with recordings, which it must have used."""
+    with recording() as made:
+        outcome = run_pipeline(case, compile=compile)
+    assert made
+    assert all(recorder.replays > recorder.recordings for recorder in made)
+    return outcome
