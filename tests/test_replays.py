@@ -128,14 +128,16 @@ class Twice(nn.Module):
 
 def test_recording_leaves_no_trace() -> None:
     stage, _, replays = make()
-    for parameter in stage.parameters():
+    parameters = list(stage.parameters())
+    for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     state = torch.get_rng_state()
     replays.run(0, [leaf(SAMPLES[0])], {})
 
     (count,) = (buffer for name, buffer in stage.named_buffers() if name.endswith("num_batches_tracked"))
     assert count == 1
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in stage.parameters())
+    assert all(one is other for one, other in zip(parameters, stage.parameters(), strict=True))
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in parameters)
     assert torch.equal(torch.get_rng_state(), state)
 
 

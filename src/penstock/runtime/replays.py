@@ -95,19 +95,27 @@ class _Stage:
     device: torch.device
     leaves: tuple[nn.Parameter, ...] = field(init=False)
     """The trained parameters."""
-    aliases: dict[str, nn.Parameter] = field(init=False)
-    """Their memory in other leaves, by name."""
+    aliases: tuple[nn.Parameter, ...] = field(init=False)
+    """Their memory in other leaves."""
+    names: dict[str, nn.Parameter] = field(init=False)
+    """The aliases by each place where a layer has them; one that the module has under several names is one place."""
     backwards: Pool = field(init=False)
     """Memory of all backwards: nothing of one is wanted when the next one begins."""
     gradients: list[Tensor | None] | None = None
     """Of what a recording is given, and then of `leaves`; None in it for what has none. None before the first one."""
 
     def __post_init__(self) -> None:
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.leaves = tuple(trained.values())
-        self.aliases = {name: nn.Parameter(leaf.detach()) for name, leaf in trained.items()}
-        for name, alias in self.aliases.items():
-            cast(Any, alias).grad_dtype = cast(Any, trained[name]).grad_dtype
+        self.leaves = tuple([parameter for parameter in self.module.parameters() if parameter.requires_grad])
+        self.aliases = tuple([nn.Parameter(leaf.detach()) for leaf in self.leaves])
+        alias_of = dict(zip(self.leaves, self.aliases, strict=True))
+        for leaf, alias in alias_of.items():
+            cast(Any, alias).grad_dtype = cast(Any, leaf).grad_dtype
+        self.names = {
+            f"{path}.{name}": alias_of[parameter]
+            for path, owner in self.module.named_modules()
+            for name, parameter in owner._parameters.items()
+            if parameter in alias_of
+        }
         self.backwards = self.recorder.pool()
 
     def autocast(self, forward: bool) -> AbstractContextManager[None]:
@@ -132,7 +140,7 @@ class _Recording:
         self._stage, self._received, self.count = stage, received, len(given)
         with torch.no_grad():
             self._given = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in given]
-        self._needed = [tensor for tensor in (*self._given, *stage.aliases.values()) if tensor.requires_grad]
+        self._needed = [tensor for tensor in (*self._given, *stage.aliases) if tensor.requires_grad]
         self._live: tuple[Tensor, ...] = ()
         """The outputs with their history, from a forward to its backward."""
         self._starts: list[Tensor] = []
@@ -214,7 +222,7 @@ class _Recording:
         received, rest = self._given[: self._received], self._given[self._received :]
         inputs = dict(zip(stage.module.fetched, rest, strict=True))
         with torch.enable_grad(), stage.autocast(forward=True):
-            self._live = functional_call(stage.module, cast(Any, stage.aliases), (received, inputs))
+            self._live = functional_call(stage.module, cast(Any, stage.names), (received, inputs), tie_weights=False)
         return self._live
 
     def _differentiate(self, starts: Sequence[Tensor]) -> _Found:
