@@ -106,6 +106,15 @@ def test_backwards_in_another_order_than_the_forwards() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def test_what_a_backward_may_read_again_must_not_be_written() -> None:
+    _, _, replays = make([Twice()])
+    first, second = replays.run(0, [leaf(SAMPLES[0])], {})
+    first.add_(1.0)
+
+    with pytest.raises(penstock.PenstockError, match=r"shape \(4, 6\) that stage 1 made was written in place"):
+        torch.autograd.backward([first, second], [first, second])
+
+
 def test_an_output_that_nothing_depends_on_has_a_gradient_of_zero() -> None:
     _, _, replays = make([Twice()])
     for number, weights in enumerate(((1.0, 2.0), (3.0, None))):

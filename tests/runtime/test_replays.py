@@ -1,7 +1,6 @@
 """Pipelines whose stages run by recordings train with the bits of one device."""
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ import skip_models
 import tied_jobs
 from layers import Gathering, InPlace, Several
 from processes import Pool
-from simulated_recorder import GRAPHED, recording, run_recorded
+from replay_jobs import run_recorded, run_recorded_over
+from simulated_recorder import GRAPHED, recording
 from training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
 
 EAGER = {**GRAPHED, "backend": "eager"}
@@ -73,17 +73,35 @@ def test_there_are_as_many_recordings_as_microbatches_in_flight(schedule: str) -
     assert [recorder.recordings for recorder in made] == [2 * pipe.schedule.in_flight(stage) for stage in held]
 
 
+def test_a_model_that_makes_its_own_loss() -> None:
+    """The last stage has one place, where all its losses lie one after the other."""
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1), OwnLoss()]
+    compare([layer.double() for layer in layers], TARGET, loss_fn=lambda loss, target: (loss, {"twice": loss}))
+
+
+class OwnLoss(nn.Module):
+    """The mean of squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 def compare(layers: Sequence[nn.Module], target: Tensor, **options: Any) -> None:
     """With recordings and without the numbers are the same."""
     x = models.LAYERED.batches[0][0]
     found = []
     for graphed in (False, True):
         torch.manual_seed(5)
-        arguments = {"stages": 2, "microbatches": 4, "sample": (x[:4],), "optimizer": models.adamw, **options}
+        arguments = {
+            "stages": 2,
+            "microbatches": 4,
+            "sample": (x[:4],),
+            "optimizer": models.adamw,
+            "loss_fn": F.cross_entropy,
+        }
+        arguments.update(options)
         with recording() as made:
-            pipe = penstock.Pipeline(
-                copy.deepcopy(list(layers)), loss_fn=F.cross_entropy, **arguments, compile=EAGER if graphed else False
-            )
+            pipe = penstock.Pipeline(copy.deepcopy(list(layers)), **arguments, compile=EAGER if graphed else False)
             steps = [float(pipe.step(x + number, target).loss) for number in range(3)]
         assert bool(made) == graphed
         found.append(([*steps, float(pipe.evaluate(x, target).loss)], pipe.state_dict()["model"]))
@@ -120,8 +138,8 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize("skips", ["direct", "relayed"])
 def test_values_that_pass_stages_and_masks(skips: str) -> None:
-    plan = penstock.Plan.uniform(7, 4, schedule="1f1b-flush", microbatches=4)
-    run = skip_models.Run(plan, ((), (), (0,), (0, 1), (0,), (0, 3)))
+    plan = penstock.Plan.uniform(8, 8, schedule="gpipe", microbatches=3)
+    run = skip_models.Run(plan, ((), (0,), (), (0,), (2,), (0, 0), (1, 3)))
     with recording():
         arguments = (run.build(), run.sample, F.mse_loss, models.adamw)
         pipe = penstock.Pipeline(*arguments, plan=plan, skips=skips, compile=EAGER)
@@ -146,16 +164,5 @@ def test_two_processes(pool: Pool) -> None:
     for case in cases:
         expected = run_reference(case)
         for shared in ("1", "0"):
-            for part in pool.run(2, run_in_process, case, shared):
+            for part in pool.run(2, run_recorded_over, case, EAGER, shared):
                 assert_equal(expected, part)
-
-
-def run_in_process(case: Case, shared: str) -> Outcome:
-    before = os.environ.get("PENSTOCK_SHARED_MEMORY")
-    os.environ["PENSTOCK_SHARED_MEMORY"] = shared
-    try:
-        return run_recorded(case, EAGER)
-    finally:
-        os.environ.pop("PENSTOCK_SHARED_MEMORY")
-        if before is not None:
-            os.environ["PENSTOCK_SHARED_MEMORY"] = before

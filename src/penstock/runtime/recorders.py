@@ -24,9 +24,8 @@ class Recorder(Protocol):
     """Records work of one device."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """In its body this thread works where `record` does, after all that it did before and before all that follows.
-
-        What is to be recorded has run there before, so that nothing is compiled or chosen while it is recorded.
+        """Where work runs before it is recorded, so that nothing is compiled or chosen while it is. After all that this
+        thread did before, and before all that follows.
         """
 
     def pool(self) -> Pool:
@@ -49,32 +48,41 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Libraries keep memory for each stream that they work on. On a stream that nothing else works on they take it
+        # while work is recorded, from its pool, which nobody empties for them.
+        self._warming, self._recording = (
+            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        )
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+    def aside(self) -> AbstractContextManager[None]:
+        return self._on(self._warming)
 
     def pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()
 
     def record(self, work: Work, pool: Pool) -> tuple[Sequence[Tensor], Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is held to what can be recorded: those that carry messages go on.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            results = work()
-        except BaseException:
-            # Ending what is broken is an error, too, that says less.
-            with suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with self._on(self._recording):
+            # Only this thread is held to what can be recorded: those that carry messages go on.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = work()
+            except BaseException:
+                # Ending what is broken is an error, too, that says less.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return results, graph.replay
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}

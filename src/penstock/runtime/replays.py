@@ -130,6 +130,11 @@ class _Stage:
 class _Recording:
     """A forward and a backward, of one microbatch at a time. `given`: of the first one, what it received before all."""
 
+    _live: tuple[Tensor, ...]
+    """The outputs with their history, from a forward to its backward."""
+    _starts: Sequence[Tensor]
+    """The gradients that the backward starts from."""
+
     def __init__(self, stage: _Stage, received: int, given: Sequence[Tensor]) -> None:
         for tensor in given:
             if tensor.device.type != stage.device.type:
@@ -141,14 +146,12 @@ class _Recording:
         with torch.no_grad():
             self._given = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in given]
         self._needed = [tensor for tensor in (*self._given, *stage.aliases) if tensor.requires_grad]
-        self._live: tuple[Tensor, ...] = ()
-        """The outputs with their history, from a forward to its backward."""
-        self._starts: list[Tensor] = []
-        """The gradients that the backward starts from."""
         with preserved([stage.module]):
-            found, outputs = self._warm_up()
-            self.differentiable = tuple([output.requires_grad for output in outputs])
-            self._starts = [torch.zeros_like(output) for output in outputs if output.requires_grad]
+            found = self._warm_up()
+            self.differentiable = tuple([output.requires_grad for output in self._live])
+            self._starts = [torch.zeros_like(output) for output in self._live if output.requires_grad]
+            # With its history goes what autograd knows of the stream that it was made on.
+            self._live = ()
             if stage.gradients is None:
                 stage.gradients = self._make_gradients(found)
             self._record()
@@ -158,10 +161,18 @@ class _Recording:
         for held, tensor in zip(self._given, given, strict=True):
             held.copy_(tensor)
         self._go_forward()
-        return tuple(output.detach() for output in self._outputs)
+        self._written = [output._version for output in self._outputs]
+        return tuple([output.detach() for output in self._outputs])
 
     def backward(self, gradients: Sequence[Tensor | None]) -> _Found:
         """From the gradients of what `forward` returned, those of what it was given and of the stage's leaves."""
+        for output, written in zip(self._outputs, self._written, strict=True):
+            if output._version != written:
+                raise PenstockError(
+                    f"a tensor of shape {tuple(output.shape)} that stage {self._stage.number} made was written in "
+                    "place before its backward, which may read it again: expected it as it was. Let the loss or the "
+                    "metrics write in a copy"
+                )
         wanted = (gradient for gradient, kept in zip(gradients, self.differentiable, strict=True) if kept)
         for start, gradient in zip(self._starts, wanted, strict=True):
             if gradient is None:
@@ -172,8 +183,8 @@ class _Recording:
         assert self._stage.gradients is not None
         return self._stage.gradients
 
-    def _warm_up(self) -> tuple[_Found, tuple[Tensor, ...]]:
-        """Gradients and outputs as they will be."""
+    def _warm_up(self) -> _Found:
+        """Gradients as they will be."""
         stage = self._stage
         buffers = list(stage.module.buffers())
         found: _Found = ()
@@ -187,8 +198,7 @@ class _Recording:
                 "a buffer in its forward, which a CUDA graph does not do again: expected that it writes the one "
                 "that it has, as in self.buffer.copy_(...). Or leave the mode out of compile="
             )
-        outputs, self._live = self._live, ()
-        return found, outputs
+        return found
 
     def _make_gradients(self, found: _Found) -> list[Tensor | None]:
         """Memory for `found`, the gradients of those that need one, and None for the others."""
@@ -204,11 +214,10 @@ class _Recording:
     def _record(self) -> None:
         stage, recorder = self._stage, self._stage.recorder
         try:
-            with recorder.aside():
-                outputs, self._go_forward = recorder.record(self._compute, recorder.pool())
-                self._outputs = tuple(output.detach() for output in outputs)
-                if self._starts:
-                    _, self._go_backward = recorder.record(self._keep_gradients, stage.backwards)
+            outputs, self._go_forward = recorder.record(self._compute, recorder.pool())
+            self._outputs = tuple([output.detach() for output in outputs])
+            if self._starts:
+                _, self._go_backward = recorder.record(self._keep_gradients, stage.backwards)
         except RuntimeError as error:
             raise PenstockError(
                 f"stage {stage.number} ({', '.join(stage.module.names)}) cannot be recorded as a CUDA graph: expected "

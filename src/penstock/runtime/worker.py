@@ -363,6 +363,9 @@ class Worker:
 
     def _note(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
+        if self.stages[self._schedule.stages - 1].replays is not None:
+            # They may be what the stage made, which lies where its next forward will.
+            values = tuple([value.clone() for value in values])
         self._pass.figures[self.rank, k] = Figures(tuple(metrics), values, microbatch.weight)
 
     def _evaluate(self, stage: int, k: int, microbatch: Microbatch) -> None:
