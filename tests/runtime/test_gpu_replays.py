@@ -22,6 +22,8 @@ from training import Case, Outcome, stages_on_a_rank
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 DEVICE = "cuda:0"
@@ -105,6 +107,8 @@ class Joining(nn.Module):
         return y * size + index.to(y.dtype).mean()
 
 
+# Inductor has advice on other settings.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_inductor_and_autocast(low: torch.dtype | None) -> None:
     """One compiler, and so the same kernels: with graphs and without."""
