@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from layers import Gathering, InPlace, Several
-from penstock.runtime.compilation import read_compilation
+from penstock.runtime.compilation import Compilation, read_compilation
 from training import Case, run_reference
 
 # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
@@ -179,13 +179,20 @@ def test_evaluations_between_steps_do_not_compile_again(counter: Counter) -> Non
 
 def test_options_are_read() -> None:
     assert read_compilation(False) is None
-    assert read_compilation(True) == {}
-    assert read_compilation({"mode": "default", "dynamic": True}) == {"mode": "default", "dynamic": True}
+    for wish, options, graphed in (
+        (True, {}, False),
+        ({"mode": "default", "dynamic": True}, {"mode": "default", "dynamic": True}, False),
+        # Penstock records the graphs, so PyTorch is not to.
+        ({"mode": "reduce-overhead"}, {"mode": None}, True),
+        ({"mode": "max-autotune", "fullgraph": True}, {"mode": "max-autotune-no-cudagraphs", "fullgraph": True}, True),
+        ({"options": {"triton.cudagraphs": True}}, {"options": None}, True),
+        ({"options": {"triton.cudagraphs": False, "a": 1}}, {"options": {"a": 1}}, False),
+    ):
+        assert read_compilation(wish) == Compilation(options, graphed)
     for wish, words in (
         ("inductor", "expected True, False or the arguments"),
         ({"speed": 2}, "'speed': expected arguments of torch.compile"),
-        ({"mode": "reduce-overhead"}, "asks for CUDA graphs"),
-        ({"options": {"triton.cudagraphs": True}}, "asks for CUDA graphs"),
+        ({"backend": "cudagraphs"}, "overwritten by its next run"),
     ):
         with pytest.raises(penstock.PlanError, match=words):
             read_compilation(wish)  # type: ignore[arg-type]

@@ -94,8 +94,9 @@ class StageModule(nn.Module):
         """
         written = {name for names in self.writes for name in names}
         passed = (name for name in self.sent if name not in written and name not in self.received)
-        self._fetched = tuple(dict.fromkeys((*self.model_inputs, *passed)))
-        places = {name: place for place, name in enumerate((*self.received, *self._fetched))}
+        self.fetched = tuple(dict.fromkeys((*self.model_inputs, *passed)))
+        """Those of the model's inputs that `forward` looks at."""
+        places = {name: place for place, name in enumerate((*self.received, *self.fetched))}
         self._cloned = tuple(places[name] for name in self.mutates)
         steps: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
         length = len(places)
@@ -124,7 +125,7 @@ class StageModule(nn.Module):
         `around` runs each layer in place of the plain call, so that it can run it again on the same arguments.
         """
         assert len(received) == len(self.received), "a value for each name"
-        values: list[Any] = [*received, *[inputs[name] for name in self._fetched]]
+        values: list[Any] = [*received, *[inputs[name] for name in self.fetched]]
         for place in self._cloned:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[place] = values[place].clone()

@@ -42,7 +42,8 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
             for buffer, content in contents:
                 # BatchNorm writes its statistics behind the version counters; only the contents tell.
                 if not same_content(buffer, content):
-                    buffer.copy_(content)
+                    # Uncounted as well: whatever autograd saved of it before is good again.
+                    buffer.data.copy_(content)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         random.setstate(python_state)

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,24 @@ from penstock.errors import PlanError
 
 __all__ = ["Compilation", "CompiledStage", "compile_chain", "read_compilation"]
 
-Compilation: TypeAlias = Mapping[str, Any]
-"""The arguments of `torch.compile`."""
+_WITHOUT_GRAPHS: Mapping[str, str | None] = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""The modes of `torch.compile` that ask for CUDA graphs, and what is left of them without."""
+_GRAPHS = "triton.cudagraphs"
 
-_GRAPH_REPLAYS = ("reduce-overhead", "max-autotune")
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How stages are compiled."""
+
+    options: Mapping[str, Any]
+    """The arguments of `torch.compile`. They never ask for CUDA graphs: PyTorch's own are overwritten by their next
+    run, and several microbatches are in flight at once."""
+    graphed: bool = False
+    """Whether what a stage does is recorded as CUDA graphs, one for each microbatch in flight."""
 
 
 def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False) -> Compilation | None:
-    """What ``compile=`` asks for: None for False, no arguments for True. `parallelized`: whether there is a hook.
+    """What ``compile=`` asks for; None for False. `parallelized`: whether there is a hook.
 
     Raises `PlanError` for what cannot be done.
     """
@@ -61,42 +71,49 @@ def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False)
             f"compile= has {', '.join(map(repr, unknown))}: expected arguments of torch.compile, which are "
             f"{', '.join(sorted(known))}"
         )
-    if options.get("mode") in _GRAPH_REPLAYS or (options.get("options") or {}).get("triton.cudagraphs"):
+    if options.get("backend") == "cudagraphs":
         raise PlanError(
-            f"compile= asks for CUDA graphs ({options}), whose results are overwritten by the next run, and several "
-            'microbatches are in flight at once: use {"mode": "max-autotune-no-cudagraphs"}, or leave mode out'
+            "compile= has the backend 'cudagraphs', whose results are overwritten by its next run, and several "
+            'microbatches are in flight at once: expected {"mode": "reduce-overhead"}, with which Penstock records a '
+            "graph for each of them"
         )
-    return options
+    mode, inner = options.get("mode"), dict(options.get("options") or {})
+    graphed = bool(inner.pop(_GRAPHS, mode in _WITHOUT_GRAPHS))
+    if mode in _WITHOUT_GRAPHS:
+        options["mode"] = _WITHOUT_GRAPHS[str(mode)]
+    if "options" in options:
+        options["options"] = inner or None
+    return Compilation(options, graphed)
 
 
-def compile_chain(chain: LayerChain, options: Compilation | None, apart: Collection[int] = ()) -> LayerChain:
-    """`chain`, whose stages are compiled with `options` when they first run; in evaluation mode, too.
+def compile_chain(chain: LayerChain, compilation: Compilation | None, apart: Collection[int] = ()) -> LayerChain:
+    """`chain`, whose stages are compiled when they first run; in evaluation mode, too.
 
-    `options`: None compiles nothing. `apart`: the first layers of the stages that recompute layer by layer, of which
-    every layer is a part of its own.
+    `compilation`: None compiles nothing. `apart`: the first layers of the stages that recompute layer by layer, of
+    which every layer is a part of its own.
     """
-    if options is None:
+    if compilation is None:
         return chain
     result: LayerChain
 
     @cache
     def evaluation() -> LayerChain:
         evaluated = chain.evaluation()
-        return result if evaluated is chain else compile_chain(evaluated, options)
+        return result if evaluated is chain else compile_chain(evaluated, compilation)
 
     values = {item.name: getattr(chain, item.name) for item in fields(LayerChain)} | {"evaluation": evaluation}
-    result = _CompiledChain(**values, options=options, apart=frozenset(apart))
+    result = _CompiledChain(**values, compilation=compilation, apart=frozenset(apart))
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class _CompiledChain(LayerChain):
-    options: Compilation
+    compilation: Compilation
     apart: frozenset[int]
 
     def stage(self, start: int, stop: int) -> StageModule:
         ends = self.cut(start), self.cut(stop)
-        return CompiledStage(self.layers[start:stop], start, *ends, self.options, start in self.apart)
+        return CompiledStage(self.layers[start:stop], start, *ends, self.compilation, start in self.apart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,10 +144,12 @@ class CompiledStage(StageModule):
         first: int,
         received: tuple[str, ...],
         sent: tuple[str, ...],
-        options: Compilation,
+        compilation: Compilation,
         apart: bool,
     ) -> None:
         super().__init__(layers, first, received, sent)
+        self.graphed = compilation.graphed
+        """Whether its work in training is to be recorded as CUDA graphs."""
         self.programs = nn.ModuleList()
         parts = []
         for start, stop in _cut(self.random, apart):
@@ -138,7 +157,7 @@ class CompiledStage(StageModule):
             kept = frozenset(name for layer in layers[stop:] for name in layer.inputs).union(sent)
             program, returns = _generate(layers[start:stop], reads, kept, f"layers_{first + start}_{first + stop - 1}")
             self.programs.append(program)
-            run = torch.compile(type(program).forward, **options)
+            run = torch.compile(type(program).forward, **compilation.options)
             parts.append(_Part(start, self.random[start], reads, returns, kept, run))
         self.parts = tuple(parts)
         self.apart = apart

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.runtime.executor import StageExecutor
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.replays import Replays
 from penstock.runtime.streams import UpdateOrder
 from penstock.runtime.weights import VersionedWeights
 
@@ -29,4 +30,6 @@ class LocalStage:
     """Whether what a backward needs is computed again then, and for how many layers at a time."""
     order: UpdateOrder | None = None
     """Between its updates and what computes with it, on a device that does several things at a time."""
+    replays: Replays | None = None
+    """Its forwards and backwards as recordings, if they are to be."""
     executor: StageExecutor = field(default_factory=StageExecutor)

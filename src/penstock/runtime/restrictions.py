@@ -1,12 +1,16 @@
-"""What a pipeline with backwards in two parts cannot be combined with, and why."""
+"""What backwards in two parts, and CUDA graphs, cannot be combined with, and why."""
 
 from collections.abc import Mapping
 
+import torch
+
+from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
 from penstock.runtime.recomputation import Grain, Recompute
+from penstock.runtime.recorders import RECORDERS
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["check_parts", "needs_whole_backwards"]
+__all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
 
 
 def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Grain]) -> None:
@@ -40,6 +44,33 @@ def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
     """Whether `check_parts` would refuse any schedule with backwards in two parts."""
     return compiled or parallelized or recompute == "layers"
+
+
+def check_graphs(schedule: Schedule, chain: LayerChain, grains: Mapping[int, Grain], device: torch.device) -> None:
+    """Raises `PlanError` if the work of the stages of `chain` cannot be recorded as CUDA graphs. `grains`: of those
+    that recompute.
+    """
+    random = [layer.name for layer in chain.layers if layer.random]
+    if device.type not in RECORDERS:
+        reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
+    elif max(schedule.promise.versions) > 1:
+        reason = (
+            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
+            "its own for all microbatches in flight"
+        )
+        remedy = "Expected a schedule that flushes: gpipe, 1f1b-flush, interleaved or spp"
+    elif grains:
+        reason = f"stages recompute ({', '.join(map(str, sorted(grains)))}), and recordings keep their memory anyway"
+        remedy = "Expected recompute=False"
+    elif random:
+        reason = f"layers draw random numbers ({', '.join(random[:3])}), each from a stream that the host begins"
+        remedy = "Expected layers without dropout"
+    else:
+        return
+    raise PlanError(
+        f"compile= asks for CUDA graphs, and {reason}. {remedy}, or a mode without graphs: "
+        '"max-autotune-no-cudagraphs" or "default"'
+    )
 
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:

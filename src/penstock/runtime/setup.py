@@ -14,11 +14,14 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
+from penstock.runtime.compilation import CompiledStage
 from penstock.runtime.hooks import InPlace, sharded_modules
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.meshes import processes_of
 from penstock.runtime.recomputation import Grain
+from penstock.runtime.recorders import RECORDERS
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.replays import Replays
 from penstock.runtime.sharded_sums import ShardedReducer
 from penstock.runtime.shards import dimensions_of
 from penstock.runtime.sites import Site
@@ -249,7 +252,8 @@ def build_stages(
             reducer = _reducer(weights, transport, group, rank, index, late, site) if len(group) > 1 else None
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
             order = site.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order)
+            replays = _replays(weights, index, site)
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
     return stages
 
 
@@ -267,6 +271,14 @@ def _reducer(
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
         return ShardedReducer(transport, group, rank, stage, whole, modules, site.moments.now)
     return Reducer(transport, group, rank, stage, trained, late, now=site.moments.now)
+
+
+def _replays(weights: VersionedWeights, stage: int, site: Site) -> Replays | None:
+    """None for a stage whose work is not recorded."""
+    module = weights.module(0)
+    if not isinstance(module, CompiledStage) or not module.graphed:
+        return None
+    return Replays(module, RECORDERS[site.device.type](site.device), stage, site.device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

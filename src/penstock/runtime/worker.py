@@ -203,6 +203,7 @@ class Worker:
             self._evaluate(action.stage, k, microbatch)
             return
         module = stage.weights.module(action.version)
+        run = partial(stage.replays.run, k) if stage.replays else module
         if stage.order is not None:
             stage.order.read(action.version)
         # Activations are never None; only gradients can be.
@@ -219,7 +220,7 @@ class Worker:
         metrics: dict[str, Tensor] = {}
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs: tuple[Tensor, ...] = module(received, microbatch.inputs, seed, around)
+            outputs: tuple[Tensor, ...] = run(received, microbatch.inputs, seed, around)
             if not last:
                 return outputs
             # The loss is one layer more.
@@ -240,9 +241,11 @@ class Worker:
         self._loss_gradients[k] = torch.full_like(outputs[0], weight * self._scale(action.stage, k))
 
     def _backward(self, action: Backward) -> None:
-        gradients = self._gradients_of_outputs(action)
+        gradients, stage = self._gradients_of_outputs(action), self.stages[action.stage]
         update = self._prepare(action)
-        result = self.stages[action.stage].executor.backward(action.microbatch, gradients)
+        result = stage.executor.backward(action.microbatch, gradients)
+        if stage.replays is not None:
+            stage.replays.release(action.microbatch)
         if update is not None:
             self._gradients.take(action.stage, update, action.version)
         self._deal_gradients(action, result)
@@ -360,6 +363,9 @@ class Worker:
 
     def _note(self, k: int, microbatch: Microbatch, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         values = tuple([whole(value.detach()) for value in (loss, *metrics.values())])
+        if self.stages[self._schedule.stages - 1].replays is not None:
+            # They may be what the stage made, which lies where its next forward will.
+            values = tuple([value.clone() for value in values])
         self._pass.figures[self.rank, k] = Figures(tuple(metrics), values, microbatch.weight)
 
     def _evaluate(self, stage: int, k: int, microbatch: Microbatch) -> None:
