@@ -1,11 +1,9 @@
 """Jobs in which tensors of simulated devices travel between processes."""
 
 import uuid
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.gloo_inboxes import GlooInbox
@@ -16,7 +14,8 @@ from penstock.runtime.ordered_sums import Agreement
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import DeviceStaging
 from penstock.runtime.transport import Edge
-from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from simulated_device import SimulatedDevice
+from stream_races import RacingDevice
 
 __all__ = ["exchange_over_gloo", "sum_over_gloo", "sum_over_nccl"]
 
@@ -90,29 +89,16 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     return found
 
 
-class _Prompt(SimulatedDevice):
-    """Does at once what it is told, as a process group does that is not the device's."""
-
-    def do(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
-        super().do(stream, run, after)
-        self.finish()
-
-    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        """Sums are made by PyTorch, in memory of the host."""
-
-
 def sum_over_nccl(sums: int) -> list[list[float]]:
     """As `sum_over_gloo`, by what sums on a stream; here over Gloo, since NCCL takes GPUs."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-    device, patience = _Prompt(rank), _patience()
+    device, patience = RacingDevice(), _patience()
     agreement = Agreement(ranks, _store(), patience)
     group = dist.new_group(list(ranks), backend="gloo")
     summing = NcclSum(ranks, group, agreement, device, DeviceStaging(device), patience.board.check)
     found = []
     for number in range(sums):
-        own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
-        device.fill(own, float(rank + number))
-        (total,) = summing.add("form", own).wait()
+        (total,) = summing.add("form", torch.full((7,), float(rank + number))).wait()
         assert total is not None
         found.append(total.tolist())
     assert summing.join(30.0)
