@@ -63,6 +63,8 @@ class _Block:
 class SimulatedDevice:
     """An `Accelerator`. `seed`: of the order in which its streams go on."""
 
+    name, visible, backend = "simulated", 1, ""
+
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._lock = threading.RLock()

@@ -8,9 +8,9 @@ is lent again, on the stream that it was made on, while another stream might sti
 has been given back, at the next request, unless it was told to keep it for the other stream.
 """
 
-import os
 import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.accelerators import ACCELERATORS, Layout
-from penstock.runtime.carriers import SHARED_MEMORY
-from training import Case, Outcome, run_pipeline
 
-__all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams", "run_over_gloo"]
+__all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams"]
 
 MANY = 100
 """More streams than any test has."""
@@ -99,9 +97,10 @@ class _Memory:
 
 
 class RacingDevice:
-    """An `Accelerator` whose memory is the host's. What is wrong is in `races`."""
+    """An `Accelerator` whose memory is the host's. What is wrong is in `races`. `backend`: what it sends by."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "") -> None:
+        self.name, self.visible, self.backend = uuid.uuid4().hex, 1, backend
         self.streams = [RacingStream(0)]
         self.races: list[str] = []
         self._local = threading.local()
@@ -249,13 +248,3 @@ def on_streams(device: RacingDevice) -> Iterator[None]:
         yield
     finally:
         del ACCELERATORS["cpu"]
-
-
-def run_over_gloo(case: Case) -> Outcome:
-    """The run by `Pipeline` in a process of the pool, as on a GPU: what it sends passes through the host."""
-    os.environ[SHARED_MEMORY] = "0"
-    try:
-        with on_streams(RacingDevice()):
-            return run_pipeline(case)
-    finally:
-        del os.environ[SHARED_MEMORY]

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
+from device_jobs import fail_directly, run_directly, run_over_gloo, stall_directly
 from hook_jobs import HOOKED
 from processes import Pool
-from stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams, run_over_gloo
+from stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
 from tied_jobs import TiedRun, run_here
 from tied_jobs import run_reference as run_tied_reference
 from training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
@@ -107,6 +108,42 @@ def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
     expected = run_reference(tried)
     for found in pool.run(3, run_over_gloo, tried):
         assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "1f1b", "2bw"])
+def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule: str) -> None:
+    """Over the ends of NCCL, and a backend that does as NCCL does."""
+    expected = run_reference(case(schedule))
+    for found, messages in pool.run(2, run_directly, case(schedule)):
+        assert_equal(expected, found)
+        assert messages > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 3)], ids=str)
+def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
+    tried = case(schedule, replicas=replicas)
+    expected = run_reference(tried)
+    for found, messages in pool.run(tried.processes, run_directly, tried):
+        assert_equal(expected, found)
+        assert messages > 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_reaches_a_rank_whose_device_waits(pool: Pool, failing: int) -> None:
+    answers = pool.run(2, fail_directly, failing)
+
+    assert answers[failing] == "ValueError: the layer is broken"
+    assert answers[1 - failing].startswith(f"TransportError: rank {failing} failed in a step")
+    assert "ValueError: the layer is broken" in answers[1 - failing]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_stands_still_is_named_though_only_the_device_waits(pool: Pool, failing: int) -> None:
+    answers = pool.run(2, stall_directly, failing)
+
+    assert answers[1 - failing].startswith(f"TransportError: nothing came from rank {failing} for 1 s")
+    assert answers[failing].startswith("TransportError: ")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["ACCELERATORS", "Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
@@ -32,6 +33,18 @@ class Event(Protocol):
 
 class Accelerator(Protocol):
     """One device, with memory of its own."""
+
+    @property
+    def name(self) -> str:
+        """What no other device anywhere is called."""
+
+    @property
+    def visible(self) -> int:
+        """How many devices of its kind this process sees."""
+
+    @property
+    def backend(self) -> str:
+        """What ``torch.distributed`` calls the library by which such devices send to each other; empty without one."""
 
     def stream(self) -> Stream:
         """A new one."""
@@ -76,6 +89,18 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    @property
+    def name(self) -> str:
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    @property
+    def visible(self) -> int:
+        return torch.cuda.device_count()
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if dist.is_nccl_available() else ""
 
     def stream(self) -> Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

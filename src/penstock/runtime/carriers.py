@@ -17,9 +17,9 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from penstock.errors import TransportError
+from penstock.runtime.accelerators import accelerator_of
 from penstock.runtime.transport import Edge
 
 __all__ = ["NCCL", "SHARED_MEMORY", "Card", "Carrier", "card_of", "choose", "sums_over_nccl", "warn_of_sharing"]
@@ -38,6 +38,7 @@ class Carrier(Enum):
 
     MEMORY = "shared memory"
     NCCL = "NCCL"
+    """Or what takes its place with another kind of accelerator."""
     GLOO = "Gloo"
 
 
@@ -45,12 +46,14 @@ class Card(NamedTuple):
     """What a process says of itself."""
 
     gpu: str
-    """What no other GPU anywhere is called; empty without one."""
+    """What no other GPU anywhere is called; empty without one that can send by itself."""
     wish: str = ""
     """What the environment variable `NCCL` says: "0", "1", or "" for nothing."""
     host: str = ""
     visible: int = 0
     """How many GPUs this process sees."""
+    backend: str = "nccl"
+    """Of ``torch.distributed``, between GPUs."""
 
 
 def card_of(device: torch.device) -> Card:
@@ -61,10 +64,10 @@ def card_of(device: torch.device) -> Card:
             f"the environment variable {NCCL} is {wish!r}: expected 0 (GPUs send over Gloo), 1 (over NCCL, also where "
             "processes share one) or nothing (over NCCL where every process has its own)"
         )
-    if device.type != "cuda" or not dist.is_nccl_available():
+    accelerator = accelerator_of(device)
+    if accelerator is None or not accelerator.backend:
         return Card("", wish)
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Card(gpu, wish, socket.gethostname(), torch.cuda.device_count())
+    return Card(accelerator.name, wish, socket.gethostname(), accelerator.visible, accelerator.backend)
 
 
 def warn_of_sharing(cards: Sequence[Card], rank: int) -> None:
@@ -107,6 +110,6 @@ def sums_over_nccl(ranks: Sequence[int], cards: Sequence[Card]) -> bool:
 
 def _can_meet(cards: Sequence[Card]) -> bool:
     """Whether NCCL can connect the processes of `cards`."""
-    if any(not card.gpu or card.wish == "0" for card in cards):
+    if any(not card.gpu or card.wish == "0" for card in cards) or len({card.backend for card in cards}) > 1:
         return False
     return len({card.gpu for card in cards}) == len(cards) or all(card.wish == "1" for card in cards)

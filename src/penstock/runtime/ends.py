@@ -74,23 +74,24 @@ class Ends:
             if carrier is Carrier.MEMORY:
                 self._share(edge, met)
                 continue
-            group = self._communicator((edge.source, edge.target), carrier, str(edge))
+            ranks = edge.source, edge.target
             if carrier is Carrier.GLOO:
-                self._connect_gloo(edge, group)
+                self._connect_gloo(edge, self._communicator(ranks, "gloo", str(edge)))
             else:
-                self._connect_nccl(edge, group)
+                self._connect_nccl(edge, self._communicator(ranks, cards[edge.source].backend, str(edge)))
         met.part()
-        for ranks in groups:
-            carrier = Carrier.NCCL if sums_over_nccl(ranks, cards) else Carrier.GLOO
-            group = self._communicator(ranks, carrier, f"sum over {ranks}")
-            if rank in ranks:
-                self.sums[ranks] = self._sum(ranks, carrier, group)
+        for members in groups:
+            direct = sums_over_nccl(members, cards)
+            backend = cards[members[0]].backend if direct else "gloo"
+            group = self._communicator(members, backend, f"sum over {members}")
+            if rank in members:
+                self.sums[members] = self._sum(members, direct, group)
         self.watch.start()
 
-    def _communicator(self, ranks: Sequence[int], carrier: Carrier, name: str) -> dist.ProcessGroup:
+    def _communicator(self, ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks),
-            backend=carrier.value.lower(),
+            backend=backend,
             timeout=timedelta(seconds=self.patience.timeout_seconds + _GRACE),
             group_desc=f"penstock {name}",
         )
@@ -128,11 +129,11 @@ class Ends:
             end.meet(torch.zeros(1, device=self.device))
         self.watch.over(str(edge), end, group.abort)
 
-    def _sum(self, ranks: tuple[int, ...], carrier: Carrier, group: dist.ProcessGroup) -> Sum:
+    def _sum(self, ranks: tuple[int, ...], direct: bool, group: dist.ProcessGroup) -> Sum:
         agreement = Agreement(ranks, self.store, self.patience)
         staging = staging_for(self.device, self.watch.check)
         accelerator = accelerator_of(self.device)
-        if carrier is Carrier.GLOO or accelerator is None:
+        if not direct or accelerator is None:
             return GroupSum(ranks, group, agreement, staging, self.patience)
         made = NcclSum(ranks, group, agreement, accelerator, staging, self.watch.check)
         made.add("meeting", torch.zeros(1, device=self.device)).wait()

@@ -257,5 +257,6 @@ class NcclInbox(_End):
         self._arm()
 
     def _follow(self, work: Work) -> None:
-        work.wait()
+        # Before, since a wait may be the host's after all.
         self.underway.add(work.is_completed)
+        work.wait()
