@@ -231,7 +231,15 @@ def test_who_has_nothing_underway_is_not_ended() -> None:
     pair.watches[1].close()
 
 
-GPUS = st.lists(st.builds(Card, st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["", "0", "1"])), min_size=2)
+GPUS = st.lists(
+    st.builds(
+        Card,
+        gpu=st.sampled_from(["", "a", "b", "c"]),
+        wish=st.sampled_from(["", "0", "1"]),
+        backend=st.sampled_from(["nccl", "xccl"]),
+    ),
+    min_size=2,
+)
 LANES = st.sampled_from(["stages", "reports", "buffers"])
 
 
@@ -251,8 +259,9 @@ def test_edges_between_gpus_of_their_own_go_over_nccl(cards: list[Card], data: s
         if carrier is Carrier.NCCL:
             assert edge.lane == "stages" and one.gpu and other.gpu and "0" not in (one.wish, other.wish)
             assert one.gpu != other.gpu or one.wish == other.wish == "1"
+            assert one.backend == other.backend
         elif carrier is Carrier.GLOO and edge.lane == "stages" and one.gpu and other.gpu:
-            assert one.gpu == other.gpu or "0" in (one.wish, other.wish)
+            assert one.gpu == other.gpu or "0" in (one.wish, other.wish) or one.backend != other.backend
 
 
 def test_sums_go_over_nccl_where_every_rank_has_a_gpu() -> None:
