@@ -88,4 +88,4 @@ def fail_directly(failing: int) -> str:
 
 def stall_directly(failing: int) -> str:
     """What this rank says when the layer of `failing` takes longer than the other one waits."""
-    return _train(failing, 3.0, 1.0)
+    return _train(failing, 7.0, 3.0)
