@@ -14,7 +14,7 @@ from penstock.errors import TransportError
 from penstock.runtime.accelerators import Layout
 from penstock.runtime.carriers import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
 from penstock.runtime.failures import FailureBoard
-from penstock.runtime.nccl_ends import NcclInbox, NcclOutbox
+from penstock.runtime.nccl_ends import Line, NcclInbox, NcclOutbox
 from penstock.runtime.patience import Patience
 from penstock.runtime.transport import Edge
 from penstock.runtime.watches import Watch
@@ -44,10 +44,11 @@ class Pair:
             ends = {(edge, rank): ends[FORWARD, rank] for edge, rank in ends}
         self.outboxes, self.inboxes = {}, {}
         for edge in self.communicators:
-            here, there = (ends[edge, rank] for rank in edge[:2])
-            told, heard = ((store, self.patience[rank], self.watches[rank].check) for rank in edge[:2])
-            self.outboxes[edge] = NcclOutbox(edge, here, edge.target, *told)
-            self.inboxes[edge] = NcclInbox(edge, there, edge.source, *heard, device)
+            sending, receiving = (
+                Line(edge, ends[edge, rank], other, store, self.patience[rank], self.watches[rank].check)
+                for rank, other in ((edge.source, edge.target), (edge.target, edge.source))
+            )
+            self.outboxes[edge], self.inboxes[edge] = NcclOutbox(sending), NcclInbox(receiving, device)
 
     def made(self, rank: int, value: float, layout: Layout) -> Tensor:
         """A tensor that `rank` computes."""

@@ -22,7 +22,7 @@ from penstock.runtime.carriers import SHARED_MEMORY, Carrier, card_of, choose, s
 from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
-from penstock.runtime.nccl_ends import NcclInbox, NcclOutbox
+from penstock.runtime.nccl_ends import Line, NcclInbox, NcclOutbox
 from penstock.runtime.nccl_sums import NcclSum
 from penstock.runtime.ordered_sums import Agreement
 from penstock.runtime.patience import Patience
@@ -117,12 +117,13 @@ class Ends:
             return
         assert accelerator is not None, "NCCL was chosen without a GPU"
         end: NcclOutbox | NcclInbox
-        shared = (self.store, self.patience, self.watch.check)
-        if edge.source == self.rank:
-            end = self.outboxes[edge] = NcclOutbox(edge, group, dist.get_group_rank(group, edge.target), *shared)
+        sends = edge.source == self.rank
+        peer = dist.get_group_rank(group, edge.target if sends else edge.source)
+        line = Line(edge, group, peer, self.store, self.patience, self.watch.check)
+        if sends:
+            end = self.outboxes[edge] = NcclOutbox(line)
         else:
-            peer = dist.get_group_rank(group, edge.source)
-            end = self.inboxes[edge] = NcclInbox(edge, group, peer, *shared, accelerator)
+            end = self.inboxes[edge] = NcclInbox(line, accelerator)
         with warnings.catch_warnings():
             # That the first message makes a communicator for two ranks is what it is sent for.
             warnings.filterwarnings("ignore", message="An unbatched P2P op")

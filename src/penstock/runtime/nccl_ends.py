@@ -17,7 +17,7 @@ Laws of this file:
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from penstock.runtime.tickets import Posted
 from penstock.runtime.transport import Edge, Ticket
 from penstock.runtime.watches import Underway
 
-__all__ = ["Communicator", "NcclInbox", "NcclOutbox", "Work"]
+__all__ = ["Communicator", "Line", "NcclInbox", "NcclOutbox", "Work"]
 
 OPEN = 2
 """NCCL knows of so many receives of an edge, one in use and one on its way; each takes the memory of a message."""
@@ -81,27 +81,28 @@ class _Headers:
         return f"{self._name} {self._number}"
 
 
+class Line(NamedTuple):
+    """What an end of an edge is made of."""
+
+    edge: Edge
+    group: Communicator
+    peer: int
+    """The other end's rank in `group`."""
+    store: Store
+    patience: Patience
+    check: Callable[[], None]
+    """Raises why `group` was aborted, if it was."""
+
+
 class _End:
-    """What both ends have.
+    """What both ends have; `other` is the rank of the other one."""
 
-    `peer`: the other end's rank in `group`. `check` raises why `group` was aborted, if it was.
-    """
-
-    def __init__(
-        self,
-        edge: Edge,
-        other: int,
-        group: Communicator,
-        peer: int,
-        store: Store,
-        patience: Patience,
-        check: Callable[[], None],
-    ) -> None:
-        self.edge, self.peers = edge, (other,)
+    def __init__(self, line: Line, other: int) -> None:
+        self.edge, self.peers = line.edge, (other,)
         self.underway = Underway()
-        self._group, self._peer = group, peer
-        self._headers = _Headers(store, edge)
-        self._patience, self._check = patience, check
+        self._group, self._peer = line.group, line.peer
+        self._headers = _Headers(line.store, line.edge)
+        self._patience, self._check = line.patience, line.check
 
     def close(self) -> None:
         """What is underway goes on."""
@@ -121,21 +122,13 @@ class _End:
 
 
 class NcclOutbox(_End):
-    """The sending end of `edge`."""
+    """The sending end."""
 
-    def __init__(
-        self,
-        edge: Edge,
-        group: Communicator,
-        peer: int,
-        store: Store,
-        patience: Patience,
-        check: Callable[[], None],
-    ) -> None:
-        super().__init__(edge, edge.target, group, peer, store, patience, check)
+    def __init__(self, line: Line) -> None:
+        super().__init__(line, line.edge.target)
         self.error: Exception | None = None
         """None: what goes wrong is seen where something is asked for."""
-        self._forms = SentForms(edge)
+        self._forms = SentForms(line.edge)
 
     def meet(self, token: Tensor) -> None:
         """Makes the connection, by sending `token`. Both ends call it."""
@@ -172,19 +165,10 @@ class _Posted(Posted):
 
 
 class NcclInbox(_End):
-    """The receiving end of `edge`, into memory of `accelerator`."""
+    """The receiving end, into memory of `accelerator`."""
 
-    def __init__(
-        self,
-        edge: Edge,
-        group: Communicator,
-        peer: int,
-        store: Store,
-        patience: Patience,
-        check: Callable[[], None],
-        accelerator: Accelerator,
-    ) -> None:
-        super().__init__(edge, edge.source, group, peer, store, patience, check)
+    def __init__(self, line: Line, accelerator: Accelerator) -> None:
+        super().__init__(line, line.edge.source)
         self._accelerator = accelerator
         self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_Posted] = deque()

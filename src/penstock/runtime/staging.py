@@ -89,7 +89,7 @@ class HostStaging:
         return staged[0]
 
 
-class _Watched:
+class _Checked:
     """An event that says nothing of what came before it if that was broken off; `check` raises why it was."""
 
     def __init__(self, event: Event, check: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class DeviceStaging:
             # It was made on the computing stream, which would use its memory again as soon as nobody holds it.
             accelerator.keep(tensor, stream)
             copies.append(copy)
-        return copies, _Watched(accelerator.record(stream), self._check)
+        return copies, _Checked(accelerator.record(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         accelerator, stream = self._accelerator, self._stream
