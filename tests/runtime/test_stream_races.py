@@ -63,8 +63,9 @@ def test_schedules(name: str) -> None:
     assert_equal(run_reference(CASES[name]), found)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "1f1b"), ("scaled", "1f1b")]
+)
 def test_options(name: str, schedule: str) -> None:
     device = RacingDevice()
     with racing(device):
