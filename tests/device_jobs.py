@@ -1,6 +1,5 @@
 """Pipelines in the processes of the pool that send as GPUs do: through the host, or from device to device."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +10,19 @@ from torch import Tensor, nn
 
 import penstock
 import tardy_backend
+from carrying import sharing_memory
 from penstock.errors import PenstockError
-from penstock.runtime.carriers import SHARED_MEMORY
 from stream_races import RacingDevice, on_streams
 from training import Case, Outcome, run_pipeline
 
-__all__ = ["fail_directly", "run_directly", "run_over_gloo", "stall_directly"]
+__all__ = ["fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
 
 
 @contextmanager
 def _on_device(backend: str = "") -> Iterator[None]:
     """The CPU computes on streams and sends by `backend`."""
-    os.environ[SHARED_MEMORY] = "0"
-    try:
-        with on_streams(RacingDevice(backend)):
-            yield
-    finally:
-        del os.environ[SHARED_MEMORY]
+    with sharing_memory(False), on_streams(RacingDevice(backend)):
+        yield
 
 
 def run_over_gloo(case: Case) -> Outcome:
@@ -42,6 +37,14 @@ def run_directly(case: Case) -> tuple[Outcome, int]:
     before = tardy_backend.messages()
     with _on_device(tardy_backend.BACKEND):
         return run_pipeline(case), tardy_backend.messages() - before
+
+
+def probe_directly() -> tuple[penstock.Cluster, int]:
+    """What a probe finds from device to device, and how many messages it took."""
+    tardy_backend.register()
+    before = tardy_backend.messages()
+    with _on_device(tardy_backend.BACKEND):
+        return penstock.probe(device="cpu", progress=False), tardy_backend.messages() - before
 
 
 def _train(failing: int, wrong: float, timeout_seconds: float) -> str:

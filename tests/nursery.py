@@ -18,7 +18,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Nursery"]
+__all__ = ["Child", "Nursery", "finish"]
+
+
+def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | None, str]]:
+    """Exit code and standard error of each process; it is an error of the test if one hangs."""
+    try:
+        errors = [process.communicate(timeout=seconds)[1] for process in processes]
+        return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 class Nursery:

@@ -1,9 +1,9 @@
 """Runs of pipelines that are compiled, and whose stages are recorded."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
+from carrying import sharing_memory
 from simulated_recorder import GRAPHED, recording
 from training import Case, Outcome, run_pipeline
 
@@ -24,13 +24,7 @@ def run_recorded(case: Case, compile: Mapping[str, Any] = GRAPHED) -> Outcome:
     return outcome
 
 
-def run_recorded_over(case: Case, compile: Mapping[str, Any], shared_memory: str) -> Outcome:
-    """The same, where shared memory carries the messages or, for "0", Gloo."""
-    before = os.environ.get("PENSTOCK_SHARED_MEMORY")
-    os.environ["PENSTOCK_SHARED_MEMORY"] = shared_memory
-    try:
+def run_recorded_over(case: Case, compile: Mapping[str, Any], shared: bool) -> Outcome:
+    """The same, where shared memory carries the messages or, if not `shared`, Gloo."""
+    with sharing_memory(shared):
         return run_recorded(case, compile)
-    finally:
-        del os.environ["PENSTOCK_SHARED_MEMORY"]
-        if before is not None:
-            os.environ["PENSTOCK_SHARED_MEMORY"] = before

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
+from device_jobs import probe_directly
 from penstock.cli import main
 from penstock.profiling.links import arrange_rounds, fit_link
 from penstock.values import Cluster
@@ -87,6 +88,12 @@ def test_a_rank_that_cannot_probe_ends_the_others(pool: Pool, failing: int):
     for rank, answer in enumerate(answers):
         where = "" if rank == failing else f"rank {failing}, while it looked for its device: "
         assert answer.startswith(f"ProfileError: {where}{message}")
+
+
+def test_links_between_devices_are_measured_over_what_they_send_by(pool: Pool):
+    for cluster, messages in pool.run(2, probe_directly):
+        assert all(1e5 < cluster.bandwidth(a, b) < math.inf for a, b in ((0, 1), (1, 0)))
+        assert messages > 0
 
 
 def test_a_single_process_has_no_links(capsys):

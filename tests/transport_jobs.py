@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from carrying import sharing_memory
 from penstock.errors import TransportError
-from penstock.runtime.carriers import SHARED_MEMORY
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worlds import join_world
 
@@ -34,11 +34,8 @@ def _ring(shared: bool = True) -> tuple[Transport, int, int]:
     """A transport along the ring of ranks, through shared memory or not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     edges = [Edge(source, (source + 1) % ranks) for source in range(ranks)]
-    os.environ[SHARED_MEMORY] = "1" if shared else "0"
-    try:
+    with sharing_memory(shared):
         return join_world().connect(edges, torch.device("cpu"), 30.0), rank, ranks
-    finally:
-        del os.environ[SHARED_MEMORY]
 
 
 def _refuse(*_: object) -> NoReturn:
@@ -56,15 +53,14 @@ def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> list[tuple[str, t
             made.append((options["group_desc"], tuple(members)))
         return make(members, **options)
 
+    line = [(rank, rank + 1) for rank in range(ranks - 1)]
+    edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
     dist.new_group = listening
-    os.environ[SHARED_MEMORY] = "0"
     try:
-        line = [(rank, rank + 1) for rank in range(ranks - 1)]
-        edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
-        transport = join_world().connect(edges, torch.device("cpu"), 30.0, groups)
+        with sharing_memory(False):
+            transport = join_world().connect(edges, torch.device("cpu"), 30.0, groups)
     finally:
         dist.new_group = make
-        del os.environ[SHARED_MEMORY]
     transport.close()
     return made
 

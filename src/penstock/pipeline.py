@@ -185,7 +185,7 @@ class Pipeline:
             self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
             hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
             held = parallelize_stages(*hooked, recipe.keeps_masters)
-            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, grains), held
+            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, grains), held
             buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
             transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
             self._stages = self._build(recipe, transport, grains)

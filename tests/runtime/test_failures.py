@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nursery import Child, Nursery
+from nursery import Child, Nursery, finish
 
 SCRIPT = Path(__file__).parent / "failure_script.py"
 
@@ -29,14 +29,14 @@ def launch(
     return nursery.start_ranks(arguments, ranks)
 
 
-def finish(processes: list[Child], seconds: float = 60) -> list[tuple[int | None, str]]:
-    """Exit code and standard error of each process; it is an error of the test if one hangs."""
+def outlive(living: Child, frozen: Child, seconds: float = 30) -> tuple[int | None, str]:
+    """Exit code and standard error of `living`, which must end although `frozen` never does."""
     try:
-        errors = [process.communicate(timeout=seconds)[1] for process in processes]
-        return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+        (answer,) = finish([living], seconds)
+        return answer
     finally:
-        for process in processes:
-            process.kill()
+        frozen.kill()
+        frozen.communicate()
 
 
 @pytest.mark.parametrize(("failing", "schedule"), [(0, "2bw"), (1, "1f1b-flush"), (2, "2bw")])
@@ -90,15 +90,10 @@ def test_a_rank_that_leaves_early_is_named(nursery: Nursery) -> None:
 
 
 def test_a_frozen_rank_is_named(nursery: Nursery) -> None:
-    living, frozen = launch(nursery, "freeze", 1, 2)
-    try:
-        [(code, errors)] = finish([living], 30)
+    code, errors = outlive(*launch(nursery, "freeze", 1, 2))
 
-        assert code != 0
-        assert "nothing came from rank 1 for 4 s" in errors
-    finally:
-        frozen.kill()
-        frozen.communicate()
+    assert code != 0
+    assert "nothing came from rank 1 for 4 s" in errors
 
 
 def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(nursery: Nursery) -> None:
@@ -125,15 +120,10 @@ def test_a_killed_replica_is_among_those_named(nursery: Nursery) -> None:
 
 
 def test_a_frozen_replica_is_named(nursery: Nursery) -> None:
-    living, frozen = launch(nursery, "freeze", 1, 2, "2bw", "2")
-    try:
-        [(code, errors)] = finish([living], 30)
+    code, errors = outlive(*launch(nursery, "freeze", 1, 2, "2bw", "2"))
 
-        assert code != 0
-        assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
-    finally:
-        frozen.kill()
-        frozen.communicate()
+    assert code != 0
+    assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
 
 
 @pytest.mark.gpu
@@ -150,12 +140,7 @@ def test_on_a_gpu_an_exception_ends_every_rank(nursery: Nursery, failing: int, s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
-    living, frozen = launch(nursery, "freeze", 1, 2, device="cuda:0")
-    try:
-        [(code, errors)] = finish([living], 120)
+    code, errors = outlive(*launch(nursery, "freeze", 1, 2, device="cuda:0"), seconds=120)
 
-        assert code != 0
-        assert "nothing came from rank 1 for 4 s" in errors
-    finally:
-        frozen.kill()
-        frozen.communicate()
+    assert code != 0
+    assert "nothing came from rank 1 for 4 s" in errors

@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from hook_jobs import HOOKED, run_hooked
-from nursery import Nursery
+from nursery import Nursery, finish
 from processes import Pool
 from training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
 
@@ -200,13 +200,7 @@ def test_a_timeline_is_of_what_the_device_did() -> None:
 def answers_over_nccl(nursery: Nursery, schedule: str, replicas: str, cards: str) -> list[tuple[int | None, str]]:
     """Exit code and standard error of each process of the script."""
     ranks = sum(int(count) for count in replicas.split("-"))
-    processes = nursery.start_ranks([str(NCCL_SCRIPT), schedule, replicas, cards], ranks)
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
-        return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
-    finally:
-        for process in processes:
-            process.kill()
+    return finish(nursery.start_ranks([str(NCCL_SCRIPT), schedule, replicas, cards], ranks), 180)
 
 
 @pytest.mark.parametrize("replicas", ["1-1", "2-1"])

@@ -163,6 +163,6 @@ def test_two_processes(pool: Pool) -> None:
     cases = [Case("skipping", "gpipe", 2, 8), Case("perceptron", "interleaved", 2, 4, stages_per_rank=2)]
     for case in cases:
         expected = run_reference(case)
-        for shared in ("1", "0"):
+        for shared in (True, False):
             for part in pool.run(2, run_recorded_over, case, EAGER, shared):
                 assert_equal(expected, part)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
+from penstock.runtime.accelerators import accelerator_of
 from penstock.runtime.agreements import gather_results
 from penstock.runtime.places import local_device
 from penstock.runtime.transport import Edge, Ticket, Transport
@@ -213,9 +214,12 @@ class _Side:
         return seconds
 
     def _settle(self) -> None:
-        """Waits for the device: a message may have come only for what it computes next."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Waits for the device: a message may have come only for what it computes next. Not for all of it: it may be
+        at a receive whose message will come when this rank has gone on.
+        """
+        accelerator = accelerator_of(self.device)
+        if accelerator is not None:
+            accelerator.mark().synchronize()
 
     def _send(self, form: str, tensor: Tensor) -> None:
         self.transport.send(Edge(self.rank, self.partner, "probe"), form, (tensor,))

@@ -19,7 +19,7 @@ from penstock.runtime.compilation import Compilation, compile_chain, read_compil
 from penstock.runtime.recomputation import Grain
 from penstock.runtime.restrictions import check_graphs
 from penstock.runtime.worlds import World
-from penstock.scheduling.schedules import schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
@@ -38,13 +38,14 @@ class Beginning:
     init_fn: InitFn | None
     compilation: Compilation | None
 
-    def compiled(self, chain: LayerChain, plan: Plan, grains: Mapping[int, Grain]) -> LayerChain:
-        """`chain`, whose stages are compiled if they are to be; `grains`: how the stages of `plan` recompute.
+    def compiled(self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Grain]) -> LayerChain:
+        """`chain`, whose stages are compiled if they are to be; `grains`: how those of `plan` recompute, which runs as
+        `schedule`.
 
         Raises `PlanError` if their work is to be recorded as CUDA graphs and cannot be.
         """
         if self.compilation is not None and self.compilation.graphed:
-            check_graphs(schedule(plan), chain, grains, self.device)
+            check_graphs(schedule, chain, grains, self.device)
         apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
         return compile_chain(chain, self.compilation, apart)
 

@@ -14,9 +14,9 @@ Laws of this file:
      the store at which the processes met.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,8 +34,6 @@ __all__ = ["Communicator", "Line", "NcclInbox", "NcclOutbox", "Work"]
 
 OPEN = 2
 """NCCL knows of so many receives of an edge, one in use and one on its way; each takes the memory of a message."""
-_HEADER_SECONDS = 1e-3
-"""How often who waits for a header looks for it."""
 
 
 class Work(Protocol):
@@ -146,7 +144,7 @@ class NcclOutbox(_End):
 
     def flushed(self, seconds: float) -> bool:
         """Waits so long until everything has left; whether it has."""
-        return self.underway.finished(seconds)
+        return self.join(seconds)
 
     def _send(self, tensor: Tensor) -> None:
         self.underway.add(self._tell(self._group.send, tensor).is_completed, tensor)
@@ -198,13 +196,13 @@ class NcclInbox(_End):
     def await_(self, ticket: _Posted) -> None:
         """Has the stream of this thread wait for the message of `ticket`."""
         self._check()
-        deadline = self._patience.deadline()
-        while ticket.works is None:
-            self._arm(ticket)
-            if ticket.works is None:
-                self._patience.check(deadline, str(self.edge), self.peers)
-                time.sleep(_HEADER_SECONDS)
+        self._patience.wait_for(partial(self._is_posted, ticket), str(self.edge), self.peers)
         self._finish(ticket)
+
+    def _is_posted(self, ticket: _Posted) -> bool:
+        """Tells NCCL of `ticket` if its form is known; whether NCCL knows of it."""
+        self._arm(ticket)
+        return ticket.works is not None
 
     def _arm(self, wanted: _Posted | None = None) -> None:
         """Tells NCCL of the next receives: as many as it should know of, or all up to `wanted`."""

@@ -7,7 +7,6 @@ ranks go whole to everybody.
 """
 
 import pickle
-import time
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -22,7 +21,6 @@ __all__ = ["Agreement", "OrderedSum"]
 
 WHOLE_BYTES = 2**16
 """Tensors of at most so many bytes are exchanged whole."""
-_LOOKING_SECONDS = 1e-3
 
 
 class OrderedSum:
@@ -90,11 +88,9 @@ class Agreement:
         mine = (repr(form), tensor.numel(), str(tensor.dtype))
         keys = [f"{name} {rank}" for rank in self._order]
         self._store.set(f"{name} {dist.get_rank()}", pickle.dumps(mine).hex())
-        deadline = self._patience.deadline()
-        while not self._store.check(keys):
-            others = [rank for rank in self._order if rank != dist.get_rank()]
-            self._patience.check(deadline, f"the sum over ranks {list(self._order)}", others)
-            time.sleep(_LOOKING_SECONDS)
+        others = [rank for rank in self._order if rank != dist.get_rank()]
+        place = f"the sum over ranks {list(self._order)}"
+        self._patience.wait_for(lambda: self._store.check(keys), place, others)
         found = {
             rank: pickle.loads(bytes.fromhex(self._store.get(key).decode()))
             for rank, key in zip(self._order, keys, strict=True)

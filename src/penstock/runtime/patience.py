@@ -1,13 +1,13 @@
 """How long this rank waits for another one, and what it says when it waits no more."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import TransportError
 from penstock.runtime.failures import FailureBoard
 
-__all__ = ["POLL_SECONDS", "Looking", "Patience"]
+__all__ = ["POLL_SECONDS", "TELLING_SECONDS", "Looking", "Patience"]
 
 POLL_SECONDS = 0.25
 """How often a rank that waits looks whether another one has failed."""
@@ -17,6 +17,8 @@ LOOKING_SECONDS = 250e-6, 2e-3
 A sleeper is awake again some 50 to 100 us after it was told, and who waits for it would sleep, too: with short actions
 that would go back and forth. But where somebody else needs the core, looking keeps the message from coming.
 """
+TELLING_SECONDS = 1e-3
+"""How often a rank looks for what another one tells once, or whether its device is done."""
 _CAUSE_SECONDS = 2.0
 """A broken connection is often noticed before its cause has been written down."""
 
@@ -63,6 +65,13 @@ class Patience:
                 "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
                 "pass a larger timeout_seconds= if its work may take that long"
             )
+
+    def wait_for(self, came: Callable[[], bool], place: str, peers: Sequence[int]) -> None:
+        """Looks again and again whether what `peers` tell at `place` `came`; raises what `check` does."""
+        deadline = self.deadline()
+        while not came():
+            self.check(deadline, place, peers)
+            time.sleep(TELLING_SECONDS)
 
     def broken(self, place: str, peers: Sequence[int], error: Exception) -> Exception:
         """The error for a connection to one of `peers` that broke with `error`. Raises the cause instead if a rank

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.patience import POLL_SECONDS, Patience
+from penstock.runtime.patience import POLL_SECONDS, TELLING_SECONDS, Patience
 
 __all__ = ["End", "Underway", "Watch"]
-
-_LOOKING_SECONDS = 1e-3
 
 
 class _Task(NamedTuple):
@@ -50,7 +48,7 @@ class Underway:
         while self.oldest() is not None:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOKING_SECONDS)
+            time.sleep(TELLING_SECONDS)
         return True
 
 

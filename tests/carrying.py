@@ -1,0 +1,22 @@
+"""What carries messages between the processes of a test."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.runtime.carriers import SHARED_MEMORY
+
+__all__ = ["sharing_memory"]
+
+
+@contextmanager
+def sharing_memory(shared: bool) -> Iterator[None]:
+    """In its body shared memory carries them or, if not `shared`, Gloo, as between hosts."""
+    before = os.environ.get(SHARED_MEMORY)
+    os.environ[SHARED_MEMORY] = "1" if shared else "0"
+    try:
+        yield
+    finally:
+        del os.environ[SHARED_MEMORY]
+        if before is not None:
+            os.environ[SHARED_MEMORY] = before
