@@ -7,6 +7,8 @@ Laws of this file:
   1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
   2. Gradients of several updates may be alive at once; none is left with the weights, since those of the next update
      may be taken at the same version.
+  3. What an update steps with is changed in place, so nobody else holds it: a sum over stages is a new tensor, since
+     the gradients that it is taken of may be on their way to another stage, or be its sum as well.
 """
 
 from collections.abc import Mapping
@@ -14,12 +16,15 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.runtime.local_stages import LocalStage
 from penstock.runtime.moments import Mark
 from penstock.runtime.reductions import Reducer
+from penstock.runtime.shards import part_of
 from penstock.runtime.transport import Message
 from penstock.scheduling.schedules import Schedule
+from penstock.training.tensor_lists import divide
 
 __all__ = ["Gradients"]
 
@@ -112,12 +117,9 @@ class Gradients:
             sums = self._sums.pop((stage, update), None)
             if sums is None:
                 sums = self._over_stages(stage, update)
-            if count > 1:
-                for gradient in sums.values():
-                    gradient.div_(count)
-            if scale is not None:
-                # New tensors: stages of one rank may share those of tied weights.
-                sums = {name: gradient / scale for name, gradient in sums.items()}
+            for number in (count, 1.0 if scale is None else scale):
+                if number != 1:
+                    divide([_memory(gradient) for gradient in sums.values()], number)
             self._means[stage, update] = sums
         return self._means[stage, update]
 
@@ -141,5 +143,12 @@ class Gradients:
             sharing = sorted(s for s in parts if s == stage or name in ties[s])
             gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
             if gradients:
-                sums[name] = reduce(torch.add, gradients)
+                sums[name] = reduce(torch.add, gradients) if len(gradients) > 1 else gradients[0].clone()
         return sums
+
+
+def _memory(gradient: Tensor) -> Tensor:
+    """What is changed in place: of a `DTensor` this process's part. A change of another view of a sparse tensor may not
+    reach it.
+    """
+    return part_of(gradient) if isinstance(gradient, DTensor) else gradient

@@ -3,7 +3,7 @@
 Each stage makes one vector for an update: the scale of the loss, and the norm of each of its parameters' gradients. The
 schedule carries these vectors between stages; `known_norms` says which have come by an update. The norm over all of
 them is taken in the order of the model's parameters, so that where all are known it has the bits of
-``torch.nn.utils.clip_grad_norm_`` on one device.
+``torch.nn.utils.clip_grad_norm_`` on one device, with ``foreach=True`` on a GPU, as is its default there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +11,14 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from penstock.runtime.shards import whole
+from penstock.runtime.shards import part_of, whole
 from penstock.runtime.transport import Message
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.schedules import Schedule
-from penstock.training.clipping import clipped
+from penstock.training.clipping import clip
+from penstock.training.tensor_lists import norms_of
 
 __all__ = ["Norms", "present"]
 
@@ -56,15 +58,17 @@ class Norms:
 
     def know(self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float) -> None:
         """Makes the vector of this rank's `stage` from its finished `gradients`, of losses times `scale`."""
-        counted = self._counted[stage]
-        norms = [
-            whole(torch.linalg.vector_norm(gradients[name])).double()
-            if name in gradients
-            else torch.full((), ABSENT, dtype=torch.float64, device=self._device)
-            for name in counted
-        ]
+        own = {name: gradients[name] for name in self._counted[stage] if name in gradients}
+        plain = {name: gradient for name, gradient in own.items() if not isinstance(gradient, DTensor)}
+        norms = dict(zip(plain, norms_of(list(plain.values())), strict=True))
+        for name, gradient in own.items():
+            if name not in plain:
+                # Each is a sum over its processes.
+                norms[name] = whole(torch.linalg.vector_norm(gradient)).double()
+        absent = torch.full((), ABSENT, dtype=torch.float64, device=self._device)
         scaled = torch.full((), scale, dtype=torch.float64, device=self._device)
-        self._vectors[stage, version] = torch.stack([scaled, *norms])
+        vector = torch.stack([scaled, *(norms.get(name, absent) for name in self._counted[stage])])
+        self._vectors[stage, version] = vector
 
     def scale(self, version: int) -> float:
         """What the losses of the update to `version` were multiplied with, as the last stage says."""
@@ -87,7 +91,7 @@ class Norms:
     def clip(
         self, stage: int, version: int, gradients: Mapping[str, Tensor], apart: Sequence[Norm]
     ) -> dict[str, Tensor]:
-        """`gradients` of `stage` as the update to `version` takes them: scaled down if the norm is too large.
+        """`gradients` of `stage` as the update to `version` takes them: if the norm is too large, scaled down in place.
 
         `apart`: what does not count, of updates that were skipped.
         """
@@ -95,7 +99,9 @@ class Norms:
         self.newest = torch.linalg.vector_norm(self._in_order(known))
         self.newest_scale = self._vectors[self._schedule.stages - 1, version][0]
         self._forget(version)
-        return dict(gradients) if self._most is None else clipped(gradients, self._most, self.newest)
+        if self._most is not None:
+            clip([part_of(gradient) for gradient in gradients.values()], self._most, self.newest)
+        return dict(gradients)
 
     def restart(self) -> None:
         """A new run of the schedule: what was known is of other updates."""

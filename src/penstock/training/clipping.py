@@ -1,13 +1,14 @@
 """Clipping of gradients by their global norm, as PyTorch does it."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.training.tensor_lists import multiply
 
-__all__ = ["check_clip", "clipped"]
+__all__ = ["check_clip", "clip"]
 
 EPSILON = 1e-6
 """Of ``torch.nn.utils.clip_grad_norm_``."""
@@ -21,7 +22,9 @@ def check_clip(most: float | None) -> None:
         )
 
 
-def clipped(gradients: Mapping[str, Tensor], most: float, total: Tensor) -> dict[str, Tensor]:
-    """`gradients` times ``most / total`` if `total`, the norm, is above `most`. New tensors."""
-    factor = torch.clamp(most / (total + EPSILON), max=1.0)
-    return {name: gradient * factor.to(gradient.device) for name, gradient in gradients.items()}
+def clip(gradients: Sequence[Tensor], most: float, total: Tensor) -> None:
+    """Multiplies `gradients` by ``most / total`` if `total`, the norm, is above `most`.
+
+    In place, so that no second set of them takes memory: nobody else may hold them.
+    """
+    multiply(gradients, torch.clamp(most / (total + EPSILON), max=1.0))
