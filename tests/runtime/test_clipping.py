@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import models
 import penstock
@@ -123,3 +125,39 @@ def test_gradients_that_are_not_there_count_nothing() -> None:
 
     assert present(norms, shorter=True).tolist() == [3.0, 0.0, 4.0]
     assert present(norms, shorter=False).tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]
+
+
+class Shared(nn.Module):
+    """Multiplies with a weight that another layer has as well, and of which it may make no gradient."""
+
+    def __init__(self, weight: nn.Parameter, trains: bool) -> None:
+        super().__init__()
+        self.weight, self.trains = weight, trains
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.weight if self.trains else self.weight.detach()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "2bw"])
+@pytest.mark.parametrize("trains", [(True, False), (False, True)], ids=str)
+def test_a_gradient_that_two_stages_step_with_is_changed_once_in_each(schedule: str, trains: tuple[bool, bool]) -> None:
+    """Only one of them makes a gradient of the weight that they share, and both scale it down, in one process."""
+    torch.manual_seed(0)
+    each = 2 if schedule == "interleaved" else 1
+    weight = nn.Parameter(torch.randn(6, 6))
+    model = nn.Sequential(Shared(weight, trains[0]), nn.Linear(6, 6), nn.Linear(6, 6), Shared(weight, trains[1]))
+    model.double()
+    batches = [(torch.randn(8, 6).double(), torch.randn(8, 6).double()) for _ in range(4)]
+    options = {
+        "sample": (batches[0][0][:2],),
+        "loss_fn": F.mse_loss,
+        "optimizer": models.momentum,
+        "clip_grad_norm": 0.05,
+        "loss_scale": 1024.0,
+        "plan": penstock.Plan.uniform(4, 4, schedule=schedule, microbatches=4, stages_per_rank=each),
+    }
+    reference = penstock.reference_train(model, batches, **options)
+    pipe = penstock.Pipeline(model, **options)
+    losses = [float(pipe.step(*batch).loss) for batch in batches]
+
+    assert_equal(Outcome(reference.losses, reference.state), Outcome(tuple(losses), pipe.state_dict()["model"]))
