@@ -1,14 +1,22 @@
 """Jobs for the processes of the reductions' tests."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import tardy_backend
+from carrying import sharing_memory
 from penstock.errors import TransportError
+from penstock.runtime.ordered_sums import OrderedSum
+from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.worlds import join_world
+from stream_races import RacingDevice, on_streams
 
-__all__ = ["SIZES", "part_of", "sum_different_sizes", "sum_parts"]
+__all__ = ["ROWS", "SIZES", "add_rows", "part_of", "replicate", "row_of", "sum_different_sizes", "sum_parts"]
 
 SIZES = {"one": 1, "whole": 1_000, "cut": 10_000, "cut unevenly": 10_001}
 """Numbers of float64 by form; more than 64 KiB of them are cut among more than two ranks."""
@@ -19,6 +27,64 @@ def part_of(rank: int, form: str, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(1_000 * number + rank)
     magnitudes = 10.0 ** torch.randint(-8, 8, (SIZES[form],), dtype=torch.float64, generator=generator)
     return torch.randn(SIZES[form], dtype=torch.float64, generator=generator) * magnitudes
+
+
+ROWS = [
+    (dtype, count)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64)
+    for count in (1, 7, 1_000, 40_000, 40_001)
+]
+
+
+def row_of(rank: int, dtype: torch.dtype, count: int) -> Tensor:
+    """What `rank` adds."""
+    generator = torch.Generator().manual_seed(rank)
+    magnitudes = 10.0 ** torch.randint(-4, 5, (count,), generator=generator)
+    return torch.randn(count, dtype=torch.float64, generator=generator).mul(magnitudes).to(dtype)
+
+
+def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
+    """The sums of all rows, in this order of the ranks, by a backend of PyTorch's itself."""
+    tardy_backend.register()
+    made = dist.new_group(list(order), backend=backend)
+    group = made._get_backend(torch.device("cpu")) if backend == "gloo" else made
+    add = OrderedSum(order, group, dist.get_rank())
+    sums = [add(row_of(dist.get_rank(), dtype, count)) for dtype, count in ROWS]
+    dist.barrier()
+    return sums
+
+
+@contextmanager
+def _carried_by(backend: str) -> Iterator[None]:
+    """In its body the CPU is a device that sends by `backend`, or a CPU if that is Gloo."""
+    if backend == "gloo":
+        yield
+        return
+    tardy_backend.register()
+    with sharing_memory(False), on_streams(RacingDevice(backend)):
+        yield
+
+
+def replicate(backend: str, frozen: dict[int, str], bucket_bytes: int) -> tuple[str, list[float]]:
+    """What goes wrong where a replica does not train all parameters, if something does; else the sum of one of them.
+
+    `frozen`: by rank, the name of one that it does not train.
+    """
+    group, rank = tuple(range(dist.get_world_size())), dist.get_rank()
+    parameters = {name: nn.Parameter(torch.zeros(4 + index)) for index, name in enumerate("abc")}
+    parameters.pop(frozen.get(rank, ""), None)
+    with _carried_by(backend):
+        transport, _ = _connect(group)
+        try:
+            reducer = Reducer(transport, group, rank, 0, parameters, bucket_bytes=bucket_bytes)
+            reducer.arm(1, parameters)
+            (torch.stack([parameter.sum() for parameter in parameters.values()]).sum() * rank).backward()
+            reducer.start(1, {})
+            return "", reducer.finish(1)["a"].tolist()
+        except TransportError as error:
+            return str(error), []
+        finally:
+            transport.close()
 
 
 def _connect(group: tuple[int, ...]) -> tuple[Transport, int]:

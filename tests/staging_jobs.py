@@ -10,7 +10,7 @@ from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.nccl_sums import NcclSum
-from penstock.runtime.ordered_sums import Agreement
+from penstock.runtime.ordered_sums import Agreement, Group
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import DeviceStaging
 from penstock.runtime.transport import Edge
@@ -32,6 +32,11 @@ def _store() -> dist.Store:
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names)
     return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
+
+
+def _group(ranks: tuple[int, ...]) -> Group:
+    """One of these ranks that speak Gloo."""
+    return dist.new_group(list(ranks), backend="gloo")._get_backend(torch.device("cpu"))
 
 
 def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
@@ -70,8 +75,8 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     """What the device of each rank reads of sums of numbers that the devices are still to compute."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = SimulatedDevice(rank), _patience()
-    agreement = Agreement(ranks, _store(), patience)
-    summing = GroupSum(ranks, dist.new_group(list(ranks), backend="gloo"), agreement, DeviceStaging(device), patience)
+    agreement = Agreement(ranks, rank, _store(), patience)
+    summing = GroupSum(ranks, _group(ranks), rank, agreement, DeviceStaging(device), patience)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
@@ -93,9 +98,10 @@ def sum_over_nccl(sums: int) -> list[list[float]]:
     """As `sum_over_gloo`, by what sums on a stream; here over Gloo, since NCCL takes GPUs."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = RacingDevice(), _patience()
-    agreement = Agreement(ranks, _store(), patience)
-    group = dist.new_group(list(ranks), backend="gloo")
-    summing = NcclSum(ranks, group, agreement, device, DeviceStaging(device), patience.board.check)
+    agreement, cpu = Agreement(ranks, rank, _store(), patience), torch.device("cpu")
+    summing = NcclSum(ranks, _group(ranks), rank, agreement, cpu, device, DeviceStaging(device), patience.board.check)
+    summing.meet()
+    summing.agree({"form": (7, torch.float32)})
     found = []
     for number in range(sums):
         (total,) = summing.add("form", torch.full((7,), float(rank + number))).wait()

@@ -1,6 +1,7 @@
 """Gradients of replicas: summed in replica order, bit for bit, in buckets that leave while the backward runs."""
 
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,14 +12,22 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import models
 import penstock
 from live_tensors import forget_what_is_there, live_tensors
-from penstock.runtime.reductions import Reducer
-from penstock.runtime.transport import Loopback, Ticket
+from penstock.errors import TransportError
+from penstock.runtime.failures import FailureBoard
+from penstock.runtime.nccl_sums import NcclSum
+from penstock.runtime.ordered_sums import Agreement
+from penstock.runtime.patience import Patience
+from penstock.runtime.reductions import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
+from penstock.runtime.staging import DeviceStaging
+from penstock.runtime.transport import Forms, Loopback, Ticket
 from processes import Pool
-from reduction_jobs import SIZES, part_of, sum_different_sizes, sum_parts
+from reduction_jobs import ROWS, SIZES, add_rows, part_of, replicate, row_of, sum_different_sizes, sum_parts
+from stream_races import RacingDevice
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = ((), (3,), (2, 5), (1, 4, 2), (7,))
@@ -243,3 +252,217 @@ def test_live_tensors_are_constant_from_sum_to_sum() -> None:
         counts.append(len(live_tensors()))
 
     assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1, 2), (2, 0, 1), (3, 0, 2, 1)], ids=str)
+def test_backends_add_in_the_order_that_is_given(pool: Pool, order: tuple[int, ...], backend: str) -> None:
+    expected = [reduce(torch.add, [row_of(rank, *row) for rank in order]) for row in ROWS]
+    for found in pool.run(len(order), add_rows, order, backend):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_that_train_the_same_agree(pool: Pool, ranks: int, backend: str) -> None:
+    for message, found in pool.run(ranks, replicate, backend, {}, 20):
+        assert message == "" and found == [float(sum(range(ranks)))] * 4
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("frozen", ["a", "c"])
+def test_replicas_that_train_different_parameters_are_told_so(pool: Pool, frozen: str, backend: str) -> None:
+    """When they are made, before anything can hang."""
+    form = repr(("gradients", 0, 0))
+    whole, less = 4 + 5 + 6 + 3, {"a": 5 + 6 + 2, "c": 4 + 5 + 2}[frozen]
+    for message, _ in pool.run(2, replicate, backend, {1: frozen}, 2**20):
+        assert message == (
+            f"the replicas on ranks [0, 1] sum different things (rank 0: {(form, whole, 'torch.float32')}, "
+            f"rank 1: {(form, less, 'torch.float32')}): expected the same parameters on all of them. Build the same "
+            "model on every rank"
+        )
+
+
+def test_a_replica_with_a_bucket_less_is_told_so(pool: Pool) -> None:
+    # The buckets of c and of b are the same; the first rank alone has one of a.
+    for message, _ in pool.run(2, replicate, "gloo", {1: "a"}, 1):
+        assert f"(rank 0: {(repr(('gradients', 0, 2)), 5, 'torch.float32')}, rank 1: nothing)" in message
+
+
+def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[FailureBoard]]:
+    """Those of some ranks, which wait so long for each other."""
+    store, order = HashStore(), range(ranks)
+    boards = [FailureBoard(store, rank, ranks) for rank in order]
+    return [Agreement(order, rank, store, Patience(boards[rank], seconds)) for rank in order], boards
+
+
+def test_who_agrees_with_a_rank_that_failed_is_told_its_error() -> None:
+    (mine, _), (_, board) = agreements(30.0)
+    board.report("in a step", "ValueError: no more data", linger_seconds=0.0)
+
+    with pytest.raises(TransportError, match=r"(?s)rank 1 failed in a step.*no more data"):
+        mine.agree({"form": (3, torch.float32)})
+
+
+def test_who_agrees_with_a_rank_that_says_nothing_names_it() -> None:
+    (mine, _), _ = agreements(0.1)
+
+    with pytest.raises(TransportError, match=r"nothing came from rank 1 for 0.1 s \(the sum over ranks \[0, 1\]\)"):
+        mine.agree({"form": (3, torch.float32)})
+
+
+class DistantWork:
+    """The device will come to its end some time."""
+
+    def wait(self) -> None:
+        """Nothing on the host waits."""
+
+
+class DistantGroup:
+    """NCCL between ranks of which the others have not come to anything yet. Notes what it is told."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, torch.dtype]] = []
+
+    def send(self, tensors: list[Tensor], *_: int) -> None:
+        self.told.append(("send", tensors[0].numel(), tensors[0].dtype))
+
+    def recv(self, tensors: list[Tensor], *_: int) -> None:
+        self.told.append(("recv", tensors[0].numel(), tensors[0].dtype))
+
+    def _allgather_base(self, every: Tensor, own: Tensor) -> DistantWork:
+        self.told.append(("allgather", own.numel(), own.dtype))
+        return DistantWork()
+
+    def alltoall_base(self, received: Tensor, sent: Tensor, *_: list[int]) -> DistantWork:
+        self.told.append(("alltoall", sent.numel(), sent.dtype))
+        return DistantWork()
+
+    def _start_coalescing(self) -> None:
+        """What follows is one operation."""
+
+    def _end_coalescing(self) -> DistantWork:
+        return DistantWork()
+
+
+class Directly(Loopback):
+    """One rank's end of sums over NCCL."""
+
+    def __init__(self, end: NcclSum) -> None:
+        super().__init__()
+        self._end = end
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        self._end.agree(forms)
+
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        return self._end.add(form, tensor)
+
+
+def distant_end(rank: int, agreement: Agreement, group: DistantGroup, ranks: int = 2) -> NcclSum:
+    """That of `rank`, of so many."""
+    device = RacingDevice()
+    staging, cpu = DeviceStaging(device), torch.device("cpu")
+    return NcclSum(range(ranks), group, rank, agreement, cpu, device, staging, lambda: None)
+
+
+def test_a_backward_waits_for_no_other_replica() -> None:
+    """It makes the gradient of the stage's input, which the other replica's last microbatch may depend on."""
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b")}
+    x = torch.ones(4, requires_grad=True)
+
+    def make(rank: int, agreement: Agreement) -> Reducer:
+        return Reducer(
+            Directly(distant_end(rank, agreement, DistantGroup())), (0, 1), rank, 0, parameters, bucket_bytes=1
+        )
+
+    both, _ = agreements(1.0)
+    with ThreadPoolExecutor(2) as threads:
+        reducers = list(threads.map(make, range(2), both))
+    reducers[0].arm(1, parameters)
+    # The other one has not begun its last backward.
+    torch.stack([x * parameter for parameter in parameters.values()]).sum().backward()
+
+    assert x.grad is not None and all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_what_has_not_been_agreed_on_is_not_added() -> None:
+    both, _ = agreements(1.0)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda agreement: agreement.agree({"form": (3, torch.float32)}), both))
+    end = distant_end(0, both[0], DistantGroup())
+    end.add("form", torch.zeros(3))
+
+    with pytest.raises(TransportError, match=r"rank 0 adds 4 numbers of torch.float32, and .* agreed on 3 numbers"):
+        end.add("form", torch.zeros(4))
+    with pytest.raises(TransportError, match="agreed on nothing"):
+        end.add("another form", torch.zeros(3))
+
+
+FORMS = {"small": (3, torch.float32), "large": (99_999, torch.float32), "of another type": (30_000, torch.float64)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) -> None:
+    """It connects ranks at the first need, and its host waits for them all."""
+    groups = [DistantGroup() for _ in range(ranks)]
+    both, _ = agreements(1.0, ranks)
+
+    def prepare(rank: int) -> NcclSum:
+        end = distant_end(rank, both[rank], groups[rank], ranks)
+        end.meet()
+        # For whatever is added, as soon as there are communicators.
+        operations = {"send", "recv"} if ranks == 2 else {"allgather", "alltoall"}
+        assert {name for name, *_ in groups[rank].told} == operations
+        end.agree(FORMS)
+        return end
+
+    with ThreadPoolExecutor(ranks) as threads:
+        ends = list(threads.map(prepare, range(ranks)))
+    for end, group in zip(ends, groups, strict=True):
+        before = list(group.told)
+        for form, (numbers, dtype) in FORMS.items():
+            end.add(form, torch.zeros(numbers, dtype=dtype))
+        now = group.told[len(before) :]
+
+        assert now and set(now) <= set(before)
+
+
+class Listening(Loopback):
+    """Notes what is agreed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms: list[tuple[int, torch.dtype]] = []
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        self.forms = list(forms.values())
+
+
+@pytest.mark.parametrize(("device", "largest"), [("cpu", BUCKET_BYTES), ("meta", GPU_BUCKET_BYTES)])
+def test_buckets_are_larger_on_devices_of_their_own(device: str, largest: int) -> None:
+    """The meta device stands for a GPU."""
+    parameters = {str(index): nn.Parameter(torch.empty(2**18, device=device)) for index in range(100)}
+    transport = Listening()
+    Reducer(transport, (0, 1), 0, 0, parameters)
+    # A parameter has 1 MiB, and one number more that says whether it is there.
+    first, *others, last = [numbers // 2**18 for numbers, _ in transport.forms]
+
+    assert first * 2**20 == FIRST_BUCKET_BYTES
+    assert {other * 2**20 for other in others} == {largest}
+    assert first + sum(others) + last == 100
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_cut_among_ranks_can_be_cut_evenly(ranks: int) -> None:
+    """So that nobody copies it once more."""
+    parameters = {str(index): nn.Parameter(torch.zeros(1 + 7 * index)) for index in range(9)}
+    transport = Listening()
+    Reducer(transport, tuple(range(ranks)), 0, 0, parameters, bucket_bytes=100)
+    least = sum(parameter.numel() for parameter in parameters.values()) + len(parameters)
+    sent = [numbers for numbers, _ in transport.forms]
+
+    assert ranks == 2 or all(numbers % ranks == 0 for numbers in sent)
+    assert least <= sum(sent) < least + (1 if ranks == 2 else ranks * len(sent))

@@ -5,14 +5,13 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.ordered_sums import Agreement, OrderedSum
+from penstock.runtime.ordered_sums import Agreement, Group, OrderedSum
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import Staged, Staging
 from penstock.runtime.tickets import Receipt
-from penstock.runtime.transport import Ticket
+from penstock.runtime.transport import Forms, Ticket
 
 __all__ = ["GroupSum"]
 
@@ -25,23 +24,28 @@ class _Part:
 
 
 class GroupSum:
-    """This process's end of the group of ranks `order`, who add in this order. Collective."""
+    """The end of `rank`, this process, of the group of ranks `order`, who add in this order. Collective."""
 
     def __init__(
         self,
         order: Sequence[int],
-        group: dist.ProcessGroup,
+        group: Group,
+        rank: int,
         agreement: Agreement,
         staging: Staging,
         patience: Patience,
     ) -> None:
         self._place = f"the sum over ranks {list(order)}"
-        self._peers = [rank for rank in order if rank != dist.get_rank()]
-        self._sum, self._agreement = OrderedSum(order, group), agreement
+        self._peers = [member for member in order if member != rank]
+        self._sum, self._agreement = OrderedSum(order, group, rank), agreement
         self._staging, self._patience = staging, patience
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"penstock sum {tuple(order)}", daemon=True)
         self._thread.start()
+
+    def agree(self, forms: Forms) -> None:
+        """Agrees with the other ranks on what will be added, and waits for them."""
+        self._agreement.agree(forms)
 
     def add(self, form: Hashable, tensor: Tensor) -> Ticket:
         """Gives this rank's part; the ticket's message is the sum."""
@@ -69,5 +73,8 @@ class GroupSum:
     def _answer(self, part: _Part) -> Staged:
         (own,), there = part.staged
         there.synchronize()
+        if not self._agreement.knows(part.form):
+            # This thread may wait.
+            self._agreement.agree({part.form: (own.numel(), own.dtype)})
         self._agreement.check(part.form, own)
         return self._staging.to_device([self._sum(own)])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.meshes import processes_of
-from penstock.runtime.transport import Edge, Message, Ticket, Transport
+from penstock.runtime.transport import Edge, Forms, Message, Ticket, Transport
 from penstock.runtime.worlds import World
 
 __all__ = ["Lanes", "connect_lanes"]
@@ -109,6 +109,10 @@ class Lanes:
         if (edge, form) not in self._shapes:
             self._shapes[edge, form] = _AgreedShapes(self._inner.post(here, ("shapes", form)))
         return _Parts(self._inner.post(here, form), self._shapes[edge, form], self._group, self._lanes)
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        own = processes_of(rank, self._lanes)[self._lane]
+        self._inner.agree(_group_of(group, self._lane, self._lanes), own, forms)
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         own = processes_of(rank, self._lanes)[self._lane]

@@ -7,7 +7,9 @@ ranks go whole to everybody.
 """
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,89 +18,152 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.patience import Patience
+from penstock.runtime.transport import Forms
 
-__all__ = ["Agreement", "OrderedSum"]
+__all__ = ["WHOLE_BYTES", "Agreement", "Group", "OrderedSum"]
 
 WHOLE_BYTES = 2**16
 """Tensors of at most so many bytes are exchanged whole."""
 
+_Part: TypeAlias = tuple[str, int, str]
+"""What a rank gives to a sum: the form, how many numbers, and their type."""
+
+
+class Group(Protocol):
+    """Several processes, as a backend of ``torch.distributed`` such as ``ProcessGroupNCCL``. Each is called by its
+    place among all of their ranks in ascending order.
+
+    To wait for what its methods return is to have the current stream wait; on a CPU the thread does.
+    """
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether several sends and receives can be made one operation."""
+
+    def send(self, tensors: list[Tensor], place: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], place: int, tag: int, /) -> dist.Work: ...
+
+    def _allgather_base(self, every: Tensor, own: Tensor, /) -> dist.Work: ...
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
+    ) -> dist.Work: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> dist.Work: ...
+
 
 class OrderedSum:
-    """Over the ranks `order`, who add in this order, and speak to each other in `group`."""
+    """Over the ranks `order`, who add in this order, and speak to each other in `group`; this process is `rank`."""
 
-    def __init__(self, order: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._order = tuple(order)
-        # A group numbers its ranks in ascending order, whatever order they are given in.
+    def __init__(self, order: Sequence[int], group: Group, rank: int) -> None:
         self._places = [sorted(order).index(member) for member in order]
+        self._own = sorted(order).index(rank)
         self._group = group
 
     def __call__(self, own: Tensor) -> Tensor:
-        """The sum; `own` is this rank's part, a row of numbers. Every rank calls it."""
-        ranks = len(self._order)
+        """The sum; `own` is this rank's part, a row of numbers. Every rank calls it.
+
+        Of more than two ranks' large parts no copy is made if they can be cut into equal pieces.
+        """
+        if own.is_complex():
+            # Neither Gloo nor NCCL knows such numbers.
+            return torch.view_as_complex(self(torch.view_as_real(own).reshape(-1)).view(-1, 2))
+        ranks = len(self._places)
         if ranks == 2:
             return self._swap(own).add_(own)
         if own.numel() * own.element_size() <= WHOLE_BYTES:
-            whole = [torch.empty_like(own) for _ in range(ranks)]
-            dist.all_gather(whole, own, group=self._group)
-            return self._add([whole[place] for place in self._places])
-        size = -(-own.numel() // ranks)
-        padded = torch.cat([own, own.new_zeros(size * ranks - own.numel())])
-        pieces = torch.empty_like(padded)
-        dist.all_to_all_single(pieces, padded, group=self._group)
-        mine = self._add([pieces[place * size : (place + 1) * size] for place in self._places])
-        sums = torch.empty_like(padded)
-        dist.all_gather(list(torch.split(sums, size)), mine, group=self._group)
-        return sums[: own.numel()]
+            return self._add(self._gather(own, own.new_empty(ranks * own.numel())))
+        rest = -own.numel() % ranks
+        even = torch.cat([own, own.new_zeros(rest)]) if rest else own
+        pieces = torch.empty_like(even)
+        self._group.alltoall_base(pieces, even, [], []).wait()
+        mine = self._add(pieces)
+        # What has been added up makes room for the sums.
+        return self._gather(mine, pieces)[: own.numel()]
+
+    def _gather(self, own: Tensor, every: Tensor) -> Tensor:
+        """Everybody's `own`, by their places, in the memory of `every`."""
+        self._group._allgather_base(every, own).wait()
+        return every
 
     def _swap(self, own: Tensor) -> Tensor:
         """What the other one of two ranks has; two numbers have the same sum in either order."""
-        (partner,) = set(self._order) - {dist.get_rank()}
-        other = torch.empty_like(own)
-        # Together: with NCCL two sends would wait for each other's receives, which come after them.
-        both = [
-            dist.P2POp(dist.isend, own, partner, self._group),
-            dist.P2POp(dist.irecv, other, partner, self._group),
-        ]
-        for work in dist.batch_isend_irecv(both):
+        other, group, partner = torch.empty_like(own), self._group, 1 - self._own
+        # With NCCL both must be one operation: of two that follow each other, each rank's send would wait for the
+        # other one's receive, which comes behind a send. Gloo has no such order.
+        coalesces = group.supports_coalescing
+        if coalesces:
+            group._start_coalescing()
+        works = [group.send([own], partner, 0), group.recv([other], partner, 0)]
+        if coalesces:
+            works = [group._end_coalescing()]
+        for work in works:
             work.wait()
         return other
 
-    def _add(self, parts: list[Tensor]) -> Tensor:
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
-            total += part
+    def _add(self, every: Tensor) -> Tensor:
+        """The sum of everybody's parts of `every`, which lie there by their places."""
+        parts = every.view(len(self._places), -1)
+        total = parts[self._places[0]] + parts[self._places[1]]
+        for place in self._places[2:]:
+            total += parts[place]
         return total
 
 
 class Agreement:
-    """That all ranks add the same forms of the same sizes; a mismatch would otherwise hang or give garbage.
-
-    Each of the ranks `order` says what it adds in `store` when it first adds a form, and waits for the others.
+    """That the ranks `order`, of which this process is `rank`, add the same forms of the same sizes; a mismatch would
+    otherwise hang or give garbage. Each says what it adds in `store`.
     """
 
-    def __init__(self, order: Sequence[int], store: Store, patience: Patience) -> None:
-        self._order, self._store, self._patience = tuple(order), store, patience
-        self._agreed: set[Hashable] = set()
+    def __init__(self, order: Sequence[int], rank: int, store: Store, patience: Patience) -> None:
+        self._order, self._rank, self._store, self._patience = tuple(order), rank, store, patience
+        self._place = f"the sum over ranks {list(order)}"
+        self._agreements = 0
+        self._sizes: dict[Hashable, tuple[int, torch.dtype]] = {}
+
+    def agree(self, forms: Forms) -> None:
+        """From now on this rank may add `forms`. Collective, and waits for the other ranks.
+
+        Raises `TransportError` if one of them adds something else.
+        """
+        name, self._agreements = f"sum {self._order} {self._agreements}", self._agreements + 1
+        mine = [(repr(form), numbers, str(dtype)) for form, (numbers, dtype) in forms.items()]
+        keys = [f"{name} {rank}" for rank in self._order]
+        others = [rank for rank in self._order if rank != self._rank]
+        try:
+            self._store.set(f"{name} {self._rank}", pickle.dumps(mine).hex())
+            self._patience.wait_for(lambda: self._store.check(keys), self._place, others)
+            told = [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in keys]
+        except RuntimeError as error:
+            # The store has gone with its process.
+            raise self._patience.broken(self._place, others, error) from error
+        self._compare(dict(zip(self._order, told, strict=True)))
+        self._sizes.update(forms)
+
+    def knows(self, form: Hashable) -> bool:
+        """Whether there is an agreement on `form`."""
+        return form in self._sizes
 
     def check(self, form: Hashable, tensor: Tensor) -> None:
-        """Raises `TransportError` if another rank adds something else."""
-        if form in self._agreed:
-            return
-        name = f"sum {self._order} {len(self._agreed)}"
-        mine = (repr(form), tensor.numel(), str(tensor.dtype))
-        keys = [f"{name} {rank}" for rank in self._order]
-        self._store.set(f"{name} {dist.get_rank()}", pickle.dumps(mine).hex())
-        others = [rank for rank in self._order if rank != dist.get_rank()]
-        place = f"the sum over ranks {list(self._order)}"
-        self._patience.wait_for(lambda: self._store.check(keys), place, others)
-        found = {
-            rank: pickle.loads(bytes.fromhex(self._store.get(key).decode()))
-            for rank, key in zip(self._order, keys, strict=True)
-        }
-        if len(set(found.values())) > 1:
-            told = ", ".join(f"rank {rank}: {found[rank]}" for rank in sorted(found))
+        """Raises `TransportError` if `tensor` is not what has been agreed on for `form`. Waits for nobody."""
+        expected, found = self._sizes.get(form), (tensor.numel(), tensor.dtype)
+        if expected != found:
+            agreed = "nothing" if expected is None else f"{expected[0]} numbers of {expected[1]}"
             raise TransportError(
-                f"the replicas on ranks {list(self._order)} sum different things ({told}): expected the same "
-                "parameters on all of them. Build the same model on every rank"
+                f"{self._place}, {form!r}: rank {self._rank} adds {found[0]} numbers of {found[1]}, and the ranks have "
+                f"agreed on {agreed}. Call agree() with what is to be added before it is, on all of them"
             )
-        self._agreed.add(form)
+
+    def _compare(self, told: Mapping[int, Sequence[_Part]]) -> None:
+        """Raises `TransportError` if not all ranks have `told` the same."""
+        for parts in zip_longest(*told.values(), fillvalue="nothing"):
+            if len(set(parts)) > 1:
+                found = dict(zip(told, parts, strict=True))
+                shown = ", ".join(f"rank {rank}: {found[rank]}" for rank in sorted(found))
+                raise TransportError(
+                    f"the replicas on ranks {list(self._order)} sum different things ({shown}): expected the same "
+                    "parameters on all of them. Build the same model on every rank"
+                )

@@ -15,7 +15,7 @@ from penstock.runtime.failures import FailureBoard
 from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.rendezvous import Gather
-from penstock.runtime.transport import Edge, Ticket
+from penstock.runtime.transport import Edge, Forms, Ticket
 from penstock.runtime.watches import Watch
 
 __all__ = ["ProcessGroup"]
@@ -55,6 +55,9 @@ class ProcessGroup:
 
     def post(self, edge: Edge, form: Hashable) -> Ticket:
         return self._inboxes[edge].post(form)
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        self._sums[group].agree(forms)
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         return self._sums[group].add(form, tensor)

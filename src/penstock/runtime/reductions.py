@@ -8,10 +8,12 @@ Laws of this file:
   2. A gradient that no replica has stays absent, since an optimizer with momentum or weight decay would step a zero.
      Which ones are there rides along: one number for each parameter, the sum of which counts the replicas that have it.
   3. A gradient that has been given away is forgotten; what comes back takes its place.
+  4. Replicas agree on their buckets when they are made. Hooks wait for nobody: a replica that waited within a backward
+     would keep back the gradient of its input, which another one's last microbatch may depend on.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -29,6 +31,9 @@ __all__ = ["Reducer"]
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that it leaves early."""
 BUCKET_BYTES = 2**23
+"""On a CPU, where a bucket is summed by a thread that takes its time from the backward's."""
+GPU_BUCKET_BYTES = 2**25
+"""Between GPUs a sum of 8 MiB is over soon after it has begun; PyTorch's DistributedDataParallel takes 25 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,15 @@ class _Bucket:
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
+    counts: tuple[int, ...]
+    """The numbers of each gradient, then of those that say which are there, then of zeros that make the row as long as
+    it is to be.
+    """
+
+    @property
+    def form(self) -> tuple[int, torch.dtype]:
+        """How many numbers the row has, and of which type."""
+        return sum(self.counts), self.parameters[0].dtype
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """All gradients in a row, with zeros for those that are absent, and then which are there."""
@@ -50,16 +64,17 @@ class _Bucket:
         # Made where the gradients are: to copy numbers there a GPU's host would wait for all that came before.
         runs = groupby(name in gradients for name in self.names)
         there = [like[0].new_full((len(list(run)),), float(here)) for here, run in runs]
-        return torch.cat([*pieces, *there])
+        rest = self.counts[-1]
+        return torch.cat([*pieces, *there, *([like[0].new_zeros(rest)] if rest else ())])
 
     def unpack(self, flat: Tensor, complete: bool) -> dict[str, Tensor]:
         """The gradients that are there, as views of `flat`. `complete`: this replica gave all of them."""
         shapes = [part_of(parameter).shape for parameter in self.parameters]
-        *pieces, there = torch.split(flat, [*(shape.numel() for shape in shapes), len(shapes)])
+        *pieces, there, _ = torch.split(flat, list(self.counts))
         # What is known need not be read, for which a GPU's host would wait.
-        counts = [1.0] * len(shapes) if complete else there.tolist()
-        found = zip(self.names, self.parameters, pieces, shapes, counts, strict=True)
-        return {name: of_part(piece.view(shape), parameter) for name, parameter, piece, shape, count in found if count}
+        givers = [1.0] * len(shapes) if complete else there.tolist()
+        found = zip(self.names, self.parameters, pieces, shapes, givers, strict=True)
+        return {name: of_part(piece.view(shape), parameter) for name, parameter, piece, shape, given in found if given}
 
 
 @dataclass(slots=True, eq=False)
@@ -76,9 +91,10 @@ class _Round:
 
 
 class Reducer:
-    """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`.
+    """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`. Collective over them.
 
-    `late`: parameters whose gradients are not final after the backward. `now`: takes the time.
+    `late`: parameters whose gradients are not final after the backward. `bucket_bytes`: None for what suits the device.
+    `now`: takes the time.
     """
 
     def __init__(
@@ -89,7 +105,7 @@ class Reducer:
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         late: Collection[str] = (),
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         now: Callable[[], Mark] = time.perf_counter,
     ) -> None:
         self._transport = transport
@@ -100,9 +116,11 @@ class Reducer:
         # The backward makes the gradients of the last layers first.
         early = [name for name in reversed(list(parameters)) if name not in late]
         ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
-        self._buckets = _pack(ordered, frozenset(late), bucket_bytes)
+        # What three ranks or more add is cut among them. Two swap theirs whole.
+        self._buckets = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 else 1)
         self._late = frozenset(late)
         self._rounds: dict[int, _Round] = {}
+        transport.agree(group, rank, {self._form(index): bucket.form for index, bucket in enumerate(self._buckets)})
 
     def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
         """From now on each bucket of the gradients of `leaves` leaves when the coming backward has made the last of it.
@@ -160,30 +178,41 @@ class Reducer:
     def _send(self, current: _Round, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
         if current.began is None:
             current.began = self._now()
-        form = ("gradients", self._stage, len(current.tickets))
+        form = self._form(len(current.tickets))
         ticket = self._transport.reduce(self._group, self._rank, form, bucket.pack(gradients))
         current.tickets.append((ticket, gradients.keys() >= set(bucket.names)))
 
+    def _form(self, index: int) -> Hashable:
+        """Of a bucket's gradients."""
+        return "gradients", self._stage, index
 
-def _pack(parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int) -> tuple[_Bucket, ...]:
-    """Consecutive `parameters` in buckets of at most so many bytes (or one parameter); the first one is smaller."""
+
+def _pack(
+    parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int | None, parts: int
+) -> tuple[_Bucket, ...]:
+    """Consecutive `parameters` in buckets of at most so many bytes (or one parameter); the first one is smaller. Each
+    can be cut into so many equal `parts`.
+    """
     buckets: list[_Bucket] = []
     kinds = groupby(parameters.items(), key=lambda item: (item[1].dtype, item[1].device, item[0] in late))
-    for _, members in kinds:
+    for (_, device, _), members in kinds:
+        largest = bucket_bytes or (BUCKET_BYTES if device.type == "cpu" else GPU_BUCKET_BYTES)
         names: list[str] = []
         size = 0
         for name, parameter in members:
-            most = min(FIRST_BUCKET_BYTES, bucket_bytes) if not buckets else bucket_bytes
+            most = largest if buckets else min(FIRST_BUCKET_BYTES, largest)
             part = part_of(parameter)
             more = part.numel() * part.element_size()
             if names and size + more > most:
-                buckets.append(_bucket(names, parameters))
+                buckets.append(_bucket(names, parameters, parts))
                 names, size = [], 0
             names.append(name)
             size += more
-        buckets.append(_bucket(names, parameters))
+        buckets.append(_bucket(names, parameters, parts))
     return tuple(buckets)
 
 
-def _bucket(names: list[str], parameters: Mapping[str, nn.Parameter]) -> _Bucket:
-    return _Bucket(tuple(names), tuple(parameters[name] for name in names))
+def _bucket(names: list[str], parameters: Mapping[str, nn.Parameter], parts: int) -> _Bucket:
+    members = tuple(parameters[name] for name in names)
+    counts = [*(part_of(parameter).numel() for parameter in members), len(members)]
+    return _Bucket(tuple(names), members, (*counts, -sum(counts) % parts))

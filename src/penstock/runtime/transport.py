@@ -8,7 +8,7 @@ and waited for when it is; a send returns at once.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, Protocol, TypeAlias
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from penstock.runtime.staging import HostStaging, Staged, Staging
 
-__all__ = ["Edge", "Loopback", "Message", "Ticket", "Transport"]
+__all__ = ["Edge", "Forms", "Loopback", "Message", "Ticket", "Transport"]
 
 Message: TypeAlias = tuple[Tensor | None, ...]
 """Tensors in an order that both ends know. None stands for a gradient that nothing depends on."""
+
+Forms: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype]]
+"""What ranks add, by form: how many numbers, and of which type."""
 
 
 class Edge(NamedTuple):
@@ -62,8 +65,16 @@ class Transport(Protocol):
     def post(self, edge: Edge, form: Hashable) -> Ticket:
         """Posts the receive of the next message on `edge`, which is of `form`."""
 
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        """Says that `rank` will add `forms` with the ranks `group`, and waits until all of them have said the same.
+
+        Raises `TransportError` if they do not. The n-th call of one rank belongs to the n-th call of every other one;
+        all come before training, since nobody may be waited for while a backward makes what is added.
+        """
+
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
-        """Gives the part of `rank` to a sum over the ranks `group`; the ticket's message is the sum.
+        """Gives the part of `rank` to a sum over the ranks `group`, which have agreed on its form; the ticket's message
+        is the sum. Waits for nobody.
 
         Parts are added in the order of `group`. The n-th call of one rank belongs to the n-th call of every other one;
         the tensor must not be changed afterwards.
@@ -155,6 +166,9 @@ class Loopback:
         queue = self._queues[edge]
         queue.posted += 1
         return _LoopbackTicket(queue.arrived, queue.posted - 1, self._staging)
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        """The ranks of one process have one model."""
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
         sums = self._sums[group]
