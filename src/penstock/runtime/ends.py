@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.nccl_ends import Line, NcclInbox, NcclOutbox
 from penstock.runtime.nccl_sums import NcclSum
-from penstock.runtime.ordered_sums import Agreement
+from penstock.runtime.ordered_sums import Agreement, Group
 from penstock.runtime.patience import Patience
 from penstock.runtime.rendezvous import Acquaintances, Gather, meet
 from penstock.runtime.rings import can_share
@@ -131,12 +131,14 @@ class Ends:
         self.watch.over(str(edge), end, group.abort)
 
     def _sum(self, ranks: tuple[int, ...], direct: bool, group: dist.ProcessGroup) -> Sum:
-        agreement = Agreement(ranks, self.store, self.patience)
+        agreement = Agreement(ranks, self.rank, self.store, self.patience)
         staging = staging_for(self.device, self.watch.check)
         accelerator = accelerator_of(self.device)
         if not direct or accelerator is None:
-            return GroupSum(ranks, group, agreement, staging, self.patience)
-        made = NcclSum(ranks, group, agreement, accelerator, staging, self.watch.check)
-        made.add("meeting", torch.zeros(1, device=self.device)).wait()
+            backend = cast(Group, group._get_backend(torch.device("cpu")))
+            return GroupSum(ranks, backend, self.rank, agreement, staging, self.patience)
+        backend = cast(Group, group if type(group) is not dist.ProcessGroup else group._get_backend(self.device))
+        made = NcclSum(ranks, backend, self.rank, agreement, self.device, accelerator, staging, self.watch.check)
+        made.meet()
         self.watch.over(f"the sum over ranks {list(ranks)}", made, group.abort)
         return made
