@@ -3,8 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations, permutations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,16 +14,18 @@ import penstock
 import tardy_backend
 from carrying import sharing_memory
 from penstock.errors import PenstockError
+from penstock.runtime.transport import Edge
+from penstock.runtime.worlds import join_world
 from stream_races import RacingDevice, on_streams
 from training import Case, Outcome, run_pipeline
 
-__all__ = ["fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
+__all__ = ["count_streams", "fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
 
 
 @contextmanager
-def _on_device(backend: str = "") -> Iterator[None]:
-    """The CPU computes on streams and sends by `backend`."""
-    with sharing_memory(False), on_streams(RacingDevice(backend)):
+def _on_device(tardy: bool = False) -> Iterator[None]:
+    """The CPU computes on streams, and sends from device to device if it is `tardy`."""
+    with sharing_memory(False), on_streams(RacingDevice(tardy)):
         yield
 
 
@@ -33,17 +37,33 @@ def run_over_gloo(case: Case) -> Outcome:
 
 def run_directly(case: Case) -> tuple[Outcome, int]:
     """The run by `Pipeline`, whose messages go from device to device, and how many of them this rank sent."""
-    tardy_backend.register()
     before = tardy_backend.messages()
-    with _on_device(tardy_backend.BACKEND):
+    with _on_device(tardy=True):
         return run_pipeline(case), tardy_backend.messages() - before
+
+
+def count_streams(tardy: bool) -> int:
+    """How many streams of its device a rank takes that sends to all others, and sums with all and with each."""
+    ranks = dist.get_world_size()
+    edges = [Edge(*pair, lane) for lane in ("stages", "reports") for pair in permutations(range(ranks), 2)]
+    groups = [tuple(range(ranks)), *combinations(range(ranks), 2)]
+    device = RacingDevice(tardy)
+    with sharing_memory(False), on_streams(device):
+        transport = join_world().connect(edges, torch.device("cpu"), 60.0, groups)
+        for edge in edges:
+            if dist.get_rank() == edge.source:
+                transport.send(edge, "form", (torch.ones(3),))
+        for edge in edges:
+            if dist.get_rank() == edge.target:
+                transport.post(edge, "form").wait()
+        transport.close()
+    return len(device.streams)
 
 
 def probe_directly() -> tuple[penstock.Cluster, int]:
     """What a probe finds from device to device, and how many messages it took."""
-    tardy_backend.register()
     before = tardy_backend.messages()
-    with _on_device(tardy_backend.BACKEND):
+    with _on_device(tardy=True):
         return penstock.probe(device="cpu", progress=False), tardy_backend.messages() - before
 
 
@@ -56,7 +76,7 @@ def _train(failing: int, wrong: float, timeout_seconds: float) -> str:
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             nonlocal calls
-            calls += torch.distributed.get_rank() == failing and not torch.compiler.is_exporting()
+            calls += dist.get_rank() == failing and not torch.compiler.is_exporting()
             if calls == 7:
                 calls += 1
                 time.sleep(wrong)
@@ -64,10 +84,9 @@ def _train(failing: int, wrong: float, timeout_seconds: float) -> str:
                     raise ValueError("the layer is broken")
             return super().forward(x)
 
-    tardy_backend.register()
     torch.manual_seed(0)
     layers = [Layer(4, 4), Layer(4, 4)]
-    with _on_device(tardy_backend.BACKEND):
+    with _on_device(tardy=True):
         try:
             pipe = penstock.Pipeline(
                 nn.Sequential(*layers),

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 import tardy_backend
 from carrying import sharing_memory
 from penstock.errors import TransportError
+from penstock.runtime.communicators import gloo
 from penstock.runtime.ordered_sums import OrderedSum
 from penstock.runtime.reductions import Reducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.worlds import join_world
+from staging_jobs import members
 from stream_races import RacingDevice, on_streams
 
 __all__ = ["ROWS", "SIZES", "add_rows", "part_of", "replicate", "row_of", "sum_different_sizes", "sum_parts"]
@@ -44,10 +46,8 @@ def row_of(rank: int, dtype: torch.dtype, count: int) -> Tensor:
 
 
 def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
-    """The sums of all rows, in this order of the ranks, by a backend of PyTorch's itself."""
-    tardy_backend.register()
-    made = dist.new_group(list(order), backend=backend)
-    group = made._get_backend(torch.device("cpu")) if backend == "gloo" else made
+    """The sums of all rows, in this order of the ranks, by a communicator."""
+    group = {"gloo": gloo, "tardy": tardy_backend.connect}[backend](members(order))
     add = OrderedSum(order, group, dist.get_rank())
     sums = [add(row_of(dist.get_rank(), dtype, count)) for dtype, count in ROWS]
     dist.barrier()
@@ -56,12 +56,11 @@ def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
 
 @contextmanager
 def _carried_by(backend: str) -> Iterator[None]:
-    """In its body the CPU is a device that sends by `backend`, or a CPU if that is Gloo."""
+    """In its body the CPU is a device that sends by itself, or a CPU if the backend is Gloo."""
     if backend == "gloo":
         yield
         return
-    tardy_backend.register()
-    with sharing_memory(False), on_streams(RacingDevice(backend)):
+    with sharing_memory(False), on_streams(RacingDevice(tardy=True)):
         yield
 
 
@@ -77,9 +76,13 @@ def replicate(backend: str, frozen: dict[int, str], bucket_bytes: int) -> tuple[
         transport, _ = _connect(group)
         try:
             reducer = Reducer(transport, group, rank, 0, parameters, bucket_bytes=bucket_bytes)
+            before = tardy_backend.messages()
             reducer.arm(1, parameters)
             (torch.stack([parameter.sum() for parameter in parameters.values()]).sum() * rank).backward()
-            reducer.start(1, {})
+            # From device to device none begins within the first backwards.
+            assert tardy_backend.messages() == before
+            assert all((parameter.grad is None) == (backend == "gloo") for parameter in parameters.values())
+            reducer.start(1, {name: p.grad for name, p in parameters.items() if p.grad is not None})
             return "", reducer.finish(1)["a"].tolist()
         except TransportError as error:
             return str(error), []

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.accelerators import Layout
+from penstock.runtime.communicators import Communicator, Members
 
 __all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
 
@@ -34,7 +35,11 @@ class SimulatedEvent:
     passed_at: float = 0.0
 
     def query(self) -> bool:
-        return self.passed
+        passed = self.passed
+        if not passed:
+            # The device goes on while its host asks.
+            self.device.advance()
+        return passed
 
     def synchronize(self) -> None:
         while not self.passed:
@@ -65,20 +70,34 @@ class SimulatedDevice:
 
     name, visible, backend = "simulated", 1, ""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, streams: int = 32) -> None:
+        """`streams`: so many there are to give out, in turn, beside the computing one."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._computing = SimulatedStream()
         self._local = threading.local()
         """The stream of each thread, if it is not that one."""
         self._streams = [self._computing]
+        self._pool, self._given = streams, 0
         self._blocks: dict[int, _Block] = {}
         """By address."""
 
     def stream(self) -> SimulatedStream:
         with self._lock:
-            self._streams.append(SimulatedStream())
-            return self._streams[-1]
+            number = 1 + self._given % self._pool
+            self._given += 1
+            if number == len(self._streams):
+                self._streams.append(SimulatedStream())
+            return self._streams[number]
+
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        raise AssertionError("tests connect the ranks of a simulated device")
+
+    def failure(self, communicator: Communicator) -> str:
+        return ""
+
+    def enter_thread(self) -> None:
+        """Every thread can use it."""
 
     def current(self) -> SimulatedStream:
         return getattr(self._local, "stream", self._computing)
@@ -168,6 +187,18 @@ class SimulatedDevice:
         """Does all that is queued."""
         while any(stream.operations for stream in self._streams):
             self.advance()
+
+    def settle(self, streams: Iterable[SimulatedStream], seconds: float) -> bool:
+        """Does something until all is done that is in `streams` now; False if it takes too long. A host may have to
+        wait so when it asks its device for a kernel for the first time.
+        """
+        events = [self.record(stream) for stream in streams]
+        deadline = time.monotonic() + seconds
+        while not all(event.passed for event in events):
+            if time.monotonic() > deadline:
+                return False
+            self.advance()
+        return True
 
     def is_stuck(self) -> bool:
         """Does all that can be done; whether something is left that waits for ever."""

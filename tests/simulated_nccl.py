@@ -5,6 +5,7 @@ has come so far, and when all is done that the communicator was told before; it 
 same message. So a send waits for its receive, and whatever comes behind it in the communicator waits, too.
 """
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -50,20 +51,28 @@ class SimulatedCommunicator:
         self.streams: defaultdict[int, SimulatedStream] = defaultdict(device.stream)
         """By rank."""
         self.aborted = False
+        self.others: list[SimulatedCommunicator] = []
+        """Whose end an abort waits for: those that keep the device busy as well."""
 
     def end(self, rank: int) -> "SimulatedEnd":
         """That of `rank`."""
         return SimulatedEnd(self, rank)
 
     def abort(self) -> None:
-        """Nobody waits for anybody any more; what was to come never does."""
+        """Nobody waits for anybody any more; what was to come never does. Waits until the device is at nothing that
+        another communicator of its waits for, as NCCL does.
+        """
         self.aborted = True
         for meeting in self.meetings.values():
             meeting.sender.passed = meeting.done.passed = True
+        while not all(other.aborted for other in self.others):
+            time.sleep(1e-3)
 
 
 class SimulatedEnd:
-    """As a ``torch.distributed.ProcessGroup``."""
+    """As a backend of ``torch.distributed``."""
+
+    supports_coalescing = False
 
     def __init__(self, whole: SimulatedCommunicator, rank: int) -> None:
         self._whole, self._rank = whole, rank

@@ -5,19 +5,20 @@ import uuid
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.communicators import Members, gloo
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.gloo_inboxes import GlooInbox
 from penstock.runtime.gloo_outboxes import GlooOutbox
 from penstock.runtime.group_sums import GroupSum
 from penstock.runtime.nccl_sums import NcclSum
-from penstock.runtime.ordered_sums import Agreement, Group
+from penstock.runtime.ordered_sums import Agreement
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import DeviceStaging
 from penstock.runtime.transport import Edge
 from simulated_device import SimulatedDevice
 from stream_races import RacingDevice
 
-__all__ = ["exchange_over_gloo", "sum_over_gloo", "sum_over_nccl"]
+__all__ = ["exchange_over_gloo", "members", "sum_over_gloo", "sum_over_nccl"]
 
 LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 
@@ -34,9 +35,9 @@ def _store() -> dist.Store:
     return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
 
 
-def _group(ranks: tuple[int, ...]) -> Group:
-    """One of these ranks that speak Gloo."""
-    return dist.new_group(list(ranks), backend="gloo")._get_backend(torch.device("cpu"))
+def members(ranks: tuple[int, ...]) -> Members:
+    """These, who meet where no others do. Collective."""
+    return Members("a group", tuple(sorted(ranks)), dist.get_rank(), _store(), 60.0)
 
 
 def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
@@ -44,10 +45,10 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
     rank 1 reads of them.
     """
     edge, device = Edge(0, 1), SimulatedDevice(seed)
-    group = dist.new_group([0, 1], backend="gloo")
+    group = gloo(members((0, 1)))
     found: list[list[float]] = []
     if dist.get_rank() == 0:
-        outbox = GlooOutbox(edge, group, DeviceStaging(device))
+        outbox = GlooOutbox(edge, group, 1, DeviceStaging(device))
         for number in range(messages):
             tensor = device.device_memory(LAYOUT, device.current())
             device.fill(tensor, float(number))
@@ -57,7 +58,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
         outbox.close()
         assert outbox.join(30.0)
     else:
-        inbox = GlooInbox(edge, group, DeviceStaging(device), _patience())
+        inbox = GlooInbox(edge, group, 0, DeviceStaging(device), _patience())
         tickets = [inbox.post("form") for _ in range(messages)]
         while tickets:
             tensor, nothing = tickets.pop(0).wait()
@@ -76,7 +77,7 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = SimulatedDevice(rank), _patience()
     agreement = Agreement(ranks, rank, _store(), patience)
-    summing = GroupSum(ranks, _group(ranks), rank, agreement, DeviceStaging(device), patience)
+    summing = GroupSum(ranks, gloo(members(ranks)), rank, agreement, DeviceStaging(device), patience)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
@@ -99,7 +100,8 @@ def sum_over_nccl(sums: int) -> list[list[float]]:
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = RacingDevice(), _patience()
     agreement, cpu = Agreement(ranks, rank, _store(), patience), torch.device("cpu")
-    summing = NcclSum(ranks, _group(ranks), rank, agreement, cpu, device, DeviceStaging(device), patience.board.check)
+    staging, check = DeviceStaging(device), patience.board.check
+    summing = NcclSum(ranks, gloo(members(ranks)), rank, agreement, cpu, device, staging, check, lambda _: None)
     summing.meet()
     summing.agree({"form": (7, torch.float32)})
     found = []

@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.accelerators import ACCELERATORS, Layout
+from penstock.runtime.communicators import Communicator, Members
+from tardy_backend import connect, failure_of
 
 __all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams"]
 
@@ -97,10 +99,12 @@ class _Memory:
 
 
 class RacingDevice:
-    """An `Accelerator` whose memory is the host's. What is wrong is in `races`. `backend`: what it sends by."""
+    """An `Accelerator` whose memory is the host's. What is wrong is in `races`. `tardy`: whether it can send by itself,
+    as a GPU does by NCCL.
+    """
 
-    def __init__(self, backend: str = "") -> None:
-        self.name, self.visible, self.backend = uuid.uuid4().hex, 1, backend
+    def __init__(self, tardy: bool = False) -> None:
+        self.name, self.visible, self.backend = uuid.uuid4().hex, 1, "tardy" if tardy else ""
         self.streams = [RacingStream(0)]
         self.races: list[str] = []
         self._local = threading.local()
@@ -109,6 +113,15 @@ class RacingDevice:
         self._given_back: defaultdict[int, list[_Memory]] = defaultdict(list)
         """By the stream that it was made on."""
         self._doing = "?"
+
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        return connect(members)
+
+    def failure(self, communicator: Communicator) -> str:
+        return failure_of(communicator)
+
+    def enter_thread(self) -> None:
+        """Every thread can use it."""
 
     def stream(self) -> RacingStream:
         self.streams.append(RacingStream(len(self.streams)))

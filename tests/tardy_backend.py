@@ -1,8 +1,8 @@
-"""A backend of ``torch.distributed`` that sends between processes as NCCL does: each message when the other side has
-told of it, known to be done a while later, and broken off by whoever aborts it. What a group is told begins when all is
-over that it was told before, but for sends and receives that are made one operation. Underneath is Gloo.
+"""Communicators between processes that send as NCCL does: each message when the other side has told of it, known to be
+done a while later, and broken off by whoever aborts it. What a communicator is told begins when all is over that it was
+told before, but for sends and receives that are made one operation. Underneath is Gloo.
 
-It stands in for NCCL where there is no GPU. A stream that waits for a message is the thread here, since a CPU computes
+They stand in for NCCL where there is no GPU. A stream that waits for a message is the thread here, since a CPU computes
 at once what it is told.
 """
 
@@ -11,26 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
-import torch.distributed as dist
-from torch import Tensor
+from penstock.runtime.communicators import Communicator, Members, gloo
 
-__all__ = ["BACKEND", "messages", "register"]
+__all__ = ["LIVE", "TardyCommunicator", "connect", "failure_of", "messages"]
 
-BACKEND = "tardy"
 LATE = 2e-4
 """Seconds between the end of a message and its being known."""
-Begin: TypeAlias = Callable[[], dist.Work]
+Begin: TypeAlias = Callable[[], Any]
+LIVE: list["TardyCommunicator"] = []
+"""Those of this process that have been made and not been given back."""
 
 
 class _Work:
     """An operation on its way, which `begin` begins, part by part, after `previous`."""
 
-    def __init__(self, begin: Sequence[Begin], group: "_Group", previous: "_Work | None") -> None:
+    def __init__(self, begin: Sequence[Begin], group: "TardyCommunicator", previous: "_Work | None") -> None:
         self._group = group
         self._done = threading.Event()
-        self._error: Exception | None = None
         threading.Thread(target=self._settle, args=(begin, previous), daemon=True).start()
 
     def _settle(self, begin: Sequence[Begin], previous: "_Work | None") -> None:
@@ -41,48 +40,44 @@ class _Work:
                 work.wait()
             time.sleep(LATE)
         except RuntimeError as error:
-            self._error = error
+            # What has failed is said to be complete, as by PyTorch.
+            self._group.error = str(error)
         self._done.set()
 
     def is_completed(self) -> bool:
-        # What has failed is never done, as on a GPU.
-        return self._group.aborted.is_set() or (self._done.is_set() and self._error is None)
+        return self._group.aborted.is_set() or self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self.is_completed():
+        # A GPU waits for what has failed until the communicator is aborted.
+        while not self._group.aborted.is_set() and (self._group.error or not self._done.is_set()):
             self._done.wait(0.01)
-            if self._error is not None:
-                time.sleep(0.01)
+            time.sleep(0.01 if self._group.error else 0.0)
         return True
 
 
-class _Group(dist.ProcessGroup):
-    """Of two ranks or more."""
+class TardyCommunicator:
+    """A process's end."""
 
+    supports_coalescing = True
     sent = 0
     """Messages of this process."""
-    supports_coalescing = True
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, members: Members) -> None:
+        self.name = members.name
+        self._inner: Any = gloo(members)
         self.aborted = threading.Event()
+        self.error = ""
         self._last: _Work | None = None
         self._together: list[Begin] | None = None
         """What is to become one operation."""
+        LIVE.append(self)
 
-    def getBackendName(self) -> str:
-        return BACKEND
+    def send(self, *arguments: Any) -> _Work | None:
+        TardyCommunicator.sent += 1
+        return self._do(partial(self._inner.send, *arguments))
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> _Work | None:
-        _Group.sent += 1
-        return self._do(partial(self._inner.send, tensors, dst, tag))
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> _Work | None:
-        return self._do(partial(self._inner.recv, tensors, src, tag))
-
-    def allgather(self, *arguments: Any) -> _Work | None:
-        return self._do(partial(self._inner.allgather, *arguments))
+    def recv(self, *arguments: Any) -> _Work | None:
+        return self._do(partial(self._inner.recv, *arguments))
 
     def _allgather_base(self, *arguments: Any) -> _Work | None:
         return self._do(partial(self._inner._allgather_base, *arguments))
@@ -111,13 +106,21 @@ class _Group(dist.ProcessGroup):
     def abort(self) -> None:
         self.aborted.set()
 
+    def shutdown(self) -> None:
+        LIVE.remove(self)
+
+
+def connect(members: Members) -> Communicator:
+    """One of `members`."""
+    return cast(Communicator, TardyCommunicator(members))
+
+
+def failure_of(communicator: Any) -> str:
+    """What broke it; empty if nothing did."""
+    assert isinstance(communicator, TardyCommunicator)
+    return communicator.error
+
 
 def messages() -> int:
     """How many this process has sent."""
-    return _Group.sent
-
-
-def register() -> None:
-    """Makes it known to ``torch.distributed`` in this process."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _Group, devices="cpu")
+    return TardyCommunicator.sent

@@ -13,9 +13,12 @@ from carrying import sharing_memory
 from penstock.errors import TransportError
 from penstock.runtime.transport import Edge, Transport
 from penstock.runtime.worlds import join_world
+from stream_races import RacingDevice, on_streams
+from tardy_backend import LIVE
 
 __all__ = [
     "close_before_it_comes",
+    "connect_in_a_bound_world",
     "exchange",
     "exchange_changed_shapes",
     "exchange_layouts",
@@ -42,27 +45,33 @@ def _refuse(*_: object) -> NoReturn:
     raise PermissionError("not on this machine")
 
 
-def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """What communicators this rank makes, in their order: what for, and of which ranks. Edges both ways along a line of
-    ranks, and sums over `groups`.
+def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> tuple[list[str], int]:
+    """The communicators that this rank makes between devices, in their order, and how many are left at the end. Edges
+    both ways along a line of ranks, and sums over `groups`.
     """
-    made, make, ranks = [], dist.new_group, dist.get_world_size()
-
-    def listening(members: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
-        if members is not None:
-            made.append((options["group_desc"], tuple(members)))
-        return make(members, **options)
-
+    ranks = dist.get_world_size()
     line = [(rank, rank + 1) for rank in range(ranks - 1)]
     edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
-    dist.new_group = listening
+    with sharing_memory(False), on_streams(RacingDevice(tardy=True)):
+        transport = join_world().connect(edges, torch.device("cpu"), 30.0, groups)
+        made = [communicator.name for communicator in LIVE]
+        transport.close()
+    return made, len(LIVE)
+
+
+def connect_in_a_bound_world() -> str:
+    """What happens to edges and sums of some of the ranks where the default group is bound to a device. Who makes a
+    group of PyTorch's there without being in it splits the communicator of the default group, a call of all ranks.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    world.bound_device_id = torch.device("cuda", 0)
     try:
         with sharing_memory(False):
-            transport = join_world().connect(edges, torch.device("cpu"), 30.0, groups)
-    finally:
-        dist.new_group = make
-    transport.close()
-    return made
+            transport = join_world().connect([Edge(0, 1), Edge(1, 2)], torch.device("cpu"), 30.0, [(0, 2)])
+        transport.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "connected"
 
 
 def tell_threads(unwilling: int | None, refused: bool = False) -> list[str]:

@@ -365,7 +365,7 @@ def distant_end(rank: int, agreement: Agreement, group: DistantGroup, ranks: int
     """That of `rank`, of so many."""
     device = RacingDevice()
     staging, cpu = DeviceStaging(device), torch.device("cpu")
-    return NcclSum(range(ranks), group, rank, agreement, cpu, device, staging, lambda: None)
+    return NcclSum(range(ranks), group, rank, agreement, cpu, device, staging, lambda: None, lambda _: None)
 
 
 def test_a_backward_waits_for_no_other_replica() -> None:

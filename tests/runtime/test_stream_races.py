@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
-from device_jobs import fail_directly, run_directly, run_over_gloo, stall_directly
+from device_jobs import count_streams, fail_directly, run_directly, run_over_gloo, stall_directly
 from hook_jobs import HOOKED
 from processes import Pool
 from stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
@@ -128,6 +128,15 @@ def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[i
     for found, messages in pool.run(tried.processes, run_directly, tried):
         assert_equal(expected, found)
         assert messages > 0
+
+
+@pytest.mark.parametrize("tardy", [False, True], ids=["gloo", "device to device"])
+def test_a_rank_takes_few_streams_however_many_it_speaks_to(pool: Pool, tardy: bool) -> None:
+    """A GPU has 32, and the 33rd is the first one again. Here: the computing one, one for copies to the host, and one
+    for copies from it, or, from device to device, one for each group that sums; communicators have others.
+    """
+    groups = 5
+    assert pool.run(5, count_streams, tardy) == [2 + (groups if tardy else 1)] * 5
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.runtime.rounds import arrange
 from penstock.runtime.transport import Edge, Loopback
 from processes import Pool
 from transport_jobs import (
     close_before_it_comes,
+    connect_in_a_bound_world,
     exchange,
     exchange_changed_shapes,
     exchange_layouts,
@@ -106,18 +110,63 @@ def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) ->
     assert third == ["penstock send rank 2 -> rank 0 (stages)"]
 
 
-def test_every_directed_edge_has_a_communicator_made_in_one_order(pool: Pool) -> None:
-    first, *others = pool.run(3, tell_communicators, ((0, 2), (2, 1, 0)))
+def test_every_directed_edge_has_a_communicator_of_its_two_ranks(pool: Pool) -> None:
+    """Made in rounds, in which nobody waits for who waits for him, and given back by all together."""
+    first, second, third = pool.run(3, tell_communicators, ((0, 2), (2, 1, 0)))
 
-    assert first == [
-        ("penstock rank 0 -> rank 1 (stages)", (0, 1)),
-        ("penstock rank 1 -> rank 0 (stages)", (1, 0)),
-        ("penstock rank 1 -> rank 2 (stages)", (1, 2)),
-        ("penstock rank 2 -> rank 1 (stages)", (2, 1)),
-        ("penstock sum over (0, 2)", (0, 2)),
-        ("penstock sum over (2, 1, 0)", (2, 1, 0)),
-    ]
-    assert others == [first, first]
+    assert first == (
+        [
+            "penstock rank 0 -> rank 1 (stages)",
+            "penstock rank 1 -> rank 0 (stages)",
+            "penstock the sum over ranks [0, 2]",
+            "penstock the sum over ranks [2, 1, 0]",
+        ],
+        0,
+    )
+    assert second == (
+        [
+            "penstock rank 0 -> rank 1 (stages)",
+            "penstock rank 1 -> rank 0 (stages)",
+            "penstock rank 1 -> rank 2 (stages)",
+            "penstock rank 2 -> rank 1 (stages)",
+            "penstock the sum over ranks [2, 1, 0]",
+        ],
+        0,
+    )
+    assert third == (
+        [
+            "penstock rank 1 -> rank 2 (stages)",
+            "penstock rank 2 -> rank 1 (stages)",
+            "penstock the sum over ranks [0, 2]",
+            "penstock the sum over ranks [2, 1, 0]",
+        ],
+        0,
+    )
+
+
+def test_a_world_bound_to_a_device_is_not_split(pool: Pool) -> None:
+    """As ``init_process_group("nccl", device_id=...)`` makes it. Communicators are a matter of their members alone."""
+    assert pool.run(3, connect_in_a_bound_world) == ["connected"] * 3
+
+
+@settings(deadline=None)
+@given(st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=4)))
+def test_meetings_in_rounds_wait_for_nobody(meetings: list[set[int]]) -> None:
+    numbered = list(enumerate(meetings))
+    rounds = arrange(numbered, lambda meeting: meeting[1])
+
+    assert sorted(number for together in rounds for number, _ in together) == list(range(len(meetings)))
+    for together in rounds:
+        attending = [member for _, members in together for member in members]
+        assert len(attending) == len(set(attending))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 64])
+def test_a_line_of_ranks_meets_in_four_rounds(ranks: int) -> None:
+    line = [(rank, rank + 1) for rank in range(ranks - 1)]
+    edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
+
+    assert len(arrange(edges, lambda edge: (edge.source, edge.target))) == min(4, 2 * (ranks - 1))
 
 
 @BOTH

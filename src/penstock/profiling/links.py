@@ -12,12 +12,13 @@ The clocks of two ranks are never compared. The two directions of a pair are mea
 
 A host takes part in one pair at a time, since pairs that share cores or a network card slow each other down; pairs of
 different hosts are measured at once. So p ranks on hosts of their own take p - 1 rounds (p, if p is odd), and p ranks
-on one host p (p - 1) / 2, of about 0.1 s each. Each pair has connections of its own: this is for tens of ranks.
+on one host p (p - 1) / 2, of about 0.1 s each, or 1 s where NCCL connects them. Each pair has connections of its own,
+which end with its round.
 """
 
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,6 +34,7 @@ from penstock.progress import progress_line
 from penstock.runtime.accelerators import accelerator_of
 from penstock.runtime.agreements import gather_results
 from penstock.runtime.places import local_device
+from penstock.runtime.rounds import arrange
 from penstock.runtime.transport import Edge, Ticket, Transport
 from penstock.runtime.worlds import World, join_world
 from penstock.values.clusters import Cluster
@@ -90,20 +92,21 @@ def measure_links(
             "`torchrun --nproc-per-node 2 --no-python penstock probe -o cluster.yaml`"
         )
     homes = gather_results(world, "while it looked for its device", lambda: _home(device))
-    edges = [Edge(a, b, "probe") for a in range(ranks) for b in range(ranks) if a != b]
-    transport = world.connect(edges, homes[world.rank].device, timeout_seconds)
     mine: dict[Pair, tuple[float, float]] = {}
     rounds = arrange_rounds([home.host for home in homes])
     for pairs in progress_line(rounds, str, "probing", progress if world.rank == 0 else False):
+        # Connections of their own: all of them at once would be too many for a GPU's memory and streams.
+        edges = [Edge(*ends, "probe") for pair in pairs for ends in (pair, pair[::-1])]
+        transport = world.connect(edges, homes[world.rank].device, timeout_seconds)
         for pair in pairs:
             if world.rank in pair:
                 mine.update(
                     _measure(pair, _Side(transport, homes[world.rank].device, world.rank, sum(pair) - world.rank))
                 )
+        transport.close()
         # Nobody begins the next round before all have ended this one.
         world.gather(None)
     links = {pair: numbers for part in world.gather(mine) for pair, numbers in part.items()}
-    transport.close()
     latency, bandwidth = (
         [[links[a, b][number] if a != b else 0.0 for b in range(ranks)] for a in range(ranks)] for number in range(2)
     )
@@ -117,21 +120,13 @@ def arrange_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     the first round in which its hosts are free.
     """
     seats = len(hosts) + len(hosts) % 2
-    rounds: list[list[Pair]] = []
-    busy: defaultdict[str, set[int]] = defaultdict(set)
+    pairs = []
     for turn in range(seats - 1):
         circle = [0, *(1 + (turn + seat) % (seats - 1) for seat in range(seats - 1))]
         for one, other in zip(circle[: seats // 2], reversed(circle[seats // 2 :]), strict=True):
-            low, high = min(one, other), max(one, other)
-            if high >= len(hosts):
-                continue
-            taken = busy[hosts[low]] | busy[hosts[high]]
-            chosen = next(number for number in range(len(taken) + 1) if number not in taken)
-            busy[hosts[low]].add(chosen)
-            busy[hosts[high]].add(chosen)
-            rounds.extend([] for _ in range(chosen + 1 - len(rounds)))
-            rounds[chosen].append((low, high))
-    return rounds
+            if max(one, other) < len(hosts):
+                pairs.append((min(one, other), max(one, other)))
+    return arrange(pairs, lambda pair: [hosts[rank] for rank in pair])
 
 
 def fit_link(smallest: Sequence[float], series: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:

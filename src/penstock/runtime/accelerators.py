@@ -1,22 +1,28 @@
-"""What the runtime asks of an accelerator: streams, events on them, and copies that the host does not wait for.
+"""What the runtime asks of an accelerator: streams, events, copies that the host does not wait for, communicators.
 
 A GPU does what it is told later, and in the order of each stream alone. What must come before what is decided where
 these calls are made, which is tested on a simulated device; here is only what cannot run without a real one.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from penstock.runtime.communicators import Communicator, Members, nccl, nccl_failure
 
 __all__ = ["ACCELERATORS", "Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Of a tensor: its shape, its strides, which leave no gaps, and its type."""
 
+POOL_STREAMS = 32
+"""PyTorch's streams of each priority on a device."""
 Stream: TypeAlias = Any
 """A queue of a device: what is in it is done in order, beside what is in the others."""
 
@@ -46,8 +52,19 @@ class Accelerator(Protocol):
     def backend(self) -> str:
         """What ``torch.distributed`` calls the library by which such devices send to each other; empty without one."""
 
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        """One by which `members` send to each other, made by them alone, all at the same time. At most `ctas`
+        multiprocessors of the device work, or wait, for it at a time.
+        """
+
+    def failure(self, communicator: Communicator) -> str:
+        """What broke `communicator`, one of this device's; empty while it is whole."""
+
+    def enter_thread(self) -> None:
+        """Makes this thread one that uses the device. A thread calls it before it does anything else with it."""
+
     def stream(self) -> Stream:
-        """A new one."""
+        """One that nothing else here uses, as long as there are enough of them."""
 
     def current(self) -> Stream:
         """The one that this thread computes on."""
@@ -87,6 +104,9 @@ class Accelerator(Protocol):
 class Cuda:
     """A GPU, through ``torch.cuda``."""
 
+    _lent: ClassVar[WeakSet[Any]] = WeakSet()
+    """Streams that are in use in this process."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -102,8 +122,33 @@ class Cuda:
     def backend(self) -> str:
         return "nccl" if dist.is_nccl_available() else ""
 
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        return nccl(members, ctas, self._device)
+
+    def failure(self, communicator: Communicator) -> str:
+        return nccl_failure(communicator)
+
+    def enter_thread(self) -> None:
+        # A new thread is on the first GPU, where CUDA would make a context as soon as the thread leaves a stream.
+        torch.cuda.set_device(self._device)
+
     def stream(self) -> Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # PyTorch has so many streams for a device and gives them out in turn, whoever still uses them.
+        used = {(stream.device, stream.cuda_stream) for stream in self._lent}
+        for _ in range(POOL_STREAMS):
+            made = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if (made.device, made.cuda_stream) not in used:
+                break
+        else:
+            logging.getLogger("penstock").warning(
+                "this process uses more than %d streams of %s, which is all that PyTorch has: two of them are one "
+                "now, and what is in one may wait for what is in the other. Close pipelines that are done with, or "
+                "hold fewer stages in a process",
+                POOL_STREAMS,
+                self._device,
+            )
+        self._lent.add(made)
+        return made
 
     def current(self) -> Stream:
         return torch.cuda.current_stream(self._device)

@@ -20,15 +20,36 @@ import torch
 
 from penstock.errors import TransportError
 from penstock.runtime.accelerators import accelerator_of
+from penstock.runtime.places import CONNECTIONS, count_queues
 from penstock.runtime.transport import Edge
 
-__all__ = ["NCCL", "SHARED_MEMORY", "Card", "Carrier", "card_of", "choose", "sums_over_nccl", "warn_of_sharing"]
+__all__ = [
+    "NCCL",
+    "SHARED_MEMORY",
+    "Card",
+    "Carrier",
+    "card_of",
+    "channels",
+    "choose",
+    "sums_over_nccl",
+    "warn_of_many",
+    "warn_of_sharing",
+]
 
 SHARED_MEMORY = "PENSTOCK_SHARED_MEMORY"
 """The environment variable that, if it is 0, has the processes of one host use Gloo like those of several."""
 NCCL = "PENSTOCK_NCCL"
 """The environment variable that, if it is 0, has GPUs use Gloo; if it is 1, NCCL is also tried between processes that
 share a GPU, which it may refuse."""
+CTAS = "PENSTOCK_NCCL_CTAS"
+"""The environment variable that says how many multiprocessors of a GPU a message between stages may take. A sum over
+replicas may take twice as many."""
+FEW_CTAS = 2
+"""They move some 40 GB/s over NVLink, in far less time than the microbatch takes that goes on beside them."""
+OWN_STREAMS = 4
+"""The computation, the updates, and copies from and to the host."""
+MANY_COMMUNICATORS = 24
+"""PyTorch has 32 streams of high priority for each GPU, which NCCL's communicators take in turn."""
 _LANES = ("stages", "probe")
 """The lanes whose messages are worth a communicator."""
 
@@ -68,6 +89,43 @@ def card_of(device: torch.device) -> Card:
     if accelerator is None or not accelerator.backend:
         return Card("", wish)
     return Card(accelerator.name, wish, socket.gethostname(), accelerator.visible, accelerator.backend)
+
+
+def channels() -> int:
+    """How many multiprocessors a message may take. `TransportError` if the environment makes no sense."""
+    wish = os.environ.get(CTAS, str(FEW_CTAS))
+    if not wish.isdecimal() or not 1 <= int(wish) <= 64:
+        raise TransportError(
+            f"the environment variable {CTAS} is {wish!r}: expected a number from 1 to 64, the multiprocessors of the "
+            f"GPU that a message between stages may take, or nothing ({FEW_CTAS})"
+        )
+    return int(wish)
+
+
+def warn_of_many(communicators: int, rank: int) -> None:
+    """Logs a warning if `rank` has so many `communicators` between GPUs that their streams may be the same ones, or
+    wait for each other in the queues by which CUDA feeds the GPU.
+    """
+    log = logging.getLogger("penstock")
+    if communicators and communicators + OWN_STREAMS > count_queues():
+        log.warning(
+            "rank %d computes and sends in %d streams, and CUDA feeds its GPU by %d queues: expected a queue for each, "
+            "since streams that share one wait for each other. Set %s=32 before the GPU is first used, as "
+            "penstock.local_device() does",
+            rank,
+            communicators + OWN_STREAMS,
+            count_queues(),
+            CONNECTIONS,
+        )
+    if communicators > MANY_COMMUNICATORS:
+        log.warning(
+            "rank %d has %d NCCL communicators: expected %d at most, since each takes one of the 32 streams that "
+            "PyTorch has for them, and two in one stream may wait for each other for ever. Replicate neighbour stages "
+            "equally often, so that each replica has one neighbour, or plan fewer replicas",
+            rank,
+            communicators,
+            MANY_COMMUNICATORS,
+        )
 
 
 def warn_of_sharing(cards: Sequence[Card], rank: int) -> None:

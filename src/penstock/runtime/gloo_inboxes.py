@@ -22,9 +22,9 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.communicators import Communicator, Work
 from penstock.runtime.forms import Spec, Specs, read_header
 from penstock.runtime.gloo_outboxes import HEADER_BYTES
 from penstock.runtime.patience import Looking, Patience
@@ -50,14 +50,14 @@ class _Arrival:
 
     __slots__ = ("_error", "_mark", "_works")
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, group: Communicator, peer: int, tensors: Sequence[Tensor]) -> None:
         marked = [tensor for tensor in tensors if tensor.nbytes >= _MARK_BYTES]
         self._mark: ctypes.c_uint64 | None = None
         if marked:
             # What is sent after the last of these is some bytes, which come at once.
             self._mark = ctypes.c_uint64.from_address(marked[-1].data_ptr() + marked[-1].nbytes - _MARK_BYTES)
             self._mark.value = _MARK
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         self._error: Exception | None = None
         """A connection that has broken is the matter of who waits, not of who posts."""
         try:
@@ -98,11 +98,13 @@ class _Posted(Posted):
 
 
 class GlooInbox:
-    """The receiving end of `edge`, for tensors that `staging` takes further."""
+    """The receiving end of `edge`, for tensors that `staging` takes further. The sender is the rank `peer` of `group`,
+    which has these two.
+    """
 
-    def __init__(self, edge: Edge, group: dist.ProcessGroup, staging: Staging, patience: Patience) -> None:
+    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging, patience: Patience) -> None:
         self._edge = edge
-        self._group, self._peer = group, dist.get_group_rank(group, edge.source)
+        self._group, self._peer = group, peer
         self._staging = staging
         self._patience = patience
         self._looking = Looking()
@@ -277,6 +279,7 @@ class GlooInbox:
         return receipt
 
     def _run(self) -> None:
+        self._staging.enter_thread()
         while (item := self._waits.get()) is not None:
             arrival, receipt, then = item
             try:

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.accelerators import Event
+from penstock.runtime.communicators import Communicator, Work
 from penstock.runtime.forms import SentForms
 from penstock.runtime.staging import Staged, Staging, on_host
 from penstock.runtime.transport import Edge
@@ -38,16 +38,18 @@ class _Sent:
     tensors: Sequence[Tensor]
     """On the host, from `there` on."""
     there: Event
-    works: Sequence[dist.Work] | None = None
+    works: Sequence[Work] | None = None
 
 
 class GlooOutbox:
-    """The sending end of `edge`, over the communicator `group` of its two ranks, for tensors that `staging` brings."""
+    """The sending end of `edge`, for tensors that `staging` brings. The receiver is the rank `peer` of `group`, which
+    has these two.
+    """
 
-    def __init__(self, edge: Edge, group: dist.ProcessGroup, staging: Staging) -> None:
+    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging) -> None:
         self.error: Exception | None = None
         self._staging = staging
-        self._group, self._peer = group, dist.get_group_rank(group, edge.target)
+        self._group, self._peer = group, peer
         self._forms = SentForms(edge)
         self._sent: deque[_Sent] = deque()
         """What has not left for sure, oldest first."""
@@ -103,7 +105,7 @@ class GlooOutbox:
             with self._change:
                 self._change.notify_all()
 
-    def _post(self, tensors: Sequence[Tensor]) -> Sequence[dist.Work]:
+    def _post(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
         return [self._group.send([_numbers(tensor)], self._peer, 0) for tensor in tensors]
 
     def _fail(self, error: Exception) -> None:
@@ -116,6 +118,7 @@ class GlooOutbox:
 
     def _run(self) -> None:
         try:
+            self._staging.enter_thread()
             while self._sweep():
                 pass
         except Exception as error:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.runtime.ordered_sums import Agreement, Group, OrderedSum
+from penstock.runtime.communicators import Communicator
+from penstock.runtime.ordered_sums import Agreement, OrderedSum
 from penstock.runtime.patience import Patience
 from penstock.runtime.staging import Staged, Staging
 from penstock.runtime.tickets import Receipt
@@ -29,7 +30,7 @@ class GroupSum:
     def __init__(
         self,
         order: Sequence[int],
-        group: Group,
+        group: Communicator,
         rank: int,
         agreement: Agreement,
         staging: Staging,
@@ -63,6 +64,7 @@ class GroupSum:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._staging.enter_thread()
         while (part := self._parts.get()) is not None:
             try:
                 part.receipt.leave(self._answer(part))

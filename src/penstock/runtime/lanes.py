@@ -77,9 +77,17 @@ class Lanes:
         self._lanes = dist.get_world_size(group)
         self._sent: dict[tuple[Edge, Hashable], _Shapes] = {}
         self._shapes: dict[tuple[Edge, Hashable], _AgreedShapes] = {}
-        self.ahead = inner.ahead
         self.sent_bytes = 0
         """What this lane has sent over cuts."""
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def ahead(self, edge: Edge) -> int:
+        return self._inner.ahead(self._edge(edge))
+
+    def overlaps(self) -> bool:
+        return self._inner.overlaps()
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         there = self._edge(edge)

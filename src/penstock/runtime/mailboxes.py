@@ -55,14 +55,16 @@ class Mailbox:
             self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
+        self._transport.begin()
         for action in program:
             if isinstance(action, _RECEIVES):
                 edges = self._awaited[action] = self._edges_to(action)
                 for edge in edges:
                     self._due[edge].append(action)
         for edge, due in self._due.items():
-            for _ in range(min(len(due), self._transport.ahead)):
-                self._post(edge)
+            if due:
+                for _ in range(min(len(due), self._transport.ahead(edge))):
+                    self._post(edge)
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
         """What came of `microbatch` for `stage`: in their order, one tensor from each of `sources`, which are `later`

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.accelerators import Accelerator
-from penstock.runtime.ordered_sums import WHOLE_BYTES, Agreement, Group, OrderedSum
+from penstock.runtime.communicators import Communicator
+from penstock.runtime.ordered_sums import WHOLE_BYTES, Agreement, OrderedSum
 from penstock.runtime.staging import Staged, Staging
 from penstock.runtime.transport import Forms, Message, Ticket
 from penstock.runtime.watches import Underway
@@ -24,17 +25,17 @@ __all__ = ["NcclSum"]
 class _Summed:
     """A sum on its way."""
 
-    __slots__ = ("_check", "_message", "_staged", "_staging")
+    __slots__ = ("_hold", "_message", "_staged", "_staging")
 
-    def __init__(self, staged: Staged, staging: Staging, check: Callable[[], None]) -> None:
-        self._staged, self._staging, self._check = staged, staging, check
+    def __init__(self, staged: Staged, staging: Staging, hold: Callable[[Callable[[], bool]], None]) -> None:
+        self._staged, self._staging, self._hold = staged, staging, hold
         self._message: Message | None = None
 
     def ready(self) -> bool:
         return self._staged[1].query()
 
     def wait(self) -> Message:
-        self._check()
+        self._hold(self.ready)
         if self._message is None:
             self._message = tuple(self._staging.follow(self._staged))
         return self._message
@@ -43,23 +44,26 @@ class _Summed:
 class NcclSum:
     """The end of `rank`, this process, of the group of ranks `order`, who add in this order, on `device`.
 
-    `accelerator`: that device. `check` raises why the group was aborted, if it was.
+    `accelerator`: that device. `check` raises why the group was aborted, if it was. `hold` does so, too, and in the
+    first steps waits for what it is told of.
     """
 
     def __init__(
         self,
         order: Sequence[int],
-        group: Group,
+        group: Communicator,
         rank: int,
         agreement: Agreement,
         device: torch.device,
         accelerator: Accelerator,
         staging: Staging,
         check: Callable[[], None],
+        hold: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.peers = [member for member in order if member != rank]
         self._sum, self._agreement = OrderedSum(order, group, rank), agreement
-        self._device, self._accelerator, self._staging, self._check = device, accelerator, staging, check
+        self._device, self._accelerator, self._staging = device, accelerator, staging
+        self._check, self._hold = check, hold
         self._stream = accelerator.stream()
         self.underway = Underway()
 
@@ -78,7 +82,7 @@ class NcclSum:
         """Gives this rank's part; the ticket's message is the sum."""
         own = tensor.detach().contiguous()
         self._agreement.check(form, own)
-        return _Summed(self._begin(own), self._staging, self._check)
+        return _Summed(self._begin(own), self._staging, self._hold)
 
     def close(self) -> None:
         """What was given will be summed."""

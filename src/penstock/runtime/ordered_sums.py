@@ -8,19 +8,20 @@ ranks go whole to everybody.
 
 import pickle
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
+from penstock.runtime.communicators import Communicator, together
 from penstock.runtime.patience import Patience
 from penstock.runtime.transport import Forms
 
-__all__ = ["WHOLE_BYTES", "Agreement", "Group", "OrderedSum"]
+__all__ = ["WHOLE_BYTES", "Agreement", "OrderedSum"]
 
 WHOLE_BYTES = 2**16
 """Tensors of at most so many bytes are exchanged whole."""
@@ -29,36 +30,10 @@ _Part: TypeAlias = tuple[str, int, str]
 """What a rank gives to a sum: the form, how many numbers, and their type."""
 
 
-class Group(Protocol):
-    """Several processes, as a backend of ``torch.distributed`` such as ``ProcessGroupNCCL``. Each is called by its
-    place among all of their ranks in ascending order.
-
-    To wait for what its methods return is to have the current stream wait; on a CPU the thread does.
-    """
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether several sends and receives can be made one operation."""
-
-    def send(self, tensors: list[Tensor], place: int, tag: int, /) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], place: int, tag: int, /) -> dist.Work: ...
-
-    def _allgather_base(self, every: Tensor, own: Tensor, /) -> dist.Work: ...
-
-    def alltoall_base(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
-    ) -> dist.Work: ...
-
-    def _start_coalescing(self) -> None: ...
-
-    def _end_coalescing(self) -> dist.Work: ...
-
-
 class OrderedSum:
     """Over the ranks `order`, who add in this order, and speak to each other in `group`; this process is `rank`."""
 
-    def __init__(self, order: Sequence[int], group: Group, rank: int) -> None:
+    def __init__(self, order: Sequence[int], group: Communicator, rank: int) -> None:
         self._places = [sorted(order).index(member) for member in order]
         self._own = sorted(order).index(rank)
         self._group = group
@@ -94,12 +69,7 @@ class OrderedSum:
         other, group, partner = torch.empty_like(own), self._group, 1 - self._own
         # With NCCL both must be one operation: of two that follow each other, each rank's send would wait for the
         # other one's receive, which comes behind a send. Gloo has no such order.
-        coalesces = group.supports_coalescing
-        if coalesces:
-            group._start_coalescing()
-        works = [group.send([own], partner, 0), group.recv([other], partner, 0)]
-        if coalesces:
-            works = [group._end_coalescing()]
+        works = together(group, [partial(group.send, [own], partner, 0), partial(group.recv, [other], partner, 0)])
         for work in works:
             work.wait()
         return other

@@ -13,25 +13,27 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.ends import Ends
 from penstock.runtime.failures import FailureBoard
 from penstock.runtime.gloo_inboxes import GlooInbox
+from penstock.runtime.nccl_ends import NcclInbox
+from penstock.runtime.nccl_sums import NcclSum
 from penstock.runtime.patience import POLL_SECONDS, Patience
 from penstock.runtime.rendezvous import Gather
-from penstock.runtime.transport import Edge, Forms, Ticket
-from penstock.runtime.watches import Watch
+from penstock.runtime.transport import ALL, Edge, Forms, Ticket
 
 __all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:
-    """Messages between the ranks of the default process group, along `edges`, and sums over `groups` of them.
+    """Messages between the `ranks` ranks of the default process group, along `edges`, and sums over `groups` of them.
 
     Collective: every rank of the group must build it with the same edges and groups in the same order. `gather` gives
-    every rank what each of them says; `store` is where they met.
+    every rank what each of them says; `store` is where they met, and nobody else's.
     """
 
     def __init__(
         self,
         edges: Iterable[Edge],
         rank: int,
+        ranks: int,
         device: torch.device,
         store: Store,
         board: FailureBoard,
@@ -40,12 +42,28 @@ class ProcessGroup:
         groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._patience = Patience(board, timeout_seconds)
-        self._ends = Ends(rank, device, store, self._patience, Watch(self._patience))
+        self._ends = Ends(rank, ranks, device, store, self._patience)
         self._ends.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes, self._sums = self._ends.outboxes, self._ends.inboxes, self._ends.sums
-        # Gloo's sender asks for what is not posted, and memory that is shared needs no receive to be written.
-        self.ahead = 8 if any(isinstance(inbox, GlooInbox) for inbox in self._inboxes.values()) else 1
         atexit.register(self._leave)
+
+    def begin(self) -> None:
+        self._ends.notices.begin()
+
+    def ahead(self, edge: Edge) -> int:
+        match self._inboxes[edge]:
+            case GlooInbox():
+                # Its sender asks for what is not posted.
+                return 8
+            case NcclInbox() if self._ends.notices.careful:
+                # It is told of what is on its way, and of nothing else.
+                return ALL
+            case _:
+                # Memory that is shared needs no receive to be written.
+                return 1
+
+    def overlaps(self) -> bool:
+        return not (self._ends.notices.careful and any(isinstance(made, NcclSum) for made in self._sums.values()))
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         outbox = self._outboxes[edge]
@@ -90,12 +108,15 @@ class ProcessGroup:
             os._exit(1)
 
     def _end(self) -> bool:
-        """Ends the threads; False if some still wait for a peer."""
-        deadline = time.monotonic() + (0.5 if self._patience.board.failed else 60.0)
+        """Ends the threads and the communicators between devices; False if some still wait for a peer."""
+        failed = self._patience.board.failed
+        deadline = time.monotonic() + (0.5 if failed else 60.0)
         ends = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
         for end in ends:
             end.close()
         ended = [end.join(max(0.0, deadline - time.monotonic())) for end in ends]
         self._ends.pusher.close()
+        if failed or not all(ended) or not self._ends.shut():
+            self._ends.watch.abort()
         self._ends.watch.close()
         return all(ended)

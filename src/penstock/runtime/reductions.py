@@ -128,7 +128,7 @@ class Reducer:
         It is the last backward before the update to `version`.
         """
         current = self._rounds.setdefault(version, _Round())
-        for name, leaf in leaves.items():
+        for name, leaf in leaves.items() if self._transport.overlaps() else ():
             if leaf.requires_grad and name not in self._late:
                 note = partial(self._note, current, name)
                 hook = leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Tensors of an accelerator on their way through host memory: copied beside the computation, in the right order.
 
 A message that Gloo carries is copied to host memory when it is sent and to the device when it has come. The copies are
-on a stream of their own, so that neither the device's computation nor the computing thread waits for them.
+on streams of their own, one for each direction, so that neither the device's computation nor the computing thread waits
+for them. There is no more than one such pair in a process for each thing that needs one: a GPU has few streams.
 
 Laws of this file:
   1. A copy comes after what the computing stream had in it when the tensor was handed over, and what the computing
@@ -11,12 +12,13 @@ Laws of this file:
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.accelerators import Accelerator, Event, Layout, accelerator_of
+from penstock.runtime.accelerators import Accelerator, Event, Layout, Stream, accelerator_of
 
 __all__ = ["NOTHING", "DeviceStaging", "HostStaging", "Staged", "Staging", "on_host", "staging_for"]
 
@@ -29,6 +31,9 @@ class Staging(Protocol):
 
     apart: bool
     """Whether the device has memory of its own."""
+
+    def enter_thread(self) -> None:
+        """Called by a thread before it does anything else here."""
 
     def host_memory(self, layout: Layout) -> Tensor:
         """Memory of the host to receive in."""
@@ -72,6 +77,9 @@ class HostStaging:
 
     apart = False
 
+    def enter_thread(self) -> None:
+        """The host is every thread's."""
+
     def host_memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
         return torch.empty_strided(shape, strides, dtype=dtype)
@@ -101,7 +109,7 @@ class _Checked:
 
 
 class DeviceStaging:
-    """For tensors of `accelerator`, on one stream for all copies.
+    """For tensors of `accelerator`, on a stream for copies to the host and one for copies to the device.
 
     `check` raises why the device was kept from computing them, if it was: what is on the host then is of no use.
     """
@@ -110,13 +118,23 @@ class DeviceStaging:
 
     def __init__(self, accelerator: Accelerator, check: Callable[[], None] = lambda: None) -> None:
         self._accelerator, self._check = accelerator, check
-        self._stream = accelerator.stream()
+
+    @cached_property
+    def _out(self) -> Stream:
+        return self._accelerator.stream()
+
+    @cached_property
+    def _in(self) -> Stream:
+        return self._accelerator.stream()
+
+    def enter_thread(self) -> None:
+        self._accelerator.enter_thread()
 
     def host_memory(self, layout: Layout) -> Tensor:
         return self._accelerator.host_memory(layout)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Staged:
-        accelerator, stream = self._accelerator, self._stream
+        accelerator, stream = self._accelerator, self._out
         accelerator.wait(stream, accelerator.record(accelerator.current()))
         copies = []
         for tensor in tensors:
@@ -128,7 +146,7 @@ class DeviceStaging:
         return copies, _Checked(accelerator.record(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
-        accelerator, stream = self._accelerator, self._stream
+        accelerator, stream = self._accelerator, self._in
         copies = []
         for tensor in tensors:
             copy = accelerator.device_memory(_layout(tensor), stream)

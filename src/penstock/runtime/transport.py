@@ -18,7 +18,10 @@ from torch import Tensor
 
 from penstock.runtime.staging import HostStaging, Staged, Staging
 
-__all__ = ["Edge", "Forms", "Loopback", "Message", "Ticket", "Transport"]
+__all__ = ["ALL", "Edge", "Forms", "Loopback", "Message", "Ticket", "Transport"]
+
+ALL = 2**31
+"""More receives than any part of a schedule has."""
 
 Message: TypeAlias = tuple[Tensor | None, ...]
 """Tensors in an order that both ends know. None stands for a gradient that nothing depends on."""
@@ -53,8 +56,14 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Ordered messages between ranks."""
 
-    ahead: int
-    """So many receives of an edge are posted before they are needed."""
+    def begin(self) -> None:
+        """A part of the schedule begins. Called on every rank before the first send or receive of the part."""
+
+    def ahead(self, edge: Edge) -> int:
+        """So many receives of `edge` are to be posted before they are needed."""
+
+    def overlaps(self) -> bool:
+        """Whether sums are to begin within the backward that makes what is summed."""
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         """Sends `message` and returns at once. Tensors must not be changed afterwards.
@@ -145,13 +154,20 @@ class _Queue:
 class Loopback:
     """All ranks in this process; what one of them computes goes to the others by `staging`."""
 
-    ahead = 1
-
     def __init__(self, staging: Staging | None = None) -> None:
         self._staging = staging or HostStaging()
         self._queues: defaultdict[Edge, _Queue] = defaultdict(_Queue)
         self._sums: defaultdict[tuple[int, ...], deque[_Sum]] = defaultdict(deque)
         """By group: the sums that some rank has given no part to yet."""
+
+    def begin(self) -> None:
+        """Nothing changes."""
+
+    def ahead(self, edge: Edge) -> int:
+        return 1
+
+    def overlaps(self) -> bool:
+        return True
 
     def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
         queue = self._queues[edge]

@@ -1,39 +1,51 @@
 """Looks after what GPUs send each other: whether it goes on, while the host waits for none of it.
 
 A GPU that waits for a message waits for ever, and with it, sooner or later, its host. A thread looks whether another
-rank has failed, or nothing has come or gone for too long; then it aborts the communicators, which lets the GPU and the
-host go on, and whoever next asks is told why.
+rank has failed, a connection has broken, or nothing has come or gone for too long; then it aborts the communicators,
+which lets the GPU and the host go on, and whoever next asks is told why.
+
+All communicators are told to end before any is waited for: one that ends may wait for all that the device is at, and
+so for a message over another one.
 """
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.runtime.patience import POLL_SECONDS, TELLING_SECONDS, Patience
 
-__all__ = ["End", "Underway", "Watch"]
+__all__ = ["End", "Task", "Underway", "Watch"]
+
+ABORT_SECONDS = 20.0
+"""How long communicators may take to end."""
 
 
-class _Task(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Task:
+    """Something that a GPU has been told to do."""
+
     is_done: Callable[[], bool]
-    kept: object
 
 
 class Underway:
     """What a GPU has been told to do and is not known to have done. Its methods are called on any thread."""
 
     def __init__(self) -> None:
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[Task] = deque()
         """Oldest first."""
         self._looking = threading.Lock()
 
-    def add(self, is_done: Callable[[], bool], kept: object = None) -> None:
-        """Notes one thing more; `kept` is not dropped before it is done."""
+    def add(self, is_done: Callable[[], bool]) -> Task:
+        """Notes one thing more."""
         self.oldest()
-        self._tasks.append(_Task(is_done, kept))
+        task = Task(is_done)
+        self._tasks.append(task)
+        return task
 
     def oldest(self) -> object | None:
         """What has been underway for longest; what is done is forgotten. None if all is done."""
@@ -67,22 +79,23 @@ class End(Protocol):
 class _Watched(NamedTuple):
     end: End
     abort: Callable[[], None]
+    failure: Callable[[], str]
 
 
 class Watch:
-    """Waits with `patience` over ends, once it is told of some."""
+    """Waits with `patience` over ends, once it is told of some. `enter`: what its thread calls first."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, patience: Patience, enter: Callable[[], None] = lambda: None) -> None:
+        self._patience, self._enter = patience, enter
         self._watched: dict[str, _Watched] = {}
         """By the name of the place."""
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def over(self, place: str, end: End, abort: Callable[[], None]) -> None:
-        """Watches over `end` as well; `abort` ends what it waits for."""
-        self._watched[place] = _Watched(end, abort)
+    def over(self, place: str, end: End, abort: Callable[[], None], failure: Callable[[], str] = lambda: "") -> None:
+        """Watches over `end` as well. `abort` ends what it waits for; `failure` says what has broken it, if it has."""
+        self._watched[place] = _Watched(end, abort, failure)
 
     def start(self) -> None:
         """Begins, if there is anything to watch over."""
@@ -95,6 +108,25 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
+    def abort(self) -> None:
+        """Ends all that the device waits for."""
+        aborts = [
+            threading.Thread(target=_try, args=(watched.abort,), name=f"penstock abort {place}", daemon=True)
+            for place, watched in self._watched.items()
+        ]
+        for thread in aborts:
+            thread.start()
+        deadline = time.monotonic() + ABORT_SECONDS
+        for thread in aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in aborts):
+            logging.getLogger("penstock").error(
+                "the communicators of this rank did not end within %g s, and its GPU may wait for ever: end the "
+                "process. They were to end because of: %s",
+                ABORT_SECONDS,
+                self._failure or "a failure of this rank",
+            )
+
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
@@ -103,18 +135,20 @@ class Watch:
 
     def _run(self) -> None:
         try:
+            self._enter()
             self._look()
         except Exception as error:
             self._failure = error
-            for watched in self._watched.values():
-                with suppress(RuntimeError):
-                    watched.abort()
+            self.abort()
 
     def _look(self) -> None:
         """Raises what is wrong; returns at the end."""
         before: dict[str, object] = {}
         deadline = self._patience.deadline()
         while not self._closed.wait(POLL_SECONDS):
+            for place, watched in self._watched.items():
+                if failure := watched.failure():
+                    raise self._patience.broken(place, watched.end.peers, RuntimeError(failure))
             waits = {place: watched.end.underway.oldest() for place, watched in self._watched.items()}
             now = {place: oldest for place, oldest in waits.items() if oldest is not None}
             if not now or any(now.get(place) is not oldest for place, oldest in before.items()):
@@ -123,3 +157,9 @@ class Watch:
             before = now
             place = next(iter(now), "")
             self._patience.check(deadline, place, self._watched[place].end.peers if now else ())
+
+
+def _try(abort: Callable[[], None]) -> None:
+    # One that has ended already says so.
+    with suppress(RuntimeError):
+        abort()

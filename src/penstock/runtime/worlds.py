@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.failures import FailureBoard
+from penstock.runtime.places import prepare_gpu
 from penstock.runtime.process_group import ProcessGroup
 from penstock.runtime.staging import staging_for
 from penstock.runtime.transport import Edge, Loopback, Transport
@@ -113,7 +114,7 @@ class Processes:
         name = self.gather(uuid.uuid4().hex)[0]
         # There is no public way to the store of the default group (torch 2.11 to 2.13).
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
-        self._store = store
+        self._store, self._transports = store, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught
@@ -131,9 +132,19 @@ class Processes:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
+        store = PrefixStore(f"transport {self._transports}", self._store)
+        self._transports += 1
         with _explained():
             return ProcessGroup(
-                edges, self.rank, device, self._store, self._board, timeout_seconds, self.gather, groups
+                edges,
+                self.rank,
+                self.processes,
+                device,
+                store,
+                self._board,
+                timeout_seconds,
+                self.gather,
+                groups,
             )
 
     def gather(self, value: T) -> Sequence[T]:
@@ -184,6 +195,7 @@ def join_world() -> World:
     """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process
     alone.
     """
+    prepare_gpu()
     if dist.is_available() and dist.is_initialized():
         return Processes() if dist.get_world_size() > 1 else SingleProcess()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
