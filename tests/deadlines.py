@@ -20,7 +20,7 @@ GRACE_SECONDS = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long is too long."""
+    """Adds the limits."""
     parser.addoption(
         "--gpu-seconds",
         type=float,
@@ -36,12 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """While pytest captures nothing."""
+    """Watches the run. Nothing is captured yet, so that what is said later is seen."""
     config.pluginmanager.register(Deadlines(config))
 
 
 class Deadlines:
-    """Of the tests that need a GPU."""
+    """Watches the tests that need a GPU."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

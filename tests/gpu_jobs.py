@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 LIMIT_SECONDS = 60
-"""Of one training over NCCL: its processes end themselves before and say where they were."""
+"""A training over NCCL may take so long. Its processes end themselves ten seconds before and say where they were."""
 NCCL_SCRIPT = Path(__file__).parent / "runtime" / "nccl_script.py"
 
 

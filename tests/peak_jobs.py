@@ -310,7 +310,7 @@ def held_by_counter(device: torch.device) -> dict[str, int]:
 def peaks_by_counter(device: torch.device, work: Callable[[], object]) -> dict[str, int]:
     """The most that is held while `work` runs, as `Peak` counts it."""
     if device.type == "cuda":
-        # Nor is what the profile needed.
+        # What the profile needed is no part of it either.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         work()
@@ -323,7 +323,7 @@ def peaks_by_counter(device: torch.device, work: Callable[[], object]) -> dict[s
 
 
 def _counters(device: torch.device, moment: str) -> dict[str, int]:
-    """Of the allocator. `moment`: current or peak."""
+    """What the allocator counts; `moment` is current or peak."""
     told = torch.cuda.memory_stats(device)
     return {name: told[f"{name}_bytes.all.{moment}"] for name in ("allocated", "active", "reserved")}
 

@@ -35,19 +35,19 @@ def find_process(_: object = None) -> int:
 
 
 def raise_error(failing: int) -> None:
-    """In one of the ranks."""
+    """Raises in one of the ranks."""
     if _meet() == failing:
         raise ValueError("the job is broken")
 
 
 def end(code: int) -> None:
-    """The process, without a word."""
+    """Ends the process without a word."""
     _meet()
     os._exit(code)
 
 
 def hang(seconds: float) -> None:
-    """For so long."""
+    """Sleeps in all ranks."""
     _meet()
     time.sleep(seconds)
 

@@ -174,7 +174,7 @@ def _serve(connection: Connection, stacks: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """However it ends, and whatever this process waits for then: it would hold its device."""
+    """Ends this process when its parent has ended, however that was: a process that hangs would keep its device."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -20,7 +20,7 @@ if sys.argv[3] == "one":
         NCCL_NET="Socket",
         NCCL_SOCKET_IFNAME="lo",
         NCCL_IB_DISABLE="1",
-        # Nor does NVLink join them.
+        # NVLink does not join them either.
         NCCL_MNNVL_ENABLE="0",
     )
 # The modules of the tests lie one folder up.
