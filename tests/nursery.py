@@ -26,6 +26,10 @@ def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | No
     try:
         errors = [process.communicate(timeout=seconds)[1] for process in processes]
         return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    except subprocess.TimeoutExpired as error:
+        for number, process in enumerate(processes):
+            error.add_note(f"standard error of process {number}, exit code {process.poll()}:\n{process.errors()}")
+        raise
     finally:
         for process in processes:
             process.kill()
@@ -100,7 +104,11 @@ class Child:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self._pid}", timeout)
             time.sleep(0.02)
-        return self._stem.with_suffix(".out").read_text(), self._stem.with_suffix(".err").read_text()
+        return self._stem.with_suffix(".out").read_text(), self.errors()
+
+    def errors(self) -> str:
+        """Its standard error so far."""
+        return self._stem.with_suffix(".err").read_text()
 
     def kill(self) -> None:
         """Ends it at once, if it has not ended."""

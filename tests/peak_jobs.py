@@ -7,7 +7,7 @@ mode that notes the storages it reads and makes, for as long as they live.
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,17 @@ from live_tensors import forget_what_is_there, live_tensors
 from penstock.scheduling.recomputation import find_direct
 from training import stages_on_a_rank
 
-__all__ = ["LARGE", "SMALL", "Form", "Leftovers", "Training", "find_leftovers", "measure_peak", "measure_peaks"]
+__all__ = [
+    "LARGE",
+    "SMALL",
+    "Form",
+    "Leftovers",
+    "Peak",
+    "Training",
+    "find_leftovers",
+    "measure_peak",
+    "measure_peaks",
+]
 
 MICROBATCHES = 4
 LOOKS = 5
@@ -146,26 +156,42 @@ class Training:
         )
 
 
-def measure_peak(training: Training) -> tuple[float, float]:
-    """Bytes of this process's rank at its peak: predicted and measured."""
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank at its peak."""
+
+    predicted: float
+    measured: Mapping[str, int]
+    """Beyond what was there before. ``"allocated"``: in tensors. On a CUDA device also ``"active"``: with what has been
+    dropped and may not be used again before another stream is done with it; and ``"reserved"``: all that the allocator
+    has of the device.
+    """
+
+    def __str__(self) -> str:
+        told = (f"{name} {size / 2**20:.1f} MiB ({size / self.predicted:.3f})" for name, size in self.measured.items())
+        return f"predicted {self.predicted / 2**20:.1f} MiB, {', '.join(told)}"
+
+
+def measure_peak(training: Training) -> Peak:
+    """That of this process's rank."""
     forget_what_is_there()
-    before = held_bytes(training.place)
+    before = held_by_counter(training.place)
     profile = training.profile()
     pipe, (tokens, target) = training.pipeline(), training.batch()
     # The optimizer makes its state in the first step.
     run(pipe, tokens, target, 1)
     gc.collect()
-    measured = peak_bytes(training.place, lambda: run(pipe, tokens, target, 3)) - before
+    peaks = peaks_by_counter(training.place, lambda: run(pipe, tokens, target, 3))
     plan = pipe.plan
     if training.recompute == "layers":
         plan, profile = replace(plan, recompute=False), recomputed_alone(profile, plan, pipe.schedule)
     timeline = penstock.simulate(plan, profile, penstock.Cluster.uniform(training.ranks, 1e10), optimizer_copies=2.0)
     predicted = timeline.memory[pipe.rank].peak_bytes + profile.library_bytes
     pipe.close()
-    return predicted, measured
+    return Peak(predicted, {name: peak - before[name] for name, peak in peaks.items()})
 
 
-def measure_peaks(trainings: list[Training]) -> list[tuple[float, float]]:
+def measure_peaks(trainings: list[Training]) -> list[Peak]:
     """Several, one after the other."""
     return [measure_peak(training) for training in trainings]
 
@@ -271,17 +297,35 @@ def _held_now(device: torch.device, look: int) -> int:
     return sum(storages(live_tensors(), device).values())
 
 
-def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """The most that is held while `work` runs."""
+def held_by_counter(device: torch.device) -> dict[str, int]:
+    """What is held at rest, as `Peak` counts it."""
+    held = held_bytes(device)
     if device.type == "cuda":
+        # What other trainings of this process needed is no part of this one's peak.
+        torch.cuda.empty_cache()
+        return _counters(device, "current")
+    return {"allocated": held}
+
+
+def peaks_by_counter(device: torch.device, work: Callable[[], object]) -> dict[str, int]:
+    """The most that is held while `work` runs, as `Peak` counts it."""
+    if device.type == "cuda":
+        # What the profile needed is no part of it either.
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         work()
-        return torch.cuda.max_memory_allocated(device)
+        return _counters(device, "peak")
     alive = Alive()
     alive.note(live_tensors())
     with alive:
         work()
-    return alive.peak
+    return {"allocated": alive.peak}
+
+
+def _counters(device: torch.device, moment: str) -> dict[str, int]:
+    """What the allocator counts; `moment` is current or peak."""
+    told = torch.cuda.memory_stats(device)
+    return {name: told[f"{name}_bytes.all.{moment}"] for name in ("allocated", "active", "reserved")}
 
 
 def storages(tree: Any, device: torch.device) -> dict[torch.UntypedStorage, int]:

@@ -2,75 +2,163 @@
 
 Starting a process and importing torch takes seconds, so the pool starts once and runs many jobs, and its processes are
 copies of one that has imported what most jobs need. Each job gets a process group of its own over Gloo, which is gone
-when the job ends. Jobs are functions of importable modules.
+when the job ends. Jobs are functions of importable modules, which a file of tests is not.
+
+A job that fails, ends its process or takes too long leaves nothing to the next one: its processes are replaced. All of
+them end with the one that started them, even if it is killed.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 __all__ = ["Pool"]
 
+_AFTER_SECONDS = 60.0
+"""How long the others may still take when one has failed."""
+_TOLD_SECONDS = 1.0
+"""How long a process has to say where it is."""
 _IMPORTED = ["torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft"]
 
 
-class Pool:
-    """`size` processes that run jobs together."""
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A process of the pool; `stacks` is where it says where it is when it is asked."""
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+    process: BaseProcess
+    connection: Connection
+    stacks: Path
+
+
+_Answer: TypeAlias = tuple[bool, Any]
+"""Whether a job went well, and what it returned; or what went wrong."""
+
+
+class Pool:
+    """`size` processes that run jobs together, each of which may take so many `seconds`."""
+
+    def __init__(self, size: int, seconds: float = 240.0) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTED)
         self._directory = tempfile.TemporaryDirectory()
-        self._jobs = 0
-        self._processes = []
-        self._connections: list[Connection] = []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            self._processes.append(process)
-            self._connections.append(here)
+        self._seconds = seconds
+        self._jobs = self._started = 0
+        self._members = [self._start() for _ in range(size)]
 
     def run(self, ranks: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``job(*arguments)`` in `ranks` processes of one process group; what each returned, by rank."""
         self._jobs += 1
         store = str(Path(self._directory.name) / str(self._jobs))
-        for rank, connection in enumerate(self._connections[:ranks]):
-            connection.send((rank, ranks, store, job, arguments))
-        answers = []
-        for rank, connection in enumerate(self._connections[:ranks]):
-            assert connection.poll(240), f"rank {rank} did not answer"
-            answers.append(connection.recv())
+        members = self._members[:ranks]
+        for rank, member in enumerate(members):
+            member.connection.send((rank, ranks, store, job, arguments))
+        answers = self._collect(members)
         failures = [f"rank {rank}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        if failures:
+            for member in members:
+                _end(member)
+            self._members[:ranks] = [self._start() for _ in members]
         assert not failures, "\n".join(failures)
         return [answer for _, answer in answers]
 
     def close(self) -> None:
         """Ends the processes."""
-        for connection in self._connections:
-            connection.send(None)
-        for process in self._processes:
-            process.join(timeout=10)
-            process.kill()
+        for member in self._members:
+            with suppress(OSError):
+                member.connection.send(None)
+        for member in self._members:
+            member.process.join(timeout=10)
+            _end(member)
         self._directory.cleanup()
 
+    def _start(self) -> _Member:
+        self._started += 1
+        stacks = Path(self._directory.name) / f"{self._started}.stacks"
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(there, str(stacks)), daemon=True)
+        process.start()
+        # Who holds the other end as well would not see it closed.
+        there.close()
+        return _Member(process, here, stacks)
 
-def _serve(connection: Connection) -> None:
+    def _collect(self, members: Sequence[_Member]) -> list[_Answer]:
+        """What all of them answer, in their order."""
+        began = time.monotonic()
+        deadline, answers = began + self._seconds, dict[Connection, _Answer]()
+        waiting = {member.connection: member for member in members}
+        while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                answers[connection] = good, _ = _receive(waiting.pop(connection))
+                if not good:
+                    deadline = min(deadline, time.monotonic() + _AFTER_SECONDS)
+        for connection, member in waiting.items():
+            waited = f"did not answer within {time.monotonic() - began:.0f} s. Its threads are here:"
+            answers[connection] = False, f"{waited}\n{_ask_for_stacks(member)}"
+        return [answers[member.connection] for member in members]
+
+
+def _receive(member: _Member) -> _Answer:
+    try:
+        answer: _Answer = member.connection.recv()
+        return answer
+    except (EOFError, OSError):
+        member.process.join(timeout=10)
+        return False, f"its process ended, with exit code {member.process.exitcode}"
+    except Exception:
+        return False, f"what it answered cannot be read:\n{traceback.format_exc()}"
+
+
+def _ask_for_stacks(member: _Member) -> str:
+    assert member.process.pid is not None
+    with suppress(ProcessLookupError):
+        os.kill(member.process.pid, signal.SIGUSR1)
+        time.sleep(_TOLD_SECONDS)
+    return member.stacks.read_text() if member.stacks.exists() else ""
+
+
+def _end(member: _Member) -> None:
+    member.process.kill()
+    member.process.join(timeout=10)
+    member.connection.close()
+
+
+def _serve(connection: Connection, stacks: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
+    told = open(stacks, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=told)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     # What the processes share stays as it is: no collection of garbage need look through it.
     gc.freeze()
-    while (task := connection.recv()) is not None:
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        except Exception:
+            # The job's module cannot be imported here, or its arguments cannot be made.
+            connection.send((False, traceback.format_exc()))
+            continue
+        if task is None:
+            return
         rank, ranks, store, job, arguments = task
         try:
             dist.init_process_group(
@@ -83,3 +171,11 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent has ended, however that was: a process that hangs would keep its device."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

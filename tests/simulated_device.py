@@ -33,6 +33,8 @@ class SimulatedEvent:
     device: "SimulatedDevice"
     passed: bool = False
     passed_at: float = 0.0
+    records: int = 0
+    """How often it was put into a stream. Only the last time counts."""
 
     def query(self) -> bool:
         passed = self.passed
@@ -110,8 +112,10 @@ class SimulatedDevice:
         finally:
             self._local.stream = before
 
-    def mark(self) -> SimulatedEvent:
-        return self.record(self.current())
+    def mark(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        made = SimulatedEvent(self) if event is None else event
+        self.pass_by(self.current(), made)
+        return made
 
     def seconds(self, start: SimulatedEvent, stop: SimulatedEvent) -> float:
         return stop.passed_at - start.passed_at
@@ -123,9 +127,12 @@ class SimulatedDevice:
 
     def pass_by(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Queues that `event` passes."""
+        event.passed, event.records = False, event.records + 1
+        number = event.records
 
         def run() -> None:
-            event.passed, event.passed_at = True, time.perf_counter()
+            if event.records == number:
+                event.passed, event.passed_at = True, time.perf_counter()
 
         self.do(stream, run)
 

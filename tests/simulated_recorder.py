@@ -23,10 +23,13 @@ GRAPHED = {"mode": "reduce-overhead", "backend": "aot_eager"}
 class SimulatedRecorder:
     """A `Recorder`."""
 
+    warm_ups: int = 0
+    """How often something ran aside, however many times in a row."""
     recordings: int = 0
     replays: int = 0
 
     def aside(self) -> AbstractContextManager[None]:
+        self.warm_ups += 1
         return nullcontext()
 
     def pool(self) -> Pool:

@@ -142,8 +142,12 @@ class RacingDevice:
         stream.step()
         return RacingEvent(self, dict(stream.knows))
 
-    def mark(self) -> RacingEvent:
-        return self.record(self.current())
+    def mark(self, event: RacingEvent | None = None) -> RacingEvent:
+        made = self.record(self.current())
+        if event is None:
+            return made
+        event.clock, event.at = made.clock, made.at
+        return event
 
     def seconds(self, start: RacingEvent, stop: RacingEvent) -> float:
         return stop.at - start.at

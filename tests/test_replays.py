@@ -1,6 +1,7 @@
 """What a stage computes by recordings: each microbatch in flight in memory of its own, and gradients that stay."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,51 @@ def test_nothing_is_recorded_with_casts_of_before() -> None:
         replays.run(0, [leaf(SAMPLES[0])], {})
 
     assert layer.kept == [False] * (WARM_UPS + 2), "to warm up, to record, and to do it again as the CPU does"
+
+
+class Counted(torch.autograd.Function):
+    """The identity, which notes when it goes forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, done: list[str]) -> Tensor:
+        ctx.done = done
+        done.append("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.done.append("backward")
+        return gradient, None
+
+
+class Counting(nn.Module):
+    """A linear layer that notes what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.done: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counted.apply(self.linear(x), self.done)
+
+
+def test_a_stage_warms_up_before_its_first_recording_only() -> None:
+    """Another place costs one run that is recorded; and the run itself, which the CPU does again."""
+    layer = Counting()
+    stage, recorder, replays = make([layer])
+    plain = Counting()
+    plain.load_state_dict(layer.state_dict())
+    for place in range(4):
+        layer.done.clear()
+        (y,) = replays.run(place, [leaf(SAMPLES[place])], {})
+        y.backward(SAMPLES[place])
+        plain(SAMPLES[place]).backward(SAMPLES[place])
+        assert layer.done == ["forward", "backward"] * (2 if place else WARM_UPS + 2)
+
+    assert (recorder.warm_ups, recorder.recordings, recorder.replays) == (1, 8, 8)
+    for one, other in zip(stage.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 class Replacing(nn.Module):

@@ -55,6 +55,18 @@ def plan_of(counts: list[int], schedule: str) -> penstock.Plan:
     return penstock.Plan(tuple(stages), schedule, MICROBATCHES)
 
 
+def warm_up(device: torch.device) -> None:
+    """What a GPU loads for its first step may take longer than the ranks wait for each other in some scenarios."""
+    if device.type != "cuda":
+        return
+    layer = Layer(fails=False).to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(2, 4, device=device)
+    nn.functional.mse_loss(layer(x), x).backward()
+    optimizer.step()
+    torch.cuda.synchronize(device)
+
+
 def main() -> None:
     """Trains a few steps; the rank of the failing layer goes wrong in the second."""
     scenario, failing = sys.argv[1], int(sys.argv[2])
@@ -63,6 +75,7 @@ def main() -> None:
     counts = [int(count) for count in sys.argv[4].split("-")]
     assert ranks == sum(counts)
     device = torch.device(sys.argv[5])
+    warm_up(device)
     model = nn.Sequential(*(Layer(fails=rank == failing) for _ in counts)).to(device)
     pipe = penstock.Pipeline(
         model,

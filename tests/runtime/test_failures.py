@@ -10,6 +10,8 @@ import torch
 from nursery import Child, Nursery, finish
 
 SCRIPT = Path(__file__).parent / "failure_script.py"
+GPU_SECONDS = 90
+"""Until a device has started and all ranks have ended."""
 
 
 def launch(
@@ -132,7 +134,7 @@ def test_a_frozen_replica_is_named(nursery: Nursery) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_on_a_gpu_an_exception_ends_every_rank(nursery: Nursery, failing: int, scenario: str) -> None:
     cause = {"raise": "ValueError: the layer is broken", "outside": "OSError: the data set is gone"}[scenario]
-    for code, errors in finish(launch(nursery, scenario, failing, 2, "2bw", device="cuda:0"), 120):
+    for code, errors in finish(launch(nursery, scenario, failing, 2, "2bw", device="cuda:0"), GPU_SECONDS):
         assert code != 0
         assert cause in errors
 
@@ -140,7 +142,7 @@ def test_on_a_gpu_an_exception_ends_every_rank(nursery: Nursery, failing: int, s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
-    code, errors = outlive(*launch(nursery, "freeze", 1, 2, device="cuda:0"), seconds=120)
+    code, errors = outlive(*launch(nursery, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors

@@ -71,6 +71,7 @@ def test_there_are_as_many_recordings_as_microbatches_in_flight(schedule: str) -
 
     held = [stage for rank in range(2) for stage in pipe.schedule.stages_of(rank)]
     assert [recorder.recordings for recorder in made] == [2 * pipe.schedule.in_flight(stage) for stage in held]
+    assert [recorder.warm_ups for recorder in made] == [1] * len(held)
 
 
 def test_a_model_that_makes_its_own_loss() -> None:

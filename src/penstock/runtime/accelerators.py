@@ -7,7 +7,7 @@ these calls are made, which is tested on a simulated device; here is only what c
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 from weakref import WeakSet
 
 import torch
@@ -75,8 +75,10 @@ class Accelerator(Protocol):
     def record(self, stream: Stream) -> Event:
         """The place after all that is in `stream` now."""
 
-    def mark(self) -> Event:
-        """The place after all that is in the current stream now, which also knows when the device came there."""
+    def mark(self, event: Event | None = None) -> Event:
+        """The place after all that is in the current stream now, which also knows when the device came there. `event`
+        is a mark that nobody needs any more: it becomes this one.
+        """
 
     def seconds(self, start: Event, stop: Event) -> float:
         """From one mark to another; the device has come to both."""
@@ -162,10 +164,10 @@ class Cuda:
         event.record(stream)
         return event
 
-    def mark(self) -> Event:
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self.current())
-        return event
+    def mark(self, event: Any = None) -> Event:
+        made = torch.cuda.Event(enable_timing=True, blocking=True) if event is None else event  # type: ignore[no-untyped-call]
+        made.record(self.current())
+        return cast(Event, made)
 
     def seconds(self, start: Any, stop: Any) -> float:
         return float(start.elapsed_time(stop)) / 1e3

@@ -2,6 +2,10 @@
 
 A device does later what it is told, so what the host sees of an action is how long it took to tell. Marks in the stream
 cost a few microseconds and no waiting; what they say is asked for when somebody wants to know.
+
+To make an event costs more than to record it, and there are two for every action, whether or not anybody asks. So an
+event is recorded again once nobody refers to its mark. What refers to a mark is a record of the last minibatches, a
+forecast, or whoever reads a timeline; none of them has to give anything back.
 """
 
 import time
@@ -12,9 +16,22 @@ import torch
 
 from penstock.runtime.accelerators import Accelerator, Event, accelerator_of
 
-__all__ = ["DeviceMoments", "HostMoments", "Mark", "Moments", "moments_of"]
+__all__ = ["DeviceMark", "DeviceMoments", "HostMoments", "Mark", "Moments", "moments_of"]
 
-Mark: TypeAlias = float | Event
+
+class DeviceMark:
+    """A place in a stream, which `event` is at. It goes to `free` when nobody refers to the mark any more."""
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: Event, free: list[Event]) -> None:
+        self.event, self._free = event, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+Mark: TypeAlias = float | DeviceMark
 """A moment: in seconds of ``time.perf_counter``, or a place in a stream."""
 
 
@@ -54,21 +71,28 @@ class DeviceMoments:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self._free: list[Event] = []
+        """Events of marks that are gone. Threads take from it and add to it, each by one call that is not divided."""
 
-    def now(self) -> Mark:
-        return self._accelerator.mark()
+    def now(self) -> DeviceMark:
+        try:
+            event: Event | None = self._free.pop()
+        except IndexError:
+            event = None
+        return DeviceMark(self._accelerator.mark(event), self._free)
 
     def passed(self, mark: Mark) -> bool:
-        return cast(Event, mark).query()
+        return cast(DeviceMark, mark).event.query()
 
     def seconds(self, start: Mark, stop: Mark) -> float:
-        for mark in (start, stop):
-            cast(Event, mark).synchronize()
-        return self._accelerator.seconds(cast(Event, start), cast(Event, stop))
+        begun, ended = cast(DeviceMark, start).event, cast(DeviceMark, stop).event
+        begun.synchronize()
+        ended.synchronize()
+        return self._accelerator.seconds(begun, ended)
 
     def on_clock(self, marks: Sequence[Mark]) -> list[float]:
-        now = self._accelerator.mark()
-        now.synchronize()
+        now = self.now()
+        now.event.synchronize()
         host = time.perf_counter()
         return [host - self.seconds(mark, now) for mark in marks]
 

@@ -13,7 +13,8 @@ Laws of this file:
   3. A recording knows its weights by their memory, which never moves, and not by the leaves that the gradients are for:
      autograd would have the streams of recording and of training wait for each other at these.
   4. Recording leaves no trace: buffers, generators and gradients are as they were before.
-  5. One signature is recorded, that of the first microbatch. Others run as compiled.
+  5. One signature is recorded, that of the first microbatch. Others run as compiled. What is compiled or chosen when
+     work first runs is therefore there before the first recording of the stage, and holds for all its places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from penstock.runtime.recorders import Pool, Recorder
 __all__ = ["Replays"]
 
 WARM_UPS = 3
-"""So often work runs before it is recorded, as in PyTorch's own recordings."""
+"""So often the work of a stage runs before it is first recorded, as in PyTorch's own recordings."""
 _Signature: TypeAlias = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, bool], ...]
 _Found: TypeAlias = Sequence[Tensor | None]
 
@@ -101,6 +102,8 @@ class _Stage:
     """The aliases by each place where a layer has them; one that the module has under several names is one place."""
     backwards: Pool = field(init=False)
     """Memory of all backwards: nothing of one is wanted when the next one begins."""
+    outputs: tuple[tuple[Tensor, bool], ...] = ()
+    """What a forward returns, on the meta device, and whether it has a gradient: known from the first place on."""
     gradients: list[Tensor | None] | None = None
     """Of what a recording is given, and then of `leaves`; None in it for what has none. None before the first one."""
 
@@ -147,13 +150,10 @@ class _Recording:
             self._given = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in given]
         self._needed = [tensor for tensor in (*self._given, *stage.aliases) if tensor.requires_grad]
         with preserved([stage.module]):
-            found = self._warm_up()
-            self.differentiable = tuple([output.requires_grad for output in self._live])
-            self._starts = [torch.zeros_like(output) for output in self._live if output.requires_grad]
-            # With its history goes what autograd knows of the stream that it was made on.
-            self._live = ()
             if stage.gradients is None:
-                stage.gradients = self._make_gradients(found)
+                stage.gradients = self._make_gradients(self._warm_up())
+            self.differentiable = tuple([kept for _, kept in stage.outputs])
+            self._starts = [torch.zeros_like(form, device=stage.device) for form, kept in stage.outputs if kept]
             self._record()
 
     def forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -184,7 +184,7 @@ class _Recording:
         return self._stage.gradients
 
     def _warm_up(self) -> _Found:
-        """Gradients as they will be."""
+        """Gradients as they will be. The stage knows its outputs afterwards."""
         stage = self._stage
         buffers = list(stage.module.buffers())
         found: _Found = ()
@@ -198,6 +198,9 @@ class _Recording:
                 "a buffer in its forward, which a CUDA graph does not do again: expected that it writes the one "
                 "that it has, as in self.buffer.copy_(...). Or leave the mode out of compile="
             )
+        stage.outputs = tuple([(torch.empty_like(o, device="meta"), o.requires_grad) for o in self._live])
+        # With its history goes what autograd knows of the stream that it was made on.
+        self._live = ()
         return found
 
     def _make_gradients(self, found: _Found) -> list[Tensor | None]:
