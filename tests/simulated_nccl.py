@@ -5,6 +5,7 @@ has come so far, and when all is done that the communicator was told before; it 
 same message. So a send waits for its receive, and whatever comes behind it in the communicator waits, too.
 """
 
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class SimulatedCommunicator:
             lambda: _Meeting(SimulatedEvent(device), SimulatedEvent(device))
         )
         """By sender, receiver and number."""
+        self.meeting = threading.Lock()
         self.streams: defaultdict[int, SimulatedStream] = defaultdict(device.stream)
         """By rank."""
         self.aborted = False
@@ -105,4 +107,6 @@ class SimulatedEnd:
         device.wait(stream, device.record(device.current()))
         number = self._numbers[source, target]
         self._numbers[source, target] += 1
-        return self._whole.meetings[source, target, number], device, stream
+        # Two ranks, each in a thread of its own, may be the first ones there.
+        with self._whole.meeting:
+            return self._whole.meetings[source, target, number], device, stream

@@ -1,6 +1,7 @@
 """A training script that goes wrong on purpose: ``failure_script.py SCENARIO FAILING_RANK SCHEDULE REPLICAS DEVICE``.
 
-REPLICAS of the stages, such as 2-1; of one layer each.
+REPLICAS of the stages, such as 2-1; of one layer each. DEVICE "tardy" is a CPU that sends as GPUs do by NCCL; "own" is
+a GPU for each process.
 """
 
 import math
@@ -8,7 +9,9 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -74,7 +77,7 @@ def main() -> None:
     torch.manual_seed(0)
     counts = [int(count) for count in sys.argv[4].split("-")]
     assert ranks == sum(counts)
-    device = torch.device(sys.argv[5])
+    device = torch.device({"tardy": "cpu", "own": f"cuda:{rank}"}.get(sys.argv[5], sys.argv[5]))
     warm_up(device)
     model = nn.Sequential(*(Layer(fails=rank == failing) for _ in counts)).to(device)
     pipe = penstock.Pipeline(
@@ -104,5 +107,17 @@ def main() -> None:
             raise
 
 
+def over_tardy_communicators() -> AbstractContextManager[None]:
+    """In its body the CPU sends as GPUs do by NCCL."""
+    # The modules of the tests lie one folder up.
+    sys.path.append(str(Path(__file__).absolute().parents[1]))
+    from stream_races import RacingDevice, on_streams
+
+    os.environ["PENSTOCK_SHARED_MEMORY"] = "0"
+    return on_streams(RacingDevice(tardy=True))
+
+
 if __name__ == "__main__":
-    main()
+    tardy = sys.argv[5] == "tardy"
+    with over_tardy_communicators() if tardy else nullcontext():
+        main()

@@ -1,8 +1,9 @@
 """Trains over NCCL and says whether the numbers are the oracle's: ``nccl_script.py SCHEDULE REPLICAS CARDS SECONDS``.
 
-REPLICAS of two stages, such as 1-2. CARDS: "own" if each process has a GPU; "one" if all share the first one, which
-NCCL refuses unless it takes them for processes of several hosts; "none" if they compute on the CPU and send over Gloo,
-which tries the script itself. After SECONDS it ends, and says where its threads are.
+REPLICAS of two stages, such as 1-2. CARDS: "own" if each process has a GPU; "bound" if the default
+group is NCCL's as well and bound to them; "one" if all share the first one, which NCCL refuses unless it takes them for
+processes of several hosts; "none" if they compute on the CPU and send over Gloo, which tries the script itself.
+After SECONDS it ends, and says where its threads are.
 """
 
 import faulthandler
@@ -41,10 +42,13 @@ def main() -> None:
     faulthandler.dump_traceback_later(float(sys.argv[4]), exit=True)
     schedule, replicas, cards = sys.argv[1], tuple(int(count) for count in sys.argv[2].split("-")), sys.argv[3]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu") if cards == "none" else torch.device("cuda", rank if cards == "own" else 0)
+    device = torch.device("cpu") if cards == "none" else torch.device("cuda", 0 if cards == "one" else rank)
     if cards != "none":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo")
+    if cards == "bound":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     edges = [Edge(source, (source + 1) % ranks) for source in range(ranks)]
     transport = join_world().connect(edges, device, float(sys.argv[4]) / 2)
     ticket = transport.post(Edge((rank - 1) % ranks, rank), "form")

@@ -72,6 +72,18 @@ def test_an_error_of_the_script_ends_every_rank(nursery: Nursery, failing: int) 
         assert "OSError: the data set is gone" in errors
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_killed_rank_is_named_by_those_whose_devices_wait(nursery: Nursery, failing: int) -> None:
+    """Their communicators say that they are broken; nothing else does, since no host waits."""
+    answers = finish(launch(nursery, "kill", failing, 2, device="tardy"))
+
+    assert answers[failing][0] == -signal.SIGKILL
+    code, errors = answers[1 - failing]
+    assert code == 1
+    assert f"rank {failing} closed its connection to this rank" in errors
+    assert "probably killed (out of memory?)" in errors
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_killed_rank_is_named(nursery: Nursery, failing: int) -> None:
     answers = finish(launch(nursery, "kill", failing, 3))
@@ -146,3 +158,21 @@ def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("scenario", ["raise", "kill", "freeze"])
+def test_between_gpus_every_rank_ends_and_the_culprit_is_named(nursery: Nursery, scenario: str, failing: int) -> None:
+    """Several receives and sends are pending over NCCL when it happens, all of which must be aborted."""
+    both = launch(nursery, scenario, failing, 2, "2bw", device="own")
+    code, errors = outlive(both[1 - failing], both[failing], GPU_SECONDS)
+    told = {
+        "raise": f"rank {failing} failed in a step",
+        "kill": f"rank {failing} closed its connection to this rank",
+        "freeze": f"nothing came from rank {failing} for 4 s",
+    }
+
+    assert code == 1
+    assert told[scenario] in errors

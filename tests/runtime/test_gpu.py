@@ -207,3 +207,10 @@ def test_nccl_between_gpus(nursery: Nursery, schedule: str, replicas: str) -> No
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} CUDA devices")
     assert_all_is_well(answers_over_nccl(nursery, schedule, replicas, "own", LIMIT_SECONDS))
+
+
+def test_nccl_in_a_world_that_is_bound_to_devices(nursery: Nursery) -> None:
+    """No rank that an edge does not connect has any part in it."""
+    if torch.cuda.device_count() < 3:
+        pytest.skip("needs 3 CUDA devices")
+    assert_all_is_well(answers_over_nccl(nursery, "1f1b-flush", "2-1", "bound", LIMIT_SECONDS))

@@ -113,7 +113,8 @@ def nccl(members: Members, ctas: int, device: torch.device) -> Communicator:
     multiprocessor from computing. By default these are up to 32, of the 132 that an H100 has.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=members.seconds)
+    # PyTorch counts from when a message is told of, however late the device comes to it; the watch knows better.
+    options._timeout = timedelta(days=1)
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas

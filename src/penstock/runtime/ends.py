@@ -169,9 +169,12 @@ class Ends:
 
     def _hold(self, place: str, peers: Sequence[int], is_done: Callable[[], bool]) -> None:
         """In the first steps waits for what has been begun with `peers`."""
-        self.watch.check()
-        if self.notices.careful:
-            self.patience.wait_for(lambda: is_done() or self.notices.look(), place, peers)
+
+        def may_go_on() -> bool:
+            self.watch.check()
+            return not self.notices.careful or is_done() or self.notices.look()
+
+        self.patience.wait_for(may_go_on, place, peers)
 
     def _sum(self, ranks: tuple[int, ...], direct: bool) -> Sum:
         place = f"the sum over ranks {list(ranks)}"

@@ -183,7 +183,6 @@ class NcclInbox(_End):
 
     def await_(self, ticket: _Posted) -> None:
         """Has the stream of this thread wait for the message of `ticket`."""
-        self._check()
         self._patience.wait_for(partial(self._may_follow, ticket), str(self.edge), self.peers)
         self._finish(ticket)
 
@@ -208,6 +207,7 @@ class NcclInbox(_End):
 
     def _may_follow(self, ticket: _Posted) -> bool:
         """Whether the computing stream may be told to wait for `ticket`."""
+        self._check()
         told = self._is_told(ticket)
         if told and (not self._notices.careful or _are_done(ticket.works)):
             return True

@@ -16,6 +16,7 @@ Later, receives are told of when they are wanted: a host that has all kernels at
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from penstock.runtime.transport import Edge
@@ -67,7 +68,9 @@ class Notices:
         if header is not None:
             self._take_care()
         if header is not None or self.careful:
-            self._store.set(_key(edge, number), (header or b"").hex())
+            # A store that is gone has gone with its process: the communicators will say so.
+            with suppress(RuntimeError):
+                self._store.set(_key(edge, number), (header or b"").hex())
             self.look()
 
     def look(self) -> bool:
@@ -79,15 +82,20 @@ class Notices:
 
     def has(self, edge: Edge, number: int) -> bool:
         """Whether the `number`-th message of `edge` is known to be on its way. False where nobody says so."""
-        return self.careful and self._store.check([_key(edge, number)])
+        return self.careful and self._is_written(_key(edge, number))
 
     def header(self, edge: Edge, number: int) -> bytes | None:
         """What that message looks like, whose form is new; None if it is not on its way yet."""
         key = _key(edge, number)
-        if not self._store.check([key]):
+        if not self._is_written(key):
             return None
         self._take_care()
         return bytes.fromhex(self._store.get(key).decode())
+
+    def _is_written(self, key: str) -> bool:
+        with suppress(RuntimeError):
+            return self._store.check([key])
+        return False
 
     def _take_care(self) -> None:
         """A form is new."""
