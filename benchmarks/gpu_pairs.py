@@ -6,15 +6,18 @@ machine that the scenes run which need no NCCL.
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -136,43 +139,45 @@ def both_ways(end: End) -> None:
     groups = [end.communicator(name) for name in ("0 to 1", "1 to 0")]
     for group in groups:
         swap(end, group)
-    sent, received = end.numbers(end.rank, LARGE // 4), end.numbers(-1, LARGE // 4)
-    seconds = []
-    for turn in range(TIMES):
-        end.meet(f"turn {turn}")
-        start = time.perf_counter()
+
+    def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
         got = groups[end.peer].recv([received], end.peer, 0)
         gave = groups[end.rank].send([sent], end.peer, 0)
         got.wait()
         gave.wait()
-        end.synchronize()
-        seconds.append(time.perf_counter() - start)
-    assert bool((received == end.peer).all()), f"expected {end.peer} from the peer, found {received[0]}"
-    end.note("8 MiB both ways at once", round(1e3 * statistics.median(seconds), 3), "ms")
+
+    note_exchange(end, "8 MiB both ways at once", exchange)
 
 
 def batched(end: End) -> None:
     """Both directions over one communicator, told to NCCL together."""
     group = end.communicator("batched")
+
+    def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
+        group._start_coalescing()
+        group.send([sent], end.peer, 0)
+        group.recv([received], end.peer, 0)
+        group._end_coalescing().wait()
+
+    note_exchange(end, "8 MiB both ways, batched", exchange)
+
+
+def note_exchange(end: End, name: str, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """The median of what it takes until both have what the other one sent."""
     sent, received = end.numbers(end.rank, LARGE // 4), end.numbers(-1, LARGE // 4)
     seconds = []
     for turn in range(TIMES):
         end.meet(f"turn {turn}")
         start = time.perf_counter()
-        group._start_coalescing()
-        group.send([sent], end.peer, 0)
-        group.recv([received], end.peer, 0)
-        group._end_coalescing().wait()
+        exchange(sent, received)
         end.synchronize()
         seconds.append(time.perf_counter() - start)
     assert bool((received == end.peer).all()), f"expected {end.peer} from the peer, found {received[0]}"
-    end.note("8 MiB both ways, batched", round(1e3 * statistics.median(seconds), 3), "ms")
+    end.note(name, round(1e3 * statistics.median(seconds), 3), "ms")
 
 
 def blocks(end: End) -> None:
     """How many blocks of threads, which take a multiprocessor each, the kernel of a send or a receive has."""
-    import json
-
     for name, most in ((f"max_ctas={FEW_BLOCKS}", FEW_BLOCKS), ("as NCCL likes", None)):
         group = end.communicator(name, most)
         swap(end, group, LARGE // 4)
@@ -249,8 +254,6 @@ def _pending(end: End) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def _abort_together(end: End, groups: list[Any], name: str) -> None:
-    from threading import Thread
-
     start = time.perf_counter()
 
     def abort(place: int) -> None:

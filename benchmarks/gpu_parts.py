@@ -133,7 +133,7 @@ def _waits() -> Group:
         for call in WAITING
         for loading in ("LAZY", "EAGER")
     ]
-    return Group("which calls of the host wait for a kernel that spins", 120, tuple(tasks), at_once=8)
+    return Group("which calls of the host wait for a kernel that spins", 110, tuple(tasks), at_once=8)
 
 
 def _queues() -> Group:
@@ -162,17 +162,18 @@ _FIRST = Part(
         _pairs([MEETING], 40, 1, "two processes on one card meet over NCCL"),
         _queues(),
         _waits(),
-        _pairs(PAIRS, 115, 3, "what two processes on one card do over NCCL"),
+        _pairs(PAIRS, 110, 3, "what two processes on one card do over NCCL"),
         Group(
             "a pipeline of two processes on one card over NCCL",
-            80,
+            95,
             (
                 Suite(
                     "test_gpu.py over NCCL",
                     "tests/runtime/test_gpu.py",
-                    80,
+                    95,
                     f"{_OVER_NCCL} and flush and 1-1",
                     run_expected_failures=True,
+                    silence_seconds=75,
                     needs_card=True,
                 ),
             ),

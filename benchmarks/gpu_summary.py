@@ -20,7 +20,15 @@ COLUMNS = (
 """Of the table."""
 BAD = ("failed", "hung", "crashed")
 """What a test may become that is a fault of the test or of Penstock."""
-SHOWN = ("plain loop", "penstock, one stage", "penstock 1f1b-flush", "penstock 2bw", "penstock zb-h1")
+SHOWN = (
+    "plain loop",
+    "plain loop, compiled",
+    "penstock, one stage",
+    "penstock, one stage, compiled",
+    "penstock 1f1b-flush",
+    "penstock 2bw",
+    "penstock zb-h1",
+)
 """Of the benchmark's rows the first ones of these names."""
 COSTS = {
     "event made, recorded": "event",
@@ -32,6 +40,8 @@ COSTS = {
     "300 add_": "300 add_",
     "_foreach_add_": "foreach",
 }
+FIGURES = {"tokens_per_second", "over_plain", "share_of_matrix"}
+"""What a row of the benchmark has that has run."""
 
 PartFile = dict[str, Any]
 
@@ -92,7 +102,9 @@ def _machine(parts: Sequence[PartFile]) -> list[str]:
         seen.setdefault(f"{_card(part)}; {_versions(part)}; {part['environment'].get('cpus')} CPUs", []).append(
             part["part"]
         )
-    return [f"part {', '.join(map(str, numbers))}: {told}" for told, numbers in seen.items()]
+    return [
+        line for told, numbers in seen.items() for line in _wrapped(f"part {', '.join(map(str, numbers))}", [told], 2)
+    ]
 
 
 def _card(part: PartFile) -> str:
@@ -178,7 +190,7 @@ def _benchmark(rows: Sequence[Any]) -> list[str]:
 
 def _benchmark_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
     timed = [one for row in rows if row["name"] == "benchmark" for value in row["found"] for one in value["rows"]]
-    timed = [one for one in timed if "reason" not in one]
+    timed = [one for one in timed if one.keys() >= FIGURES]
     firsts = (next((one for one in timed if one["name"] == name), None) for name in SHOWN)
     return [one for one in firsts if one is not None]
 
@@ -192,7 +204,7 @@ def _rate(rows: Sequence[Any]) -> str:
 def _of_row(row: dict[str, Any]) -> str:
     host = row.get("host_per_action")
     return (
-        f"  {row['name']:22} {row['tokens_per_second']:10,.0f} tokens/s, {row['over_plain']:.3f} of the plain loop, "
+        f"  {row['name']:29} {row['tokens_per_second']:10,.0f} tokens/s, {row['over_plain']:.3f} x plain, "
         f"{row['share_of_matrix']:.1%} of products" + (f", {1e6 * host:.0f} us/action" if host else "")
     )
 
@@ -252,5 +264,5 @@ def _main_figures(part: PartFile) -> str:
     rows = part["rows"]
     told = [*_costs(rows)[:1], *(" ".join(line.split()) for line in _waits(rows))]
     if benchmark := _benchmark_rows(rows):
-        told += [_rate(rows), *(f"{one['name']} {one['over_plain']:.3f} of the plain loop" for one in benchmark)]
+        told += [_rate(rows), *(f"{one['name']} {one['over_plain']:.3f} x plain" for one in benchmark)]
     return "; ".join(told)
