@@ -57,6 +57,8 @@ class Suite:
     """A test that takes longer hangs. The first one of a file also waits for processes that import torch."""
     needs_card: bool = False
     """Without a card each test says itself that it is skipped."""
+    options: tuple[str, ...] = ()
+    """Of pytest."""
 
 
 Task = Program | Suite
@@ -150,6 +152,8 @@ def _pairs(names: Sequence[str], limit: float, at_once: int, title: str) -> Grou
     return Group(title, limit, tuple(tasks), at_once)
 
 
+_OWN_LIMITS = ("--pool-seconds", "60", "--gpu-seconds", "70")
+"""Those of the tests themselves come before that of their silence, and say where every thread stands."""
 _OVER_NCCL = "nccl_between_processes"
 _FIRST = Part(
     1,
@@ -175,6 +179,7 @@ _FIRST = Part(
                     run_expected_failures=True,
                     silence_seconds=75,
                     needs_card=True,
+                    options=_OWN_LIMITS,
                 ),
             ),
         ),
@@ -191,12 +196,12 @@ _SECOND = Part(
             460,
             (
                 # Four cases that may each hang for minutes; part 1 has one of them.
-                Suite("test_gpu.py", "tests/runtime/test_gpu.py", 200, f"not {_OVER_NCCL}"),
-                Suite("test_gpu_memory.py", "tests/runtime/test_gpu_memory.py", 80),
-                Suite("test_gpu_replays.py", "tests/runtime/test_gpu_replays.py", 60),
-                Suite("test_profiling.py", "tests/test_profiling.py", 40),
-                Suite("test_data.py", "tests/test_data.py", 30),
-                Suite("test_failures.py", "tests/runtime/test_failures.py", 50),
+                Suite("test_gpu.py", "tests/runtime/test_gpu.py", 200, f"not {_OVER_NCCL}", options=_OWN_LIMITS),
+                Suite("test_gpu_memory.py", "tests/runtime/test_gpu_memory.py", 80, options=_OWN_LIMITS),
+                Suite("test_gpu_replays.py", "tests/runtime/test_gpu_replays.py", 60, options=_OWN_LIMITS),
+                Suite("test_profiling.py", "tests/test_profiling.py", 40, options=_OWN_LIMITS),
+                Suite("test_data.py", "tests/test_data.py", 30, options=_OWN_LIMITS),
+                Suite("test_failures.py", "tests/runtime/test_failures.py", 50, options=_OWN_LIMITS),
             ),
         ),
     ),
