@@ -141,7 +141,7 @@ def findings(rows: Sequence[Row]) -> str:
             lines.append(f"{row.name}: {row.over_peer:.2f}x torch's same schedule, {row.share_of_ideal:.0%} of ideal")
     best = min((row for row in rows if is_peer(row.name)), key=lambda row: row.median_seconds, default=None)
     for row in rows:
-        if row.name.startswith(("penstock 2bw", "penstock 1f1b")) and "flush" not in row.name:
+        if row.name.startswith(("penstock 2bw", "penstock pipedream")) and "flush" not in row.name:
             ddp = "" if row.over_ddp is None else f"{row.over_ddp:.2f}x DDP, "
             flush = "" if row.over_best_flush is None or best is None else f"{row.over_best_flush:.2f}x {best.name}, "
             lines.append(f"{row.name}: {ddp}{flush}{row.share_of_perfect:.0%} of perfect")

@@ -30,12 +30,12 @@ SEEDS = (0, 1, 2)
 """Rates are chosen with the first one."""
 LONGER = (
     "data parallelism",
-    "1f1b",
+    "pipedream",
     "2bw",
     "2bw, weight prediction",
     "2bw, error feedback",
     "2bw, NAdam",
-    "1f1b, NAdam",
+    "pipedream, NAdam",
 )
 """Methods that have a longer run."""
 Records = dict[str, dict[str, Any]]

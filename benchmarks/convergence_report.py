@@ -257,14 +257,14 @@ def _kinds() -> dict[str, list[str]]:
     return {
         "Schedules": [name for name in METHODS if not METHODS[name].correction and name not in SAME],
         "2bw and corrections": [name for name in METHODS if _corrects(name, "2bw")],
-        "1f1b and corrections": [name for name in METHODS if _corrects(name, "1f1b")],
+        "pipedream and corrections": [name for name in METHODS if _corrects(name, "pipedream")],
     }
 
 
 def _corrects(name: str, schedule: str) -> bool:
     """Whether the method is a correction of `schedule` or what it must be compared with."""
     if not METHODS[name].correction:
-        return name in (schedule, "data parallelism") or (name == "one device" and schedule == "1f1b")
+        return name in (schedule, "data parallelism") or (name == "one device" and schedule == "pipedream")
     kinds = {other.partition(", ")[2] for other in METHODS if METHODS[other].correction and other.startswith(schedule)}
     plain, _, kind = name.partition(", ")
     return kind in kinds and plain in (schedule, "data parallelism", "flush")
@@ -275,16 +275,24 @@ def _curve(name: str, points: Points, marked: bool = False) -> Curve:
     return Curve(name, _COLOURS.index(name) if name in _COLOURS else _SECOND[name], tuple(points), dashed, marked)
 
 
-_COLOURS = ("data parallelism", "1f1b", "2bw", "1f1b, vertical sync", "1f1b, no stashing", "2bw, NAdam", "flush")
+_COLOURS = (
+    "data parallelism",
+    "pipedream",
+    "2bw",
+    "pipedream, vertical sync",
+    "pipedream, no stashing",
+    "2bw, NAdam",
+    "flush",
+)
 """By number."""
 _SECOND = {
     "one device": 6,
     "data parallelism, NAdam": 5,
-    "1f1b, NAdam": 5,
+    "pipedream, NAdam": 5,
     "flush, look-ahead": 7,
     "2bw, look-ahead": 7,
 }
-_SECOND |= {"1f1b, weight prediction": 3, "2bw, weight prediction": 3, "2bw, error feedback": 4}
+_SECOND |= {"pipedream, weight prediction": 3, "2bw, weight prediction": 3, "2bw, error feedback": 4}
 """Of methods that are drawn beside few of those."""
 
 

@@ -40,7 +40,7 @@ class Method:
     name: str
     schedule: str = ""
     whole: bool = False
-    """The minibatch is one microbatch. So it is for `1f1b`, which updates after each microbatch."""
+    """The minibatch is one microbatch. So it is for `pipedream`, which updates after each microbatch."""
     vertical_sync: bool = False
     stashing: bool = True
     hook: Callable[[], penstock.UpdateHook] | None = None
@@ -70,12 +70,12 @@ METHODS = {
     method.name: method
     for method in (
         Method("data parallelism"),
-        # BatchNorm sees whole minibatches under 1f1b: this is what 1f1b must be compared with where there is BatchNorm.
+        # BatchNorm sees whole minibatches under pipedream, which must be compared with this where there is BatchNorm.
         Method("one device", whole=True, tasks=("digits",)),
         Method("flush", "1f1b-flush"),
-        Method("1f1b", "1f1b", whole=True),
-        Method("1f1b, vertical sync", "1f1b", whole=True, vertical_sync=True),
-        Method("1f1b, no stashing", "1f1b", whole=True, stashing=False),
+        Method("pipedream", "pipedream", whole=True),
+        Method("pipedream, vertical sync", "pipedream", whole=True, vertical_sync=True),
+        Method("pipedream, no stashing", "pipedream", whole=True, stashing=False),
         Method("2bw", "2bw"),
         Method("data parallelism, NAdam", variant="nadam", correction=True, optimizers=("adamw",)),
         Method("flush, look-ahead", "1f1b-flush", **_LOOK_AHEAD),
@@ -83,10 +83,10 @@ METHODS = {
         Method("2bw, look-ahead", "2bw", **_LOOK_AHEAD),
         Method("2bw, weight prediction", "2bw", hook=penstock.WeightPrediction, correction=True),
         Method("2bw, error feedback", "2bw", hook=penstock.ErrorFeedback, correction=True),
-        Method("1f1b, NAdam", "1f1b", whole=True, variant="nadam", correction=True, optimizers=("adamw",)),
+        Method("pipedream, NAdam", "pipedream", whole=True, variant="nadam", correction=True, optimizers=("adamw",)),
         Method(
-            "1f1b, weight prediction",
-            "1f1b",
+            "pipedream, weight prediction",
+            "pipedream",
             whole=True,
             hook=penstock.WeightPrediction,
             correction=True,

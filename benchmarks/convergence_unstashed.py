@@ -1,4 +1,4 @@
-"""`1f1b` without weight stashing: an ablation that the library does not offer, since its gradients are wrong."""
+"""`pipedream` without weight stashing: an ablation that the library does not offer, since its gradients are wrong."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ class Unstashed:
     def __init__(
         self, task: Task, layers: Sequence[nn.Module], stages: int, make: MakeOptimizers, decay: MakeScheduler
     ) -> None:
-        self.schedule = penstock.schedule(straight_plan(task, "1f1b", stages, 1))
+        self.schedule = penstock.schedule(straight_plan(task, "pipedream", stages, 1))
         self.loss_fn, self.steps = task.loss_fn, 0
         self.stages: list[nn.Sequential] = []
         self.aliases: list[dict[nn.Parameter, nn.Parameter]] = []

@@ -19,7 +19,7 @@ from ideals import speedup
 from jobs import Language
 
 _Known = TypeVar("_Known")
-UPDATES_BETWEEN = ("penstock 1f1b",)
+UPDATES_BETWEEN = ("penstock pipedream",)
 """They update their weights after every microbatch, so that the later ones of the first step have newer ones."""
 
 

@@ -146,14 +146,14 @@ def planners(profile: Profile, cluster: Cluster) -> dict[str, Make]:
     """Every planner, by name, for a minibatch of four microbatches per device."""
 
     def request(schedule: str, **wishes: Any) -> Request:
-        microbatches = 1 if schedule == "1f1b" else PER_DEVICE * cluster.devices
+        microbatches = 1 if schedule == "pipedream" else PER_DEVICE * cluster.devices
         return Request(schedule=schedule, microbatches=microbatches, **wishes)
 
     flush, deepest = request("1f1b-flush"), min(cluster.devices, len(profile))
     ways: dict[str, Make] = {
         "search": lambda: penstock.plan(profile, cluster),
         "search, synchronous": lambda: penstock.plan(profile, cluster, synchronous=True),
-        "pipedream, 1f1b": lambda: plan_pipedream(profile, cluster, request("1f1b")),
+        "pipedream, pipedream": lambda: plan_pipedream(profile, cluster, request("pipedream")),
         "pipedream, flush": lambda: plan_synchronous_pipedream(profile, cluster, flush),
         "spp": lambda: plan_spp(profile, cluster, request("spp"), whole_samples=True),
         "2bw": lambda: plan_two_bw(profile, cluster, request("2bw")),
@@ -232,7 +232,7 @@ def beside_all(profile: Profile, cluster: Cluster) -> Row:
             continue
         count += 1
         fastest = shape(plan) if rate > max(rates.values()) else fastest
-        flushes = plan.schedule not in ("1f1b", "2bw")
+        flushes = plan.schedule not in ("pipedream", "2bw")
         rates[flushes] = max(rates[flushes], rate)
     searched: dict[bool, float] = {}
     for both in (True, False):
@@ -269,7 +269,7 @@ def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stag
     for stages in arrangements:
         for schedule in ("gpipe", "1f1b-flush", "2bw"):
             yield Plan(stages, schedule, microbatches, size)
-        yield Plan(stages, "1f1b", 1, size)
+        yield Plan(stages, "pipedream", 1, size)
         if all(size % len(stage.ranks) == 0 for stage in stages):
             yield Plan(stages, "spp", microbatches, size, routing="split")
     for ranks in range(2, cluster.devices + 1):

@@ -183,7 +183,7 @@ def gpipe_slowdowns(profiles: dict[str, Profile]) -> str:
     rows = []
     for machine, cluster, noam, most in (("4x4 A", A, "55%", "35%"), ("2x8 B", B, "71%", "42%")):
         profile = profiles["gnmt"]
-        busy = plan_pipedream(profile, cluster, Request(schedule="1f1b", straight=True))
+        busy = plan_pipedream(profile, cluster, Request(schedule="pipedream", straight=True))
         rate = evaluate(busy, profile, cluster).samples_per_second
         for microbatches in (16, 32, 64):
             flushed = Request(schedule="gpipe", microbatches=microbatches).arrange(busy.stages, profile)
@@ -203,7 +203,7 @@ def beside_model_parallel(profiles: dict[str, Profile]) -> str:
         if name not in profiles:
             continue
         profile, devices = profiles[name], cluster.devices
-        stages = plan_pipedream(profile, cluster, Request(schedule="1f1b", straight=True)).stages
+        stages = plan_pipedream(profile, cluster, Request(schedule="pipedream", straight=True)).stages
 
         def rate(schedule: str, count: int, held: tuple[Stage, ...] = stages, profile: Profile = profile) -> float:
             plan = Request(schedule=schedule, microbatches=count).arrange(held, profile)
@@ -212,7 +212,7 @@ def beside_model_parallel(profiles: dict[str, Profile]) -> str:
         alone = rate("gpipe", 1)
         best = partition(profile, cluster)
         shares = [rate("gpipe", devices), rate("1f1b-flush", devices), rate("1f1b-flush", 4 * devices)]
-        shares += [rate("1f1b", 1), rate("2bw", devices), rate("1f1b", 1, best.stages)]
+        shares += [rate("pipedream", 1), rate("2bw", devices), rate("pipedream", 1, best.stages)]
         row = [name, str(devices), *(f"{share / alone:.2f}" for share in shares)]
         rows.append([*row, short(best), printed])
     head = [
@@ -221,9 +221,9 @@ def beside_model_parallel(profiles: dict[str, Profile]) -> str:
         "gpipe m=p",
         "flush m=p",
         "flush m=4p",
-        "1f1b",
+        "pipedream",
         "2bw",
-        "1f1b, replicas",
+        "pipedream, replicas",
         "plan",
         "thesis",
     ]

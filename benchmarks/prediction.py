@@ -44,7 +44,7 @@ from penstock.simulating import evaluate
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import BYTES, GPT, loss_fn
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "2bw")
 MICROBATCH_SIZE, LARGE_SIZE = 2, 8
 CONTEXT, WIDTH, HEADS, BLOCKS = 128, 256, 8, 12
 MICROBATCHES_PER_PROCESS = 4

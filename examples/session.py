@@ -31,8 +31,10 @@ def option_parser(description: str) -> argparse.ArgumentParser:
     """The options that every example takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, help="a YAML file with options by name; the command line comes first")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b-flush")
-    parser.add_argument("--vertical-sync", action="store_true", help="one weight version at all stages (1f1b only)")
+    parser.add_argument("--schedule", metavar="NAME", default="1f1b-flush", help=", ".join(SCHEDULES))
+    parser.add_argument(
+        "--vertical-sync", action="store_true", help="one weight version at all stages (pipedream only)"
+    )
     parser.add_argument("--stages", type=int, help="all stages (one for each process; interleaved and zb-v: two)")
     parser.add_argument("--microbatches", type=int, default=4, help="pieces that a minibatch is cut into")
     parser.add_argument("--plan", type=Path, help="a plan's file to use as it is, instead of making a plan")

@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer for each stage; `schedule` 'vertical' is `1f1b` with vertical sync."""
+    """One layer for each stage; `schedule` 'vertical' is `pipedream` with vertical sync."""
 
     schedule: str
     replicas: tuple[int, ...]
@@ -88,7 +88,7 @@ class Setting:
         plan = penstock.Plan.uniform(
             stages,
             stages,
-            schedule="1f1b" if self.schedule == "vertical" else self.schedule,
+            schedule="pipedream" if self.schedule == "vertical" else self.schedule,
             microbatches=MICROBATCHES,
             stages_per_rank=per_rank,
             vertical_sync=self.schedule == "vertical",

@@ -82,7 +82,7 @@ def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dty
         "loss_fn": F.cross_entropy,
         "optimizer": models.momentum,
         "autocast": dtype,
-        "schedule": "1f1b" if schedule == "vertical" else schedule,
+        "schedule": "pipedream" if schedule == "vertical" else schedule,
         "vertical_sync": schedule == "vertical",
         "stages": stages,
         "microbatches": microbatches,

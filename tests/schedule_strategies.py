@@ -10,7 +10,7 @@ from penstock.scheduling.schedules import Schedule
 
 __all__ = ["replicated_schedules", "schedules", "waiting_schedules"]
 
-METHODS = ["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]
+METHODS = ["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]
 
 
 @st.composite
@@ -22,7 +22,7 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
         groups = draw(st.integers(1, max(1, most_microbatches // ranks)))
         return Schedule(method, ranks, ranks * groups, draw(st.integers(1, 3)))
     least = ranks if method == "2bw" else 1
-    sync = method == "1f1b" and draw(st.booleans())
+    sync = method == "pipedream" and draw(st.booleans())
     microbatches = draw(st.integers(least, max(least, most_microbatches)))
     return Schedule(method, ranks, microbatches, 2 if method == "zb-v" else 1, vertical_sync=sync)
 
@@ -31,8 +31,8 @@ def schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Sched
 def waiting_schedules(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> Schedule:
     """Schedules without replicas whose updates need what other stages know: tied gradients, or norms."""
     made = draw(schedules(most_ranks, most_microbatches))
-    norms = made.method == "1f1b" or draw(st.booleans())
-    return replace(made, norms=norms, ties=() if made.method == "1f1b" else draw(_ties(range(made.stages))))
+    norms = made.method == "pipedream" or draw(st.booleans())
+    return replace(made, norms=norms, ties=() if made.method == "pipedream" else draw(_ties(range(made.stages))))
 
 
 def _ties(stages: Sequence[int]) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
@@ -49,7 +49,7 @@ def replicated_schedules(draw: st.DrawFn, most_stages: int, most_replicas: int, 
     method = draw(st.sampled_from(METHODS))
     stages = draw(st.integers(1, most_stages))
     split = draw(st.booleans())
-    sync = method == "1f1b" and draw(st.booleans())
+    sync = method == "pipedream" and draw(st.booleans())
     counts = st.integers(1, most_replicas)
     alike = method in ("interleaved", "zb-v") or (sync and not split) or draw(st.booleans())
     replicas = [draw(counts)] * stages if alike else [draw(counts) for _ in range(stages)]

@@ -58,7 +58,7 @@ def predictions(draw, ranks):
 @st.composite
 def plans(draw):
     """Straight and replicated plans, and such of several stages per rank, with and without a prediction."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "1f1b", "2bw"]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "pipedream", "2bw"]))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     parallel = draw(st.integers(1, 2))
     if schedule in ("interleaved", "zb-v"):

@@ -29,7 +29,7 @@ def test_the_simulator_gives_the_bubbles_of_the_papers(ranks: int, microbatches:
         assert lengthening(Schedule(method, ranks, microbatches)) == pytest.approx(expected)
     interleaved = Schedule("interleaved", ranks, ranks * 4, 2)
     assert lengthening(interleaved) == pytest.approx(flush_lengthening(ranks, ranks * 4, 2))
-    assert lengthening(Schedule("1f1b", ranks, microbatches)) == 1.0
+    assert lengthening(Schedule("pipedream", ranks, microbatches)) == 1.0
 
 
 def test_an_ideal_step_is_a_share_of_the_single_one() -> None:

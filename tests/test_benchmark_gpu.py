@@ -197,7 +197,7 @@ def test_all_train_alike(told: dict[str, Any]) -> None:
     assert losses[0] > losses[1] > losses[2]
     for row in rows:
         match row["name"]:
-            case "penstock 1f1b":
+            case "penstock pipedream":
                 # It updates within a step.
                 assert row["losses"][2] < losses[2]
             case "penstock 2bw":

@@ -50,7 +50,7 @@ def test_throughput(pool: Pool, tmp_path: Path) -> None:
     report = tmp_path / "rounds.json"
     told = run(pool, "throughput", report, Setting(JOBS["nano"], 2, 4), None, 1, QUICK, report)
 
-    delayed = {name for name in told["times"] if name.startswith(("penstock 2bw", "penstock 1f1b"))}
+    delayed = {name for name in told["times"] if name.startswith(("penstock 2bw", "penstock pipedream"))}
     delayed -= {name for name in delayed if "flush" in name}
     assert len(delayed) == 4
     assert len(told["times"]) - len(delayed) > 15

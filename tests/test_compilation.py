@@ -62,11 +62,11 @@ def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str,
 @pytest.mark.parametrize(
     ("case", "graphs"),
     [
-        (Case("perceptron", "1f1b", 4, 8), 4),
+        (Case("perceptron", "pipedream", 4, 8), 4),
         (Case("perceptron", "2bw", 3, 4, drain_after=(2,)), 3),
         (Case("perceptron", "interleaved", 2, 4, stages_per_rank=2), 4),
         (Case("skipping", "vertical", 3, 4, "adamw"), 3),
-        (Case("perceptron", "1f1b", 2, 4, replicas=(2, 1)), 2),
+        (Case("perceptron", "pipedream", 2, 4, replicas=(2, 1)), 2),
     ],
     ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else "",
 )
@@ -80,9 +80,9 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
     ("case", "recompute", "graphs"),
     [
         # Each of the seven random layers is a part of its own; the linear one at the end is another.
-        (Case("layered", "1f1b", 2, 4), True, 8),
+        (Case("layered", "pipedream", 2, 4), True, 8),
         (Case("layered", "2bw", 2, 4), "layers", 8),
-        (Case("normalized", "1f1b", 2, 4), None, 8),
+        (Case("normalized", "pipedream", 2, 4), None, 8),
     ],
     ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
 )
@@ -152,7 +152,9 @@ def test_what_cannot_be_one_graph_runs_as_several(counter: Counter) -> None:
 
 def test_another_batch_size_takes_one_more_graph(counter: Counter) -> None:
     """The first other size makes the graph one for all sizes."""
-    assert_alike(lambda: [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)], [16, 12, 8, 16, 13], counter, schedule="1f1b")
+    assert_alike(
+        lambda: [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)], [16, 12, 8, 16, 13], counter, schedule="pipedream"
+    )
 
     # Two of each stage in training, one in evaluation.
     assert counter.graphs == 6

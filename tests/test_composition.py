@@ -46,9 +46,9 @@ def activation_bytes(run: Run) -> int:
 
 SPLIT = (
     Run("split_columns_and_rows", lanes=2),
-    Run("split_columns_and_rows", "1f1b", lanes=2, vertical_sync=True),
+    Run("split_columns_and_rows", "pipedream", lanes=2, vertical_sync=True),
     Run("split_columns_and_rows", "2bw", lanes=2, recompute="layers"),
-    Run("split_sequence", "1f1b", lanes=2),
+    Run("split_sequence", "pipedream", lanes=2),
     Run("split_logits", lanes=2),
 )
 
@@ -89,7 +89,7 @@ def test_fully_sharded_replicas_are_one_device_bit_for_bit(pool: Pool, run: Run)
 
 LANES_AND_REPLICAS = (
     Run("split_columns_and_rows", stages=1, lanes=2, replicas=2),
-    Run("split_sequence", "1f1b", stages=1, lanes=2, replicas=2, microbatches=5),
+    Run("split_sequence", "pipedream", stages=1, lanes=2, replicas=2, microbatches=5),
     Run("split_columns_and_rows", "2bw", stages=1, lanes=2, replicas=2, split=True),
     Run("split_and_shard", stages=1, lanes=2, replicas=2),
 )
@@ -102,7 +102,7 @@ def test_replicas_of_several_lanes_sum_their_shards(pool: Pool, run: Run) -> Non
 
 CLIPPED = (
     Run("split_columns_and_rows", lanes=2, most=0.5),
-    Run("split_sequence", "1f1b", lanes=2, most=0.5),
+    Run("split_sequence", "pipedream", lanes=2, most=0.5),
     Run("split_columns_and_rows", "2bw", lanes=2, most=0.5, scales=True),
     Run("shard_blocks", replicas=2, most=0.5),
     Run("shard_some", "interleaved", stages=4, replicas=2, most=0.5, scales=True),

@@ -30,7 +30,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-ALONE = ("--stages", "1", *(f"--only=digits/adamw/{name}" for name in ("data", "one", "flush/", "1f1b", "2bw/")))
+ALONE = ("--stages", "1", *(f"--only=digits/adamw/{name}" for name in ("data", "one", "flush/", "pipedream", "2bw/")))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def digests(results: Path, task: str, stages: int) -> dict[str, str]:
 def test_every_method_learns(results: Path) -> None:
     records = [one for one in read(results).values() if one["task"] == "gpt"]
 
-    # Without BatchNorm there is no need of a control for 1f1b.
+    # Without BatchNorm there is no need of a control for pipedream.
     assert {one["method"] for one in records} == METHODS.keys() - {"one device"}
     assert not [one["key"] for one in records if one["diverged"] or not one["final"] < one["validation"][0][1]]
 
@@ -73,7 +73,7 @@ def test_four_stages_make_each_method_another_training(results: Path) -> None:
 def test_one_stage_leaves_nothing_stale_but_2bw(results: Path) -> None:
     found = digests(results, "digits", 1)
 
-    names = ("1f1b", "1f1b, vertical sync", "1f1b, no stashing", "1f1b, weight prediction")
+    names = ("pipedream", "pipedream, vertical sync", "pipedream, no stashing", "pipedream, weight prediction")
     assert {found[name] for name in names} == {found["one device"]}
     assert found["2bw"] != found["data parallelism"]
 

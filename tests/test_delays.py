@@ -51,8 +51,8 @@ def test_updates_that_wait_are_no_later_in_numbers(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("schedule", "delays"),
     [
-        (Schedule("1f1b", 4, 8), (3, 2, 1, 0)),
-        (Schedule("1f1b", 4, 8, vertical_sync=True), (3, 3, 3, 3)),
+        (Schedule("pipedream", 4, 8), (3, 2, 1, 0)),
+        (Schedule("pipedream", 4, 8, vertical_sync=True), (3, 3, 3, 3)),
         (Schedule("2bw", 4, 8), (1, 1, 1, 1)),
         (Schedule("2bw", 1, 1), (1,)),
         (Schedule("1f1b-flush", 4, 8), (0, 0, 0, 0)),

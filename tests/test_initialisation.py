@@ -113,7 +113,7 @@ def expected_of(case: Case) -> tuple[tuple[float, ...], dict[str, Tensor]]:
 
 def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
     """Traced, with BatchNorm and dropout, and in layers."""
-    for case in (Case("normalized", "2bw", 3, 4), Case("layered", "1f1b", 4, 4), Case("layered", "gpipe", 1, 4)):
+    for case in (Case("normalized", "2bw", 3, 4), Case("layered", "pipedream", 4, 4), Case("layered", "gpipe", 1, 4)):
         losses, state, held = train_from_nothing(case)
         wanted, weights = expected_of(case)
         assert losses[:-1] == wanted
@@ -121,7 +121,7 @@ def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
         assert len(held) == len(list(case.build().parameters()))
 
 
-@pytest.mark.parametrize("case", [Case("layered", "2bw", 3, 4), Case("layered", "1f1b", 2, 4, replicas=(2, 1))])
+@pytest.mark.parametrize("case", [Case("layered", "2bw", 3, 4), Case("layered", "pipedream", 2, 4, replicas=(2, 1))])
 def test_processes_make_the_weights_of_their_own_stages(case: Case, pool: Pool) -> None:
     wanted, weights = expected_of(case)
     results = pool.run(3, train_from_nothing, case)

@@ -8,7 +8,7 @@ from penstock.scheduling.actions import Compute, Receive, Send, format_programs,
 from penstock.scheduling.arrivals import longest_wait
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.methods import Drain, Shape, Step
-from penstock.scheduling.orders import GPIPE, INTERLEAVED, ONE_F_ONE_B, TWO_BW
+from penstock.scheduling.orders import GPIPE, INTERLEAVED, PIPEDREAM, TWO_BW
 from penstock.scheduling.placements import Placement
 
 
@@ -54,7 +54,7 @@ def test_one_stage_has_no_messages() -> None:
 
 
 @given(
-    st.sampled_from([GPIPE, ONE_F_ONE_B, TWO_BW, INTERLEAVED]),
+    st.sampled_from([GPIPE, PIPEDREAM, TWO_BW, INTERLEAVED]),
     st.integers(1, 5),
     st.integers(1, 3),
     st.integers(0, 3),
@@ -79,7 +79,7 @@ def _concerns(compute, message, source: int) -> bool:
     return str(compute).startswith(f"{message.stage}{letter}{message.microbatch}@")
 
 
-@pytest.mark.parametrize("method", [GPIPE, ONE_F_ONE_B, TWO_BW])
+@pytest.mark.parametrize("method", [GPIPE, PIPEDREAM, TWO_BW])
 def test_lowering_parts_is_lowering_the_whole(method) -> None:
     shape = Shape(Placement.straight(3), 4)
     parts = [*(Step(minibatch) for minibatch in range(3)), Drain(3)]

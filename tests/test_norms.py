@@ -21,7 +21,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from schedule_strategies import replicated_schedules, schedules
 
-LAGGED = Schedule("1f1b", 3, 1, norms=True)
+LAGGED = Schedule("pipedream", 3, 1, norms=True)
 
 
 def normed(schedule: Schedule) -> Schedule | None:
@@ -29,7 +29,7 @@ def normed(schedule: Schedule) -> Schedule | None:
     try:
         return replace(schedule, norms=True)
     except ScheduleError:
-        assert schedule.method == "1f1b"
+        assert schedule.method == "pipedream"
         assert not schedule.placement.equal(range(schedule.stages))
         return None
 
@@ -79,7 +79,7 @@ def test_two_bw_tells_behind_the_last_backward_and_hears_before_the_next_forward
 
 
 def test_one_f_one_b_hears_of_later_stages_now_and_of_earlier_ones_two_updates_late() -> None:
-    assert format_programs(Schedule("1f1b", 2, 1, norms=True).program(3)) == (
+    assert format_programs(Schedule("pipedream", 2, 1, norms=True).program(3)) == (
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0N1<1 0N1>1 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0N2<1 0N2>1 0U2<0 "
         "0R2<1 0B2@1 0N3<1 0N3>1 0U3<1\n"
         "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1N1>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1N2>0 1U2<1 1N1<0 1R2<0 1F2@2 1B2@2 "
@@ -108,7 +108,7 @@ def test_a_drain_receives_what_no_update_reads() -> None:
 def test_what_is_known() -> None:
     assert known_norms(Schedule("gpipe", 3, 1, norms=True), 1, 4) == ((0, 4), (1, 4), (2, 4))
     assert known_norms(Schedule("2bw", 3, 3, norms=True), 2, 4) == ((0, 4), (1, 4), (2, 4))
-    assert known_norms(Schedule("1f1b", 3, 3), 2, 4) == ()
+    assert known_norms(Schedule("pipedream", 3, 3), 2, 4) == ()
     assert [known_norms(LAGGED, 2, version) for version in (1, 2, 3, 4, 5)] == [
         ((2, 1),),
         ((2, 2),),
@@ -171,13 +171,13 @@ def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
         }
 
     assert starts(made) == starts(schedule)
-    if schedule.method == "1f1b":
+    if schedule.method == "pipedream":
         seconds_of = [execute(tried.program(steps), tried.placement, costs).seconds for tried in (made, schedule)]
         assert seconds_of[0] == seconds_of[1]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["1f1b", "2bw"]), st.integers(2, 4), st.integers(2, 3))
+@given(st.data(), st.sampled_from(["pipedream", "2bw"]), st.integers(2, 4), st.integers(2, 3))
 def test_norms_of_parallel_pipelines_add_no_stall(data: st.DataObject, method: str, stages: int, replicas: int) -> None:
     ranks = stages * replicas
     placement = Placement(tuple(tuple(range(first, first + replicas)) for first in range(0, ranks, replicas)))
@@ -269,7 +269,7 @@ def test_pictures_show_them_like_other_messages() -> None:
             "1N4<0 on rank 1",
         ),
         (
-            Schedule("1f1b", 3, 1),
+            Schedule("pipedream", 3, 1),
             "0B3@1 0U4<1",
             "0B3@1 0N4>1 0U4<1",
             "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
@@ -284,7 +284,7 @@ def test_a_broken_exchange_is_caught(schedule: Schedule, old: str, new: str, law
         verify_programs(parse_programs(text.replace(old, new)), schedule, 4)
 
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"schedule '1f1b' breaks a law: {law}"
+    assert lines[0] == f"schedule 'pipedream' breaks a law: {law}"
     assert lines[2] == f"  expected: {expected}"
 
 
@@ -298,14 +298,14 @@ def test_a_rank_that_waits_for_an_earlier_stage_too_soon_stands_still() -> None:
 def test_stages_of_unequal_replicas_cannot_know_in_time() -> None:
     placement = Placement(((0, 1), (2,)))
     with pytest.raises(ScheduleError) as caught:
-        Schedule.placed("1f1b", placement, 2, norms=True)
+        Schedule.placed("pipedream", placement, 2, norms=True)
 
     assert str(caught.value) == (
-        "schedule '1f1b': norms need equally many replicas of every stage, got 2-1: stages that update after different "
-        "numbers of microbatches have no common update; give them equal numbers, let replicas split microbatches, drop "
-        "norms, or choose another schedule"
+        "schedule 'pipedream': norms need equally many replicas of every stage, got 2-1: stages that update after "
+        "different numbers of microbatches have no common update; give them equal numbers, let replicas split "
+        "microbatches, drop norms, or choose another schedule"
     )
-    verify(Schedule.placed("1f1b", replace(placement, split=True), 2, norms=True))
+    verify(Schedule.placed("pipedream", replace(placement, split=True), 2, norms=True))
 
 
 def test_tied_gradients_of_replicas_are_whole_too_late_for_norms() -> None:

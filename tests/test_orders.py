@@ -13,8 +13,8 @@ from penstock.scheduling.orders import (
     forward_only,
     gpipe,
     interleaved,
-    one_f_one_b,
     one_f_one_b_flush,
+    pipedream,
     spp,
     two_bw,
 )
@@ -164,8 +164,8 @@ def test_forward_only_table() -> None:
     assert drawn_table(forward_only) == table
 
 
-def test_one_f_one_b_table() -> None:
-    schedule = Schedule("1f1b", 3, 1)
+def test_pipedream_table() -> None:
+    schedule = Schedule("pipedream", 3, 1)
     steps = tuple(tuple(a for t in range(4) for a in schedule.step(t)[rank]) for rank in range(3))
     table = [
         "rank 0 F0(0) F1(0) F2(0) B0(0) F3(1) B1(0) | B2(0) B3(1)",
@@ -174,9 +174,9 @@ def test_one_f_one_b_table() -> None:
     ]
 
     assert draw_parts([steps, schedule.drain(4)], with_version) == table
-    assert drawn_table(one_f_one_b) == table
+    assert drawn_table(pipedream) == table
     # Four microbatches in one step are the same program.
-    assert Schedule("1f1b", 3, 4).program(1) == schedule.program(4)
+    assert Schedule("pipedream", 3, 4).program(1) == schedule.program(4)
 
 
 def test_two_bw_table() -> None:
@@ -222,7 +222,7 @@ def test_spp_in_flight(stages: int, microbatches: int, in_flight: tuple[int, ...
 @pytest.mark.parametrize(("vertical_sync", "versions"), [(False, [1, 2, 3, 4]), (True, [1, 1, 1, 1])])
 def test_versions_of_the_fifth_input_on_four_stages(vertical_sync: bool, versions: list[int]) -> None:
     """Specs section 2.4: input 5 (from 1) reads the weights made by inputs 1, 2, 3 and 4 on stages 0 to 3."""
-    programs = Schedule("1f1b", 4, 1, vertical_sync=vertical_sync).program(5)
+    programs = Schedule("pipedream", 4, 1, vertical_sync=vertical_sync).program(5)
 
     assert [a.version for row in programs for a in row if isinstance(a, Forward) and a.microbatch == 4] == versions
     assert [a.version for row in programs for a in row if isinstance(a, Backward) and a.microbatch == 4] == versions
@@ -249,8 +249,8 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
             yield Schedule("spp", ranks, microbatches)
             yield Schedule("zb-h1", ranks, microbatches)
             yield Schedule("zb-v", ranks, microbatches, 2)
-            yield Schedule("1f1b", ranks, microbatches)
-            yield Schedule("1f1b", ranks, microbatches, vertical_sync=True)
+            yield Schedule("pipedream", ranks, microbatches)
+            yield Schedule("pipedream", ranks, microbatches, vertical_sync=True)
             if microbatches >= ranks:
                 yield Schedule("2bw", ranks, microbatches)
             if microbatches % ranks == 0:
@@ -289,10 +289,10 @@ def test_in_flight_in_closed_form() -> None:
     assert Schedule("gpipe", 4, 9).promise.in_flight == (9, 9, 9, 9)
     assert Schedule("1f1b-flush", 4, 9).promise.in_flight == (4, 3, 2, 1)
     assert Schedule("1f1b-flush", 4, 2).promise.in_flight == (2, 2, 2, 1)
-    assert Schedule("1f1b", 4, 1).promise.in_flight == (4, 3, 2, 1)
+    assert Schedule("pipedream", 4, 1).promise.in_flight == (4, 3, 2, 1)
     assert Schedule("2bw", 4, 4).promise.in_flight == (4, 3, 2, 1)
-    assert Schedule("1f1b", 4, 1).promise.versions == (4, 3, 2, 1)
-    assert Schedule("1f1b", 4, 1, vertical_sync=True).promise.versions == (4, 4, 4, 4)
+    assert Schedule("pipedream", 4, 1).promise.versions == (4, 3, 2, 1)
+    assert Schedule("pipedream", 4, 1, vertical_sync=True).promise.versions == (4, 4, 4, 4)
     assert Schedule("2bw", 4, 4).promise.versions == (2, 2, 2, 2)
     assert Schedule("interleaved", 4, 8, 2).promise.versions == (1,) * 8
 
@@ -325,7 +325,7 @@ def test_time_of_interleaving(p: int, v: int, m: int) -> None:
     assert span == m * (forward + backward) + (p - 1) * (forward + backward) / v
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("method", ["pipedream", "2bw"])
 def test_no_rank_waits_in_steady_state(method: str) -> None:
     """Without a flush, a minibatch more costs exactly its own work."""
     for p in range(1, 7):

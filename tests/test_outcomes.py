@@ -85,7 +85,7 @@ TWO = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
             "fill and drain of the pipeline (75% of the time; the busiest is stage 0 (compute 25% of the time))",
         ),
         (
-            Plan.uniform(2, 2, "1f1b", 4),
+            Plan.uniform(2, 2, "pipedream", 4),
             make_profile((1, 1, 0, 0, 0), (1, 1, 0, 0, 0)),
             Cluster.uniform(2, 1.0, latency_seconds=10.0),
             "round trips between the stages (83% of the time; the busiest is stage 0 (compute 17% of the time))",

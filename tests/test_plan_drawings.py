@@ -37,7 +37,11 @@ def words(picture: str) -> list[str]:
 
 
 REPLICATED = Plan(
-    (Stage(0, 5, (0, 1)), Stage(5, 8, (2,)), Stage(8, 12, (3,))), "1f1b", 8, 8, predicted=predicted(8e9, 8e9, 17e9, 4e9)
+    (Stage(0, 5, (0, 1)), Stage(5, 8, (2,)), Stage(8, 12, (3,))),
+    "pipedream",
+    8,
+    8,
+    predicted=predicted(8e9, 8e9, 17e9, 4e9),
 )
 SERVERS = Cluster.hierarchical([(2, 12e9), (2, 1.25e9)], 16e9)
 
@@ -87,7 +91,7 @@ def test_levels_and_cuts_have_their_numbers() -> None:
     assert {"layers 0\N{EN DASH}4", "layers 5\N{EN DASH}7", "15 ms, 500 MB"} <= set(told)
     # From either replica of stage 0 over the slow link; from stage 1 to stage 2 over the fast one.
     assert [text for text in told if text in ("4 MB", "3.2 ms", "333 us")] == ["4 MB", "3.2 ms", "4 MB", "333 us"]
-    assert told[0] == "1f1b: 3 stages, 8 microbatches of 8, 4 of 4 devices"
+    assert told[0] == "pipedream: 3 stages, 8 microbatches of 8, 4 of 4 devices"
     assert told[1] == (
         "predicted: 100 ms a minibatch, 800 samples/s, bubble 12.5% of wall time, peak memory 17 GB, limited by stage 1"
     )

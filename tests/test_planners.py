@@ -21,7 +21,7 @@ FOUR = Cluster.uniform(4, 1e9)
         ("gpipe", 1, (8 + 4 - 1) * 6.0, 3 / 11),
         ("1f1b-flush", 1, (8 + 4 - 1) * 6.0, 3 / 11),
         ("interleaved", 2, (8 + 3 / 2) * 6.0, 1.5 / 9.5),
-        ("1f1b", 1, 8 * 6.0, 0.0),
+        ("pipedream", 1, 8 * 6.0, 0.0),
         ("2bw", 1, 8 * 6.0, 0.0),
     ],
 )
@@ -49,8 +49,8 @@ def test_peak_bytes_count_what_is_in_flight_and_every_copy_of_the_weights():
     assert peaks("gpipe", microbatches=8) == (7 * 20 + 800,) * 4
     assert peaks("1f1b-flush", microbatches=8) == tuple((4 - s) * 20 + 800 for s in range(4))
     assert peaks("1f1b-flush", microbatches=2) == (20 + 800,) * 4
-    assert peaks("1f1b") == tuple((3 - s) * 20 + (4 - s + 3) * 200 for s in range(4))
-    assert peaks("1f1b", vertical_sync=True) == tuple((3 - s) * 20 + 7 * 200 for s in range(4))
+    assert peaks("pipedream") == tuple((3 - s) * 20 + (4 - s + 3) * 200 for s in range(4))
+    assert peaks("pipedream", vertical_sync=True) == tuple((3 - s) * 20 + 7 * 200 for s in range(4))
     assert peaks("2bw", microbatches=4) == tuple((4 - s) * 20 + 1000 for s in range(4))
     assert peaks("2bw", microbatches=4, optimizer_copies=0) == tuple((4 - s) * 20 + 600 for s in range(4))
     assert peaks("interleaved", microbatches=8) == tuple((2 * (3 - r) + 5) * 10 + 800 for r in range(4))

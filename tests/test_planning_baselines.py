@@ -71,7 +71,7 @@ def test_pipedream_keeps_its_partition_under_a_flush():
     for _ in range(60):
         profile = profile_of(random_layers(generator, generator.randint(1, 6)))
         cluster = Cluster.uniform(generator.randint(1, 5), generator.randint(1, 9))
-        plan = plan_synchronous_pipedream(profile, cluster, Request("1f1b", 12))
+        plan = plan_synchronous_pipedream(profile, cluster, Request("pipedream", 12))
 
         assert shape(plan) == shape(partition(profile, cluster))
         assert (plan.schedule, plan.routing) == ("1f1b-flush", "round-robin")

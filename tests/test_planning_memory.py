@@ -12,7 +12,7 @@ from penstock.scheduling.schedules import schedule
 from penstock.values import LayerProfile, Plan, Profile, Stage
 
 FLUSHING = [("gpipe", False), ("1f1b-flush", False), ("spp", False), ("zb-h1", False)]
-METHODS = [*FLUSHING, ("1f1b", False), ("1f1b", True), ("2bw", False)]
+METHODS = [*FLUSHING, ("pipedream", False), ("pipedream", True), ("2bw", False)]
 
 
 @pytest.mark.parametrize(("method", "vertical_sync"), METHODS)
@@ -39,7 +39,7 @@ def pipeline(replicas, tensor_parallel=1, lengths=None):
 
 
 @pytest.mark.parametrize("routing", ["round-robin", "split"])
-@pytest.mark.parametrize(("method", "vertical_sync"), [pair for pair in METHODS if pair != ("1f1b", True)])
+@pytest.mark.parametrize(("method", "vertical_sync"), [pair for pair in METHODS if pair != ("pipedream", True)])
 def test_planner_and_schedule_agree_on_replicated_stages(method, vertical_sync, routing):
     """All pipelines of up to three stages with up to three replicas; a layer saves 6 bytes and has 60 of weights."""
     for replicas in [shape for count in (1, 2, 3) for shape in product((1, 2, 3), repeat=count)]:
@@ -78,7 +78,7 @@ def test_a_stage_of_replicas_counts_the_workers_behind_it():
     for replicas, expected in [((2, 1), [2, 1]), ((15, 1), [2, 1]), ((2, 1, 1), [2, 2, 1]), ((1,) * 4, [4, 3, 2, 1])]:
         behind, found = sum(replicas), []
         for count in replicas:
-            found.append(live_counts("1f1b", 1, count, behind, sum(replicas))[0])
+            found.append(live_counts("pipedream", 1, count, behind, sum(replicas))[0])
             behind -= count
         assert found == expected
 

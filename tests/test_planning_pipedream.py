@@ -295,7 +295,9 @@ def test_a_memory_limit_moves_the_cuts():
     assert cuts(40) == [2, 4]
     assert cuts(39) == [1, 4]
     needed = "at most 29 B on each of 2 devices, found that the rank that needs most takes 30 B at the least"
-    with pytest.raises(PlanError, match=f"nothing fits: .* under 1f1b with {needed}. It would fit with recompute=True"):
+    with pytest.raises(
+        PlanError, match=f"nothing fits: .* under pipedream with {needed}. It would fit with recompute=True"
+    ):
         cuts(29)
 
 

@@ -37,7 +37,7 @@ def profiles(draw):
 requests = st.one_of(
     st.builds(
         Request,
-        schedule=st.sampled_from(("gpipe", "1f1b-flush", "spp", "1f1b", "2bw")),
+        schedule=st.sampled_from(("gpipe", "1f1b-flush", "spp", "pipedream", "2bw")),
         microbatches=st.integers(1, 9),
         straight=st.booleans(),
         vertical_sync=st.booleans(),

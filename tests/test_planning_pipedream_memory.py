@@ -26,7 +26,7 @@ from penstock.planning.requests import Request
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.quantities import bytes_text
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "pipedream", "2bw")
 MODELS = ("ring", "shared", "released")
 
 
@@ -54,7 +54,7 @@ def live(request, r, behind, workers):
         "gpipe": (m, 1),
         "1f1b-flush": (min(m, deep), 1),
         "spp": (min(m, 4 * deep - 3), 1),
-        "1f1b": (deep, ceil(workers / r) if request.vertical_sync else deep),
+        "pipedream": (deep, ceil(workers / r) if request.vertical_sync else deep),
         "2bw": (deep, 2),
     }[request.schedule]
 
@@ -288,7 +288,13 @@ def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_ran
 def test_two_ways_to_solve_a_flat_machine_agree_on_measured_profiles(model, allreduce):
     """Thresholds, and the recurrence as written, for every schedule and four limits that some plan just meets."""
     profile = Profile.from_pipedream(Path(__file__).parent / "data" / "pipedream" / model / "graph.txt")
-    for schedule, recompute in (("1f1b", False), ("1f1b", True), ("gpipe", False), ("spp", True), ("2bw", False)):
+    for schedule, recompute in (
+        ("pipedream", False),
+        ("pipedream", True),
+        ("gpipe", False),
+        ("spp", True),
+        ("2bw", False),
+    ):
         costs, level = chain_costs(profile, recompute=recompute), Level(8, 1.25e9, allreduce)
         least = least_worst_bytes(costs, 8, Room(0.0, schedule, 32, 8))
         for share in (0.999, 1.0, 1.3, 3.0):

@@ -68,7 +68,7 @@ def test_unequal_replicas_are_predicted_on_the_safe_side(microbatches):
     assert found.minibatch_seconds >= simulate(plan, profile, cluster, minibatches=1).seconds * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 1), ("1f1b", 3), ("2bw", 2)])
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 1), ("pipedream", 3), ("2bw", 2)])
 def test_asynchronous_schedules_have_no_fill(schedule, replicas):
     plan = equal_plan(schedule, 2, replicas, 12)
     found = predicted(plan, free_profile(2), Cluster.uniform(2 * replicas, 1e9))

@@ -572,7 +572,7 @@ def test_nothing_fits_says_how_large_the_batch_would_be():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"request": request("1f1b")}, "schedule: expected one of 2bw, 1f1b-flush, gpipe"),
+        ({"request": request("pipedream")}, "schedule: expected one of 2bw, 1f1b-flush, gpipe"),
         ({"request": request(stages=5)}, "stages: expected at most 4"),
         ({"request": request(allreduce="released")}, "allreduce: expected ring or shared"),
         ({"batch_size": 0}, "batch_size: expected a whole number"),

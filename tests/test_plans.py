@@ -35,14 +35,14 @@ def test_uniform_stages_differ_by_one_layer_and_the_longer_come_first(ranks, per
 def test_a_plan_prints_as_a_table():
     plan = Plan(
         (Stage(0, 9, tuple(range(15))), Stage(9, 11, (15,))),
-        "1f1b",
+        "pipedream",
         microbatches=2,
         microbatch_size=64,
         predicted=Prediction(0.5, 256.0, 0.25, (2e9,) * 16, 0.125),
     )
 
     assert str(plan) == (
-        "1f1b: 2 microbatches of 64, ranks: 16\n"
+        "pipedream: 2 microbatches of 64, ranks: 16\n"
         "stage  layers   ranks\n"
         "    0  [0, 9)   ranks 0-14\n"
         "    1  [9, 11)  rank 15\n"
@@ -155,7 +155,10 @@ HEAD = "format: penstock-plan/1\n"
             HEAD + "stages:\n- {start: 0, stop: 2, ranks: [0]}\n- {start: 3, stop: 4, ranks: [1]}",
             r"stages\[1\].start: expected 2 ",
         ),
-        (HEAD + "schedule: 1f1p\nstages: [{start: 0, stop: 2, ranks: [0]}]", "schedule: .*Did you mean '1f1b'"),
+        (
+            HEAD + "schedule: pipedraem\nstages: [{start: 0, stop: 2, ranks: [0]}]",
+            "schedule: .*Did you mean 'pipedream'",
+        ),
         (HEAD + "microbatch: 2\nstages: [{start: 0, stop: 2, ranks: [0]}]", "unknown key 'microbatch'.*microbatches"),
         (HEAD + "vertical_sync: 1\nstages: [{start: 0, stop: 2, ranks: [0]}]", "vertical_sync: expected true or false"),
         (

@@ -20,7 +20,7 @@ from processes import Pool
 from recompute_jobs import train
 from training import Case, count_tensors, run_reference
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw")
 
 reference = cache(run_reference)
 
@@ -35,7 +35,7 @@ CASES = [
     *(Case("layered", "interleaved", ranks, 2 * ranks, stages_per_rank=2) for ranks in (1, 2, 4)),
     *(Case("normalized", schedule, 2, 4) for schedule in ("gpipe", "2bw")),
     *(Case("skipping", schedule, 3, 4, "adamw") for schedule in ("1f1b-flush", "vertical")),
-    *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "1f1b", "2bw")),
+    *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "pipedream", "2bw")),
     *(Case("layered", "spp", 2, 4, replicas=replicas, split=True) for replicas in ((1, 2), (2, 3))),
 ]
 
@@ -71,7 +71,7 @@ def test_the_bits_are_those_of_the_oracle(case: Case, recompute: object) -> None
 def test_the_bits_are_those_of_the_oracle_in_several_processes(pool: Pool) -> None:
     """Each rank with its part; replicas among them, whose gradients leave in the backward that recomputes."""
     cases = [
-        Case("layered", "1f1b", 3, 4),
+        Case("layered", "pipedream", 3, 4),
         Case("layered", "2bw", 2, 4, replicas=(2, 1)),
         Case("layered", "gpipe", 2, 4, replicas=(1, 2), split=True),
         DIVIDED[-2],
@@ -256,7 +256,7 @@ def count_forwards(schedule: str, recompute: object) -> list[int]:
 def test_a_backward_at_once_recomputes_nothing() -> None:
     for recompute in (True, "layers"):
         assert count_forwards("gpipe", recompute) == [8, 8, 8]
-        for schedule in ("1f1b-flush", "1f1b", "2bw"):
+        for schedule in ("1f1b-flush", "pipedream", "2bw"):
             assert count_forwards(schedule, recompute) == [8, 8, 4]
     assert count_forwards("gpipe", {1}) == [4, 8, 4]
     assert count_forwards("gpipe", None) == [4, 4, 4]

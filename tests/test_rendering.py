@@ -142,9 +142,9 @@ rank 3 stage 3  6 [2] 7 [3]                        [4][5][6][7]U.  .  .
 
 def test_picture_of_weight_stashing() -> None:
     assert (
-        render(Schedule("1f1b", 4, 1))
+        render(Schedule("pipedream", 4, 1))
         == """\
-1f1b: 4 ranks, 1 microbatch a minibatch; 8 minibatches drawn
+pipedream: 4 ranks, 1 microbatch a minibatch; 8 minibatches drawn
 bubble: 0.0% of wall time while the pipe is full; 27.3% of this picture, with fill and drain
 microbatches in flight, rank by rank: 4 3 2 1
 weight versions, rank by rank: 4 3 2 1
@@ -161,9 +161,9 @@ rank 3  .    .    .    0   [0  ]U1   [1  ]U2   [2  ]U3   [3  ]U4   [4  ]U5   [5 
 
 def test_picture_of_weight_stashing_with_vertical_sync() -> None:
     assert (
-        render(Schedule("1f1b", 4, 8, vertical_sync=True))
+        render(Schedule("pipedream", 4, 8, vertical_sync=True))
         == """\
-1f1b: 4 ranks, 8 microbatches a minibatch, vertical sync; 1 minibatch drawn
+pipedream: 4 ranks, 8 microbatches a minibatch, vertical sync; 1 minibatch drawn
 bubble: 0.0% of wall time while the pipe is full; 27.3% of this picture, with fill and drain
 microbatches in flight, rank by rank: 4 3 2 1
 weight versions, rank by rank: 4 4 4 4
@@ -228,9 +228,9 @@ rank 3 [11@0] 12@0 [12@0] 13@0 [13@0] 14@0 [14@0] 15@0 [15@0]U.     .     .
 
 def test_picture_of_one_rank() -> None:
     assert (
-        render(Schedule("1f1b", 1, 2))
+        render(Schedule("pipedream", 1, 2))
         == """\
-1f1b: 1 rank, 2 microbatches a minibatch; 1 minibatch drawn
+pipedream: 1 rank, 2 microbatches a minibatch; 1 minibatch drawn
 bubble: 0.0% of wall time while the pipe is full; 0.0% of this picture, with fill and drain
 microbatches in flight, rank by rank: 1
 weight versions, rank by rank: 1

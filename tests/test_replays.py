@@ -313,7 +313,7 @@ LINEAR = (nn.Linear(6, 6), nn.Linear(6, 6))
 @pytest.mark.parametrize(
     ("layers", "options", "words"),
     [
-        (LINEAR, {"schedule": "1f1b"}, "'1f1b' keeps several versions of weights"),
+        (LINEAR, {"schedule": "pipedream"}, "'pipedream' keeps several versions of weights"),
         (LINEAR, {"schedule": "2bw"}, "'2bw' keeps several versions of weights"),
         (LINEAR, {"schedule": "zb-h1"}, "compile= makes one function of a stage's backward"),
         (LINEAR, {"recompute": True}, r"stages recompute \(0, 1\)"),

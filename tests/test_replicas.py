@@ -34,7 +34,7 @@ def replicated(method: str, replicas: list[int], microbatches: int, split: bool 
 
 def test_two_replicas_before_one() -> None:
     """1F1B-RR (thesis, section 2.3): the replicas take turns, and both update with the sum of a round."""
-    made = replicated("1f1b", [2, 1], 1)
+    made = replicated("pipedream", [2, 1], 1)
 
     assert format_programs(made.program(3)) == (
         "rank 0: 0F0@0 0S0>1 0F2@0 0S2>1 0R0<1 0B0@0 0A1 0U1<0 0R2<1 0B2@0 0A2 0U2<0\n"
@@ -69,7 +69,7 @@ def test_replicas_that_share_every_microbatch_do_the_same() -> None:
 )
 def test_in_flight_on_each_replica(replicas: list[int], in_flight: tuple[int, ...]) -> None:
     """Specs, section 2.3: ceil(workers in and behind the stage / its replicas)."""
-    made = replicated("1f1b", replicas, 1)
+    made = replicated("pipedream", replicas, 1)
 
     assert made.promise.in_flight == made.promise.versions == in_flight
     assert verify(made, 4 * sum(replicas)).in_flight == in_flight

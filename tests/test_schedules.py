@@ -29,30 +29,30 @@ def test_fields() -> None:
     assert made.microbatches_per_update == 8
     assert [made.versions(stage) for stage in range(8)] == [1] * 8
     assert [made.in_flight(stage) for stage in range(8)] == [8, 8, 7, 5, 4, 4, 3, 1]
-    assert not Schedule("1f1b", 4, 8).flushes
-    assert Schedule("1f1b", 4, 8).microbatches_per_update == 1
+    assert not Schedule("pipedream", 4, 8).flushes
+    assert Schedule("pipedream", 4, 8).microbatches_per_update == 1
     assert Schedule("2bw", 4, 8).microbatches_per_update == 8
 
 
 def test_schedules_compare_hash_and_pickle_by_value() -> None:
-    one, other = Schedule("1f1b", 4, 1), Schedule("1f1b", 4, 1, vertical_sync=True)
+    one, other = Schedule("pipedream", 4, 1), Schedule("pipedream", 4, 1, vertical_sync=True)
 
-    assert one == Schedule("1f1b", 4, 1, methods=(*METHODS, Method("mine", GPIPE.order, GPIPE.promise)))
+    assert one == Schedule("pipedream", 4, 1, methods=(*METHODS, Method("mine", GPIPE.order, GPIPE.promise)))
     assert one != other
-    assert len({one, other, Schedule("1f1b", 4, 1)}) == 2
+    assert len({one, other, Schedule("pipedream", 4, 1)}) == 2
     assert pickle.loads(pickle.dumps(other)) == other
 
 
 def test_text() -> None:
-    made = Schedule("1f1b", 2, 1)
+    made = Schedule("pipedream", 2, 1)
 
     assert (
         repr(made)
-        == "Schedule(method='1f1b', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=(), "
+        == "Schedule(method='pipedream', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=(), "
         "replicated=None, norms=False, skips=())"
     )
     assert str(made) == (
-        "1f1b: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"
+        "pipedream: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 0U3<1\n"
         "rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1U2<1 1R2<0 1F2@2 1B2@2 1S2>0 1U3<2"
     )
@@ -80,18 +80,18 @@ def test_numbers_must_be_counts() -> None:
 
 
 def test_unknown_method() -> None:
-    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', 'zb-h1', 'zb-v', '1f1b', '2bw'"
+    names = "'gpipe', '1f1b-flush', 'interleaved', 'spp', 'zb-h1', 'zb-v', 'pipedream', '2bw'"
 
     assert message(lambda: Schedule("1f1b-flsh", 2, 2)) == (
-        f"schedule: there is no method '1f1b-flsh'; did you mean '1f1b-flush'? choose one of {names}"
+        f"schedule: there is no method '1f1b-flsh'. Did you mean '1f1b-flush'? Choose one of {names}"
     )
-    assert message(lambda: Schedule("zzz", 2, 2)) == f"schedule: there is no method 'zzz'; choose one of {names}"
+    assert message(lambda: Schedule("zzz", 2, 2)) == f"schedule: there is no method 'zzz'. Choose one of {names}"
 
 
 def test_what_a_method_cannot_run() -> None:
     assert message(lambda: Schedule("2bw", 4, 3)) == (
         "schedule '2bw': 4 stages need at least 4 microbatches, got microbatches=3; with fewer, a minibatch "
-        "does not fill the pipe. Give microbatches=4 or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+        "does not fill the pipe. Give microbatches=4 or more, use fewer stages, or choose 'pipedream' or '1f1b-flush'"
     )
     assert message(lambda: Schedule("interleaved", 4, 6, 2)) == (
         "schedule 'interleaved': microbatches must be a multiple of the number of ranks, 4, got microbatches=6; give "
@@ -106,7 +106,7 @@ def test_what_a_method_cannot_run() -> None:
         "'interleaved'"
     )
     assert message(lambda: Schedule("2bw", 4, 4, vertical_sync=True)) == (
-        "schedule '2bw': vertical_sync=True belongs to '1f1b' only; drop it, or choose '1f1b'"
+        "schedule '2bw': vertical_sync=True belongs to 'pipedream' only; drop it, or choose 'pipedream'"
     )
 
 
@@ -139,7 +139,7 @@ def test_plans_and_methods_know_the_same_names() -> None:
     ("plan", "expected"),
     [
         (Plan.uniform(8, 4, "gpipe", 6), Schedule("gpipe", 4, 6)),
-        (Plan.uniform(8, 4, "1f1b", 1, vertical_sync=True), Schedule("1f1b", 4, 1, vertical_sync=True)),
+        (Plan.uniform(8, 4, "pipedream", 1, vertical_sync=True), Schedule("pipedream", 4, 1, vertical_sync=True)),
         (Plan.uniform(8, 8, "interleaved", 8, stages_per_rank=2), Schedule("interleaved", 4, 8, 2)),
     ],
 )
@@ -148,10 +148,10 @@ def test_schedule_of_a_plan(plan: Plan, expected: Schedule) -> None:
 
 
 def test_plans_that_cannot_be_scheduled() -> None:
-    unequal = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), "1f1b", 2, vertical_sync=True)
+    unequal = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), "pipedream", 2, vertical_sync=True)
 
     assert message(lambda: schedule(unequal)) == (
-        "schedule '1f1b': vertical sync needs equally many replicas of every stage, got 2-1: stages that update after "
-        "different numbers of microbatches have no common version; give them equal numbers, or drop vertical_sync"
+        "schedule 'pipedream': vertical sync needs equally many replicas of every stage, got 2-1: stages that update "
+        "after different numbers of microbatches have no common version; give them equal numbers, or drop vertical_sync"
     )
     assert message(lambda: schedule(Plan.uniform(8, 4, "2bw", 2))).startswith("schedule '2bw': 4 stages need")

@@ -49,7 +49,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("forward", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize(("method", "microbatches"), [("1f1b", 1), ("1f1b", 8), ("2bw", 4), ("2bw", 8)])
+@pytest.mark.parametrize(("method", "microbatches"), [("pipedream", 1), ("pipedream", 8), ("2bw", 4), ("2bw", 8)])
 def test_asynchronous_schedules_idle_in_fill_and_drain_only(method: str, microbatches: int, forward: float) -> None:
     schedule = Schedule(method, 4, microbatches)
     profile = uniform_profile(4, forward, 2.0)
@@ -145,7 +145,7 @@ def test_tied_gradients_wait_for_their_partner() -> None:
 
 @pytest.mark.parametrize(
     ("method", "ranks", "microbatches", "expected"),
-    [("gpipe", 4, 8, 1), ("interleaved", 4, 8, 1), ("1f1b", 4, 1, 8), ("1f1b", 4, 8, 1), ("2bw", 4, 4, 2)],
+    [("gpipe", 4, 8, 1), ("interleaved", 4, 8, 1), ("pipedream", 4, 1, 8), ("pipedream", 4, 8, 1), ("2bw", 4, 4, 2)],
 )
 def test_default_minibatches_show_what_a_schedule_does(
     method: str, ranks: int, microbatches: int, expected: int

@@ -64,7 +64,7 @@ def test_wall_time_is_no_less_than_the_work_of_a_rank_or_the_chain_of_a_microbat
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
     """Equal replicas of every stage, on equal links, any numbering of the ranks."""
-    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]))
+    method = draw(st.sampled_from(["gpipe", "1f1b-flush", "pipedream", "2bw", "interleaved", "spp", "zb-h1", "zb-v"]))
     length, replicas = draw(st.integers(1, 3)), draw(st.integers(2, 4))
     around = draw(st.integers(1, 2)) if method == "interleaved" else 1
     ranks = draw(st.permutations(range(length * replicas)))
@@ -127,7 +127,7 @@ def test_only_equal_pipelines_are_played_once() -> None:
     assert played_ranks(Plan(unequal, "gpipe", 2), Cluster.uniform(3, 1.0)) == (0, 1, 2)
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("method", ["pipedream", "2bw"])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_asynchronous_steady_state_is_the_work_of_a_rank(method: str, replicas: int) -> None:
     """m (tf + tb) for m microbatches of a pipeline; r equal pipelines share them."""
@@ -141,7 +141,7 @@ def test_asynchronous_steady_state_is_the_work_of_a_rank(method: str, replicas: 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["gpipe", "1f1b-flush", "1f1b", "spp"]),
+    st.sampled_from(["gpipe", "1f1b-flush", "pipedream", "spp"]),
     st.permutations(range(6)),
     st.lists(number, min_size=9, max_size=9),
     st.booleans(),

@@ -70,7 +70,8 @@ def test_interleaving_keeps_what_megatron_keeps(p: int, v: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "copies"), [("gpipe", [1, 1, 1]), ("1f1b", [3, 2, 1]), ("2bw", [2, 2, 2]), ("1f1b-flush", [1, 1, 1])]
+    ("method", "copies"),
+    [("gpipe", [1, 1, 1]), ("pipedream", [3, 2, 1]), ("2bw", [2, 2, 2]), ("1f1b-flush", [1, 1, 1])],
 )
 def test_weights_gradients_and_optimizer(method: str, copies: list[int]) -> None:
     timeline = simulate(
@@ -83,7 +84,7 @@ def test_weights_gradients_and_optimizer(method: str, copies: list[int]) -> None
 
 def test_versions_of_low_precision_beside_their_masters() -> None:
     options = {"version_copies": 0.5, "master_copies": 1.0}
-    timeline = simulate(Schedule("1f1b", 3, 3), make_profile(3, weights=10.0), instant(3), **options)
+    timeline = simulate(Schedule("pipedream", 3, 3), make_profile(3, weights=10.0), instant(3), **options)
 
     assert [(m.weight_bytes, m.master_bytes, most(m.buffers)) for m in timeline.memory] == [
         (5 * count, 10, 10) for count in (3, 2, 1)
@@ -95,7 +96,7 @@ def test_gradients_are_held_from_the_first_backward_to_the_update() -> None:
     made = make_profile(1, weights=10.0)
 
     assert simulate(Schedule("gpipe", 1, 2), made, instant(1)).memory[0].buffers == ((4.0, 10.0), (6.0, 0.0))
-    alone = simulate(Schedule("1f1b", 1, 2), made, instant(1), 1).memory[0]
+    alone = simulate(Schedule("pipedream", 1, 2), made, instant(1), 1).memory[0]
     assert [(round(at, 9), held) for at, held in alone.buffers] == [(3.0, 10.0), (3.0, 0.0), (6.0, 10.0), (6.0, 0.0)]
 
 

@@ -21,7 +21,7 @@ PROGRAMS = {
         "rank 1: 1R0<0 1F0@0 1S0>2 1R1<0 1F1@0 1S1>2 1R0<2 1B0@0 1S0>0 1R1<2 1B1@0 1S1>0 1U1<0\n"
         "rank 2: 2R0<0 2R0<1 2F0@0 2R1<0 2R1<1 2F1@0 2B0@0 2S0>1 2S0>0 2B1@0 2S1>1 2S1>0 2U1<0",
     ),
-    "1f1b": (
+    "pipedream": (
         1,
         "rank 0: 0F0@0 0S0>1 0S0>2 0F1@0 0S1>1 0S1>2 0R0<2 0R0<1 0B0@0 0U1<0 0R1<2 0R1<1 0B1@0 0U2<0\n"
         "rank 1: 1R0<0 1F0@0 1S0>2 1R1<0 1F1@0 1S1>2 1R0<2 1B0@0 1S0>0 1U1<0 1R1<2 1B1@0 1S1>0 1U2<0\n"
@@ -37,7 +37,7 @@ PROGRAMS = {
         "2S2>1 2S2>0 2U1<0",
     ),
 }
-SIZES = {"gpipe": 2, "1f1b": 2, "2bw": 3}
+SIZES = {"gpipe": 2, "pipedream": 2, "2bw": 3}
 
 
 @pytest.mark.parametrize("method", PROGRAMS)

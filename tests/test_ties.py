@@ -205,12 +205,12 @@ def test_waiting_before_sending_stands_still() -> None:
 
 def test_a_schedule_that_updates_behind_every_microbatch_refuses() -> None:
     with pytest.raises(ScheduleError) as caught:
-        Schedule("1f1b", 3, 3, ties=((0, 2),))
+        Schedule("pipedream", 3, 3, ties=((0, 2),))
 
     assert str(caught.value) == (
-        "schedule '1f1b': stages 0, 2 share weights, and every stage updates at its own time, so that their copies "
-        "drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or 2bw, untie the "
-        "weights, or put the layers that share them into one stage"
+        "schedule 'pipedream': stages 0, 2 share weights, and every stage updates at its own time, so that their "
+        "copies drift apart; choose a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or 2bw, "
+        "untie the weights, or put the layers that share them into one stage"
     )
 
 

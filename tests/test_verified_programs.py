@@ -119,9 +119,9 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
     weights: list[list[object]] = [[("initial", s)] for s in range(p)]
     sums: list[list[object]] = [[] for _ in range(p)]
     summed: list[list[object]] = [[] for _ in range(p)]
-    every = 1 if schedule.method == "1f1b" else m
+    every = 1 if schedule.method == "pipedream" else m
     for k in range(minibatches * m):
-        if schedule.method == "1f1b":
+        if schedule.method == "pipedream":
             versions = [max(0, k - (p - 1 - (0 if schedule.vertical_sync else s))) for s in range(p)]
         else:
             versions = [max(k // m - (schedule.method == "2bw"), 0)] * p
@@ -149,7 +149,7 @@ def told_norms(schedule: Schedule, stage: int, summed: list[list[object]]) -> tu
     if not schedule.norms:
         return ()
     update = len(summed[stage]) - 1
-    lags = [2 * max(stage - other, 0) if schedule.method == "1f1b" else 0 for other in range(schedule.stages)]
+    lags = [2 * max(stage - other, 0) if schedule.method == "pipedream" else 0 for other in range(schedule.stages)]
     return tuple(summed[other][update - lag] for other, lag in enumerate(lags) if lag <= update)
 
 
@@ -193,8 +193,8 @@ def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, 
 SMALL = [
     Schedule("gpipe", 2, 2),
     Schedule("1f1b-flush", 3, 2),
-    Schedule("1f1b", 3, 2),
-    Schedule("1f1b", 2, 1, vertical_sync=True),
+    Schedule("pipedream", 3, 2),
+    Schedule("pipedream", 2, 1, vertical_sync=True),
     Schedule("2bw", 2, 2),
     Schedule("interleaved", 2, 2, 2),
     Schedule("zb-h1", 2, 2),
@@ -203,7 +203,7 @@ SMALL = [
     Schedule("zb-v", 2, 3, 2, ties=((0, 2),), norms=True),
     Schedule("2bw", 2, 2, ties=((0, 1),)),
     Schedule("2bw", 3, 3, ties=((0, 2),), norms=True),
-    Schedule("1f1b", 3, 2, norms=True),
+    Schedule("pipedream", 3, 2, norms=True),
     Schedule("interleaved", 2, 2, 2, ties=((0, 3),), norms=True),
 ]
 

@@ -18,18 +18,18 @@ from penstock.scheduling.actions import (
     parse_programs,
 )
 from penstock.scheduling.methods import Drain, Method, Part, Shape, Step
-from penstock.scheduling.orders import ONE_F_ONE_B
+from penstock.scheduling.orders import PIPEDREAM
 from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verifier import Verification, verify, verify_programs
 
 FLUSH = Schedule("1f1b-flush", 2, 2)
 # rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0
 # rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1R1<0 1F1@0 1B1@0 1S1>0 1U1<0
-STASH = Schedule("1f1b", 2, 1)
+STASH = Schedule("pipedream", 2, 1)
 # 3 minibatches:
 # rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@1 0U3<1
 # rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 1F1@1 1B1@1 1S1>0 1U2<1 1R2<0 1F2@2 1B2@2 1S2>0 1U3<2
-SYNC = Schedule("1f1b", 2, 1, vertical_sync=True)
+SYNC = Schedule("pipedream", 2, 1, vertical_sync=True)
 TWO_BW = Schedule("2bw", 2, 2)
 ALONE = Schedule("interleaved", 1, 1, 2)
 # rank 0: 0F0@0 1F0@0 1B0@0 0B0@0 0U1<0 1U1<0
@@ -151,7 +151,7 @@ LAWS = {
         "version 1 for microbatch 4 on stage 1",
         "read version 1",
     ),
-    "version of 1f1b": (
+    "version of pipedream": (
         (STASH, 3, ("0F2@1 ", "0F2@0 "), ("0B2@1 ", "0B2@0 ")),
         "a forward reads the newest version of its stage at that moment",
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 >>0F2@0<< 0S2>1 0R1<1 0B1@0 0U2<0 0R2<1 0B2@0 0U3<1",
@@ -322,7 +322,7 @@ def test_deadlock_shows_every_rank_that_waits() -> None:
     )
 
     assert complaint(lambda: verify_programs(programs, STASH, 3)) == [
-        "schedule '1f1b' breaks a law: no rank waits for ever, when receives block and sends do not",
+        "schedule 'pipedream' breaks a law: no rank waits for ever, when receives block and sends do not",
         "  rank 0: ... 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 >>0R1<1<< 0B1@0 0U2<0 0S2>1 0R2<1 0B2@1 0U3<1",
         "  rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 >>1R2<0<< 1F1@1 1B1@1 1S1>0 1U2<1 1F2@2 1B2@2 1S2>0 ...",
         "  found: rank 0 waits for rank 1, rank 1 waits for rank 0",
@@ -351,12 +351,12 @@ def procrastinate(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
     """1F1B, all of it in the drain."""
     if isinstance(part, Drain):
         for minibatch in range(part.minibatches):
-            yield from ONE_F_ONE_B.order(shape, rank, Step(minibatch))
-        yield from ONE_F_ONE_B.order(shape, rank, part)
+            yield from PIPEDREAM.order(shape, rank, Step(minibatch))
+        yield from PIPEDREAM.order(shape, rank, part)
 
 
 def test_a_step_must_not_wait_for_the_next() -> None:
-    schedule = Schedule("lagging", 2, 1, methods=(Method("lagging", lag, ONE_F_ONE_B.promise),))
+    schedule = Schedule("lagging", 2, 1, methods=(Method("lagging", lag, PIPEDREAM.promise),))
 
     assert verify_programs(schedule.program(3), schedule, 3).in_flight == (1, 1)
     assert complaint(lambda: verify(schedule, 3)) == [
@@ -368,7 +368,7 @@ def test_a_step_must_not_wait_for_the_next() -> None:
 
 
 def test_a_step_carries_its_own_minibatch() -> None:
-    idle = Schedule("idle", 2, 1, methods=(Method("idle", procrastinate, ONE_F_ONE_B.promise),))
+    idle = Schedule("idle", 2, 1, methods=(Method("idle", procrastinate, PIPEDREAM.promise),))
 
     assert complaint(lambda: verify(idle, 3)) == [
         "schedule 'idle' breaks a law: a step carries the forwards of its own minibatch, and a drain none",
@@ -377,7 +377,7 @@ def test_a_step_carries_its_own_minibatch() -> None:
         "  to mend it: yield it in the step that it belongs to",
     ]
     assert complaint(lambda: verify(promising(STASH, flushes=True), 3)) == [
-        "schedule '1f1b' breaks a law: a step carries the actions of its own minibatch, and a drain none",
+        "schedule 'pipedream' breaks a law: a step carries the actions of its own minibatch, and a drain none",
         "  rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 >>0R0<1<< 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 ...",
         "  expected: in step(1) only microbatches 1 to 1",
         "  to mend it: yield it in the step that it belongs to",
@@ -397,8 +397,9 @@ def test_what_cannot_be_verified() -> None:
 def test_what_is_proved() -> None:
     verification = verify(STASH, 3)
 
-    assert verification == Verification("1f1b", 3, 30, (2, 1), (2, 1), (2, 1), (0, 0))
+    assert verification == Verification("pipedream", 3, 30, (2, 1), (2, 1), (2, 1), (0, 0))
     assert str(verification) == (
-        "1f1b: every law holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight versions"
+        "pipedream: every law holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight "
+        "versions"
     )
     assert verify_programs(STASH.program(3), STASH, 3) == verification

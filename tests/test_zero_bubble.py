@@ -319,7 +319,7 @@ def test_replicas_sum_after_the_last_weight_part() -> None:
 
 def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
     """Also where its version is old enough: what is not split makes gradients of weights in the input part."""
-    made = promising(Schedule("1f1b", 2, 1), halves=(1, 1), versions=(3, 2), in_flight=(3, 2))
+    made = promising(Schedule("pipedream", 2, 1), halves=(1, 1), versions=(3, 2), in_flight=(3, 2))
     programs = change(made, 3, ("0B0@0 0U1<0", "0I0@0 0W0@0"), ("0R1<1 0B1@0 0U2<0", "0R1<1 0I1@0 0U1<0 0W1@0 0U2<0"))
 
     with pytest.raises(ScheduleError):

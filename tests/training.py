@@ -41,7 +41,7 @@ def find_subject(name: str) -> models.Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. `schedule` 'vertical' is `1f1b` with vertical sync."""
+    """One training run. `schedule` 'vertical' is `pipedream` with vertical sync."""
 
     subject: str
     schedule: str
@@ -73,7 +73,7 @@ class Case:
         plan = penstock.Plan.uniform(
             LAYERS,
             self.ranks * self.stages_per_rank,
-            schedule="1f1b" if self.schedule == "vertical" else self.schedule,
+            schedule="pipedream" if self.schedule == "vertical" else self.schedule,
             microbatches=self.microbatches,
             stages_per_rank=self.stages_per_rank,
             vertical_sync=self.schedule == "vertical",

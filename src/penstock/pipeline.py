@@ -72,7 +72,7 @@ class Pipeline:
             other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
         optimizer: called once with the list of this process's trained parameters, which knows their names
             (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
-        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``1f1b`` or
+        schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
             ``2bw``.
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
@@ -82,7 +82,7 @@ class Pipeline:
             that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
             kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
             `stages` says how many ranks to plan for, and links are instant.
-        vertical_sync: with ``1f1b``, every stage uses the version that the first stage used.
+        vertical_sync: with ``pipedream``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast; the weights, their gradients and the optimizer's state stay as they are.
         version_dtype: the same type: weight versions of float32 parameters with two dimensions or more are kept in it,
@@ -93,15 +93,15 @@ class Pipeline:
             underflow in float16: ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are not finite and
             then lower the scale, or a number.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
-            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``1f1b`` an update does not
+            with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``pipedream`` an update does not
             wait for the stages before its own: of these it takes the latest norms that have come.
         lr_scheduler: called with each optimizer; the scheduler of ``torch.optim.lr_scheduler`` that it returns steps
             with every update, of every stage by itself. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may say what forwards read:
             `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or an `UpdateHook` of yours.
-        scale_learning_rates: with ``1f1b``, multiplies the learning rates of a stage of r replicas with r / r0, where
-            r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The papers say
-            nothing of it; PipeDream's program does so. Off by default.
+        scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
+            where r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The
+            papers say nothing of it; PipeDream's program does so. Off by default.
         recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.

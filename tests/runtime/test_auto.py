@@ -54,7 +54,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
         (3, {"microbatches": 4}),
         (2, {"schedule": "2bw", "microbatches": 4}),
         (2, {"schedule": "interleaved", "microbatches": 4}),
-        (3, {"schedule": "1f1b", "vertical_sync": True}),
+        (3, {"schedule": "pipedream", "vertical_sync": True}),
     ],
 )
 def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, object]) -> None:

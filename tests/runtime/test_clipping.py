@@ -20,14 +20,20 @@ FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 CASES = [
     *(
         Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
-        for schedule in (*FLUSHING, "1f1b", "vertical", "2bw")
+        for schedule in (*FLUSHING, "pipedream", "vertical", "2bw")
         for ranks in (1, 2, 4)
     ),
-    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
     *(Case("layered", schedule, 2, 6, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "2bw")),
-    *(Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
-    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "zb-h1", "1f1b", "2bw")),
-    Case("layered", "1f1b", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,))
+        for schedule in ("1f1b-flush", "pipedream", "2bw")
+    ),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(1, 2), split=True)
+        for schedule in ("spp", "zb-h1", "pipedream", "2bw")
+    ),
+    Case("layered", "pipedream", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
 ]
 
 
@@ -46,10 +52,10 @@ def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
     cases = {
         2: [
             *(Case("layered", schedule, 2, 4, stages_per_rank=2) for schedule in ("interleaved", "zb-v")),
-            Case("skipping", "1f1b", 2, 4),
+            Case("skipping", "pipedream", 2, 4),
         ],
-        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "1f1b", "2bw")],
-        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "1f1b", "2bw")],
+        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "pipedream", "2bw")],
+        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")],
     }
     for case in cases[ranks]:
         for outcome in pool.run(ranks, run_clipped, case):
@@ -88,7 +94,7 @@ def test_large_norms_change_nothing() -> None:
 
 
 def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:
-    made = replace(schedule(penstock.Plan.uniform(8, 4, schedule="1f1b", microbatches=1)), norms=True)
+    made = replace(schedule(penstock.Plan.uniform(8, 4, schedule="pipedream", microbatches=1)), norms=True)
 
     assert known_norms(made, 0, 9) == ((0, 9), (1, 9), (2, 9), (3, 9))
     assert known_norms(made, 2, 9) == ((0, 5), (1, 7), (2, 9), (3, 9))
@@ -98,7 +104,7 @@ def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:
 
 
 def test_unequal_replicas_under_1f1b_are_refused() -> None:
-    case = Case("layered", "1f1b", 2, 4, replicas=(2, 1))
+    case = Case("layered", "pipedream", 2, 4, replicas=(2, 1))
     with pytest.raises(penstock.ScheduleError, match="norms need equally many replicas of every stage"):
         run_clipped(case)
 

@@ -11,7 +11,7 @@ import models
 from processes import Pool
 from training import Case, assert_equal, run_cases, run_pipeline, run_reference, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "1f1b", "vertical", "2bw", "zb-h1", "zb-v")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
 OPTIMIZERS = ("momentum", "adamw")
 
 reference = cache(run_reference)

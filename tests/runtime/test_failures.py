@@ -111,7 +111,7 @@ def test_a_frozen_rank_is_named(nursery: Nursery) -> None:
 
 
 def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(nursery: Nursery) -> None:
-    answers = finish(launch(nursery, "raise", 1, 3, "1f1b", "2-1"))
+    answers = finish(launch(nursery, "raise", 1, 3, "pipedream", "2-1"))
     for rank, (code, errors) in enumerate(answers):
         assert code != 0
         assert "ValueError: the layer is broken" in errors

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 CASE = Case("normalized", "1f1b-flush", 2, 4, "adamw", device="cuda:0")
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_one_process(schedule: str, ranks: int) -> None:
     assert_same(run_reference(tried), run_pipeline(tried))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_replicas_in_one_process(schedule: str, split: bool) -> None:
     """They share weights, which one of them updates, and sum gradients."""
@@ -84,7 +84,7 @@ def test_replicas_share_the_device(pool: Pool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", HOOKED)
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_hooks_clipping_and_scaling(schedule: str, recipe: str) -> None:
     """Norms are summed up in another order: absent gradients are left out by the oracle, and zero in the pipeline."""
     assert_close(run_reference(case(schedule), **HOOKED[recipe]), run_hooked(case(schedule), recipe))
@@ -201,7 +201,7 @@ def test_nccl_between_processes_that_share_the_device(nursery: Nursery, schedule
 
 
 @pytest.mark.parametrize("replicas", ["1-1", "2-1"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
 def test_nccl_between_gpus(nursery: Nursery, schedule: str, replicas: str) -> None:
     needed = sum(int(count) for count in replicas.split("-"))
     if torch.cuda.device_count() < needed:

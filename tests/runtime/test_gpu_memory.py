@@ -20,7 +20,7 @@ pytestmark = [
 
 Recording: TypeAlias = Callable[[str, object], None]
 """Notes a property in the report of a test."""
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw")
 MOST_ACTIVE = 1.25
 """Times the prediction. What has been dropped is active until the streams that read it are done with it, and a device
 that has no more memory than what is active is full."""

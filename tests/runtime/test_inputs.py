@@ -185,7 +185,11 @@ def test_a_target_of_several(make: Callable[[Tensor, Tensor], Any], loss_fn: Cal
 
 
 FEW = [
-    *(Case("layered", schedule, 4, microbatches) for schedule in ("1f1b-flush", "1f1b") for microbatches in (1, 2, 3)),
+    *(
+        Case("layered", schedule, 4, microbatches)
+        for schedule in ("1f1b-flush", "pipedream")
+        for microbatches in (1, 2, 3)
+    ),
     *(Case("layered", schedule, 4, 2) for schedule in ("gpipe", "spp", "vertical")),
 ]
 
@@ -269,8 +273,8 @@ FROZEN = [
         ("1f1b-flush", (0,), True),
         ("2bw", (0, 1), False),
         ("2bw", (1,), True),
-        ("1f1b", (2,), False),
-        ("1f1b", (1, 2), False),
+        ("pipedream", (2,), False),
+        ("pipedream", (1, 2), False),
         ("gpipe", (0, 2), False),
     )
 ]

@@ -24,7 +24,7 @@ SCHEDULES = (
     Schedule("zb-h1", 3, 4),
     Schedule("zb-v", 2, 2, stages_per_rank=2),
     Schedule("zb-v", 4, 8, stages_per_rank=2),
-    Schedule("1f1b", 4, 1),
+    Schedule("pipedream", 4, 1),
     Schedule("2bw", 4, 4),
 )
 
@@ -42,7 +42,7 @@ PARTS = (*(Step(minibatch) for minibatch in range(6)), Drain(6))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("method", ["gpipe", "1f1b-flush", "zb-h1", "1f1b", "2bw"])
+@pytest.mark.parametrize("method", ["gpipe", "1f1b-flush", "zb-h1", "pipedream", "2bw"])
 def test_some_schedules_need_no_notices(method: str, ranks: int) -> None:
     """Their ranks receive before they compute on."""
     hosts = LazyHosts(Schedule(method, ranks, 2 * ranks), 0, seconds=20.0)

@@ -10,7 +10,7 @@ from loss_weight_jobs import BATCHES, build, loss_fn, replicated, run_replicated
 from processes import Pool
 from training import Outcome, assert_equal
 
-SCHEDULES = ("gpipe", "1f1b-flush", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "2bw")
 
 
 def oracle(options: dict[str, Any]) -> Outcome:
@@ -26,7 +26,7 @@ def test_weighted_losses_equal_the_oracle(schedule: str, microbatches: int) -> N
     assert_equal(oracle(options), run_weighted(**options))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_weigh_what_they_have(schedule: str, split: bool) -> None:
     options = replicated(schedule, split)

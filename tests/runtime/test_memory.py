@@ -11,7 +11,7 @@ from penstock.scheduling.schedules import Schedule
 from processes import Pool
 from training import PAIRED, Case, count_tensors, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 COUNTS = ((1, 1, 1), (2, 1), (1, 2), (2, 2), (2, 3))
 
 
@@ -69,7 +69,7 @@ def expected_peaks(setting: Setting) -> tuple[Peaks, Peaks]:
 
 EVERY = settings(SCHEDULES, COUNTS)
 IN_PROCESSES = {
-    3: settings(("1f1b-flush", "zb-h1", "1f1b", "2bw"), ((2, 1), (1, 2))),
+    3: settings(("1f1b-flush", "zb-h1", "pipedream", "2bw"), ((2, 1), (1, 2))),
     4: settings(("gpipe", "interleaved", "zb-v", "vertical", "2bw"), ((2, 2),)),
 }
 """By the number of processes."""
@@ -124,7 +124,7 @@ def test_optimizers_and_buffers_add_no_tensors_from_step_to_step(schedule: str) 
 
 
 def test_optimizers_and_buffers_add_no_tensors_in_several_processes(pool: Pool) -> None:
-    for name in ("1f1b", "zb-v"):
+    for name in ("pipedream", "zb-v"):
         case = Case("normalized", name, 2, 4, "adamw", stages_on_a_rank(name))
         for counts in pool.run(2, count_tensors, case, 7):
             assert len(set(counts[3:])) == 1, counts

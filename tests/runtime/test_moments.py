@@ -15,7 +15,7 @@ from simulated_device import SimulatedDevice
 from stream_races import RacingDevice, RacingEvent, on_streams
 from training import Case, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-v", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw")
 STEPS = 30
 EARLY = 12
 """Steps after which the records of the first ones have been forgotten, and the forecast has those that it wants."""
@@ -121,7 +121,7 @@ def train(case: Case, device: Ticking) -> tuple[list[Timeline], list[int], float
 CASES = [
     *(Case("perceptron", schedule, 2, 4, stages_per_rank=stages_on_a_rank(schedule)) for schedule in SCHEDULES),
     # The sum of gradients begins in a backward, which keeps the mark for the record of the sum.
-    *(Case("perceptron", schedule, 2, 4, replicas=(2, 1)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
+    *(Case("perceptron", schedule, 2, 4, replicas=(2, 1)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
 ]
 
 

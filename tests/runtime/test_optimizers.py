@@ -14,9 +14,9 @@ from processes import Pool
 from training import Case, Outcome, assert_equal, run_reference
 
 CASES = [
-    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "1f1b", "vertical", "2bw")),
+    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")),
     Case("layered", "interleaved", 2, 4, stages_per_rank=2),
-    Case("layered", "1f1b", 2, 4, replicas=(2, 1), scaled=True, drain_after=(1,)),
+    Case("layered", "pipedream", 2, 4, replicas=(2, 1), scaled=True, drain_after=(1,)),
     Case("skipping", "1f1b-flush", 3, 4),
 ]
 

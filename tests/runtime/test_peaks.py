@@ -11,7 +11,7 @@ PREDICTED = [
     Training("gpipe", "layers"),
     Training("interleaved", True),
     Training("zb-v", True),
-    Training("1f1b", "layers"),
+    Training("pipedream", "layers"),
     Training("2bw", autocast=torch.bfloat16),
 ]
 """Every schedule and choice is tried on a GPU: test_gpu_memory.py."""
@@ -31,7 +31,9 @@ def assert_nothing_left(left: Leftovers) -> None:
     assert left.end == 0
 
 
-@pytest.mark.parametrize("training", [Training("1f1b-flush"), Training("1f1b", "layers"), Training("2bw")], ids=str)
+@pytest.mark.parametrize(
+    "training", [Training("1f1b-flush"), Training("pipedream", "layers"), Training("2bw")], ids=str
+)
 @pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
 def test_nothing_is_left_behind(training: Training, fails: bool) -> None:
     assert_nothing_left(find_leftovers(training, fails))

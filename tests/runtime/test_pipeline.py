@@ -110,7 +110,7 @@ def test_the_model_is_trained_in_place() -> None:
     assert all(p is pipe.named_parameters()[name] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 def test_a_state_dict_continues_a_run_on_other_stages(schedule: str) -> None:
     pipe = make(schedule=schedule, microbatches=4, optimizer=models.adamw)
     train(pipe, stop=2)
@@ -121,8 +121,8 @@ def test_a_state_dict_continues_a_run_on_other_stages(schedule: str) -> None:
     same = make(schedule=schedule, microbatches=4, optimizer=models.adamw, seed=42)
     same.load_state_dict(state)
     assert train(same, start=2) == expected
-    if schedule != "1f1b":
-        # Under 1f1b the staleness, and so the numbers, depend on the number of stages.
+    if schedule != "pipedream":
+        # Under pipedream the staleness, and so the numbers, depend on the number of stages.
         other = make(schedule=schedule, microbatches=4, optimizer=models.adamw, stages=3)
         other.load_state_dict(state)
         assert train(other, start=2) == expected
@@ -172,7 +172,7 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         ({"plan": "best"}, penstock.PlanError, "expected a penstock.Plan or 'auto'"),
         ({"plan": penstock.Plan.uniform(7, 2), "stages": None}, penstock.PlanError, "the plan is for 7 layers and"),
         ({"plan": penstock.Plan.uniform(8, 3)}, penstock.PlanError, "stages=2 contradicts the plan"),
-        ({"vertical_sync": True}, penstock.ScheduleError, "vertical_sync=True belongs to '1f1b' only"),
+        ({"vertical_sync": True}, penstock.ScheduleError, "vertical_sync=True belongs to 'pipedream' only"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, object], error: type[Exception], message: str) -> None:

@@ -43,16 +43,16 @@ class Wish:
 
 
 WISHES = [
-    Wish("vgg16", 5, SLOW, "pipedream", "1f1b", 5, (4, 1)),
+    Wish("vgg16", 5, SLOW, "pipedream", "pipedream", 5, (4, 1)),
     Wish("vgg16", 3, SLOW, "pipedream", "1f1b-flush", 5, (2, 1)),
     Wish("vgg16", 5, SLOW, "spp", "spp", 7, (3, 1, 1)),
     Wish("vgg16", 4, SLOW, "2bw", "2bw", 16, (2, 2)),
     Wish("vgg16", 4, SLOW, "interleaved", "interleaved", 8, (2, 2, 2, 2)),
-    Wish("resnet18", 3, FAST, "pipedream", "1f1b", 5, (3,)),
+    Wish("resnet18", 3, FAST, "pipedream", "pipedream", 5, (3,)),
     Wish("resnet18", 4, FAST, "spp", "spp", 7, (3, 1)),
     Wish("resnet18", 4, FAST, "interleaved", "interleaved", 8, (2, 2, 2, 2)),
-    Wish("gnmt", 4, MIDDLING, "pipedream", "1f1b", 3, (1, 1, 1, 1)),
-    Wish("gnmt", 5, FAST, "pipedream", "1f1b", 7, (2, 3)),
+    Wish("gnmt", 4, MIDDLING, "pipedream", "pipedream", 3, (1, 1, 1, 1)),
+    Wish("gnmt", 5, FAST, "pipedream", "pipedream", 7, (2, 3)),
     Wish("gnmt", 5, FAST, "spp", "spp", 7, (1, 1, 3)),
     Wish("gnmt", 4, FAST, "2bw", "2bw", 8, (2, 2)),
     Wish("gnmt", 5, FAST, None, "2bw", 7, (2, 3)),

@@ -11,7 +11,7 @@ from penstock.runtime.weights import Reading, VersionedWeights
 from precision_jobs import CAST, cast_options, run_cast, run_low
 from processes import Pool
 
-SCHEDULES = ("gpipe", "1f1b-flush", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")
 
 
 def plain_losses(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[float]:
@@ -116,7 +116,7 @@ def test_low_precision_and_hooks_together() -> None:
 
 
 def test_low_precision_in_several_processes(pool: Pool) -> None:
-    for schedule in ("1f1b", "2bw"):
+    for schedule in ("pipedream", "2bw"):
         expected, _ = run_cast("embedded", schedule, 3, 4, None, version_dtype=torch.bfloat16)
         for losses, _ in pool.run(3, run_low, schedule):
             assert losses == expected
@@ -148,12 +148,12 @@ def test_a_plan_is_made_from_layers_under_autocast() -> None:
 
 def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:
     batches = [(x.float(), y) for x, y in models.LAYERED.batches]
-    options = cast_options("1f1b", 3, 4, torch.bfloat16)
+    options = cast_options("pipedream", 3, 4, torch.bfloat16)
     pipe = penstock.Pipeline(CAST["linear"](), **{**options, "autocast": None})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [float(pipe.step(x, y).loss) for x, y in batches]
 
-    assert losses == run_cast("linear", "1f1b", 3, 4, None)[0]
+    assert losses == run_cast("linear", "pipedream", 3, 4, None)[0]
 
 
 def test_weights_and_gradients_keep_their_type() -> None:

@@ -214,7 +214,7 @@ def test_a_gradient_that_comes_late_holds_back_those_behind_it() -> None:
     assert not reducer.ready(1)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "pipedream", "2bw"])
 def test_the_measured_sum_begins_within_the_last_backward(schedule: str) -> None:
     # Five layers of 320 kB: the first bucket holds three of them.
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5))).double()
@@ -228,7 +228,7 @@ def test_the_measured_sum_begins_within_the_last_backward(schedule: str) -> None
     for rank in range(2):
         mine = [span for span in spans if span.rank == rank]
         sums = [index for index, span in enumerate(mine) if span.action[1] == "A"]
-        assert len(sums) == (2 if schedule == "1f1b" else 1)
+        assert len(sums) == (2 if schedule == "pipedream" else 1)
         for index in sums:
             last = mine[index - 1]
             assert last.action[1] == "B"

@@ -14,7 +14,7 @@ from processes import Pool
 from training import Case, assert_equal, run_cases, run_pipeline, run_reference
 
 COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
 
 reference = cache(run_reference)
 
@@ -51,7 +51,7 @@ def test_one_process(counts: tuple[int, ...], split: bool) -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
 def test_skip_connections_pass_replicas(split: bool) -> None:
-    for schedule in ("1f1b-flush", "1f1b", "2bw"):
+    for schedule in ("1f1b-flush", "pipedream", "2bw"):
         tried = Case("skipping", schedule, 3, 4 if split else 6, "adamw", replicas=(2, 3, 1), split=split)
 
         assert_equal(reference(tried), run_pipeline(tried))
@@ -80,7 +80,7 @@ def test_batchnorm_sees_the_microbatches_of_its_replica() -> None:
 
 
 def test_learning_rates_scale_with_replicas_if_asked() -> None:
-    tried = Case("layered", "1f1b", 3, 4, replicas=(1, 3, 2), scaled=True)
+    tried = Case("layered", "pipedream", 3, 4, replicas=(1, 3, 2), scaled=True)
 
     assert_equal(reference(tried), run_pipeline(tried))
     assert reference(tried).losses != reference(replace(tried, scaled=False)).losses

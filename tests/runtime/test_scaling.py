@@ -17,13 +17,16 @@ from training import Case, Outcome, assert_equal, stages_on_a_rank
 CASES = [
     *(
         Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
-        for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
+        for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
         for ranks in (1, 3, 4)
         if schedule != "interleaved" or ranks != 3
     ),
-    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1,)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
-    *(Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,)) for schedule in ("1f1b-flush", "1f1b", "2bw")),
-    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "1f1b", "2bw")),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1,)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,))
+        for schedule in ("1f1b-flush", "pipedream", "2bw")
+    ),
+    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "pipedream", "2bw")),
 ]
 
 
@@ -53,7 +56,7 @@ def test_scaling_and_clipping_together(case: Case) -> None:
 
 def test_scaling_in_several_processes(pool: Pool) -> None:
     cases = [Case("layered", "interleaved", 3, 6, stages_per_rank=2)]
-    cases += [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "1f1b", "2bw")]
+    cases += [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "pipedream", "2bw")]
     for case in cases:
         for outcome, _ in pool.run(3, run_scaled, case):
             assert_equal(reference(case), outcome)
@@ -86,7 +89,7 @@ def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:
     assert scaler.get_scale() < 2.0**25
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 def test_the_scale_is_in_the_state_dict(schedule: str) -> None:
     case = Case("layered", schedule, 3, 4)
     pipe = penstock.Pipeline(case.build(), **scaled_options(case))

@@ -17,7 +17,7 @@ from processes import Pool
 from skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several
 from training import Outcome, assert_equal
 
-SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
 REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
 """Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
 
@@ -55,7 +55,7 @@ def test_random_models_have_the_bits_of_one_device(reads: tuple[tuple[int, ...],
     check(run, run_pipeline(run))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 def test_a_u_net_has_the_bits_of_one_device(schedule: str) -> None:
     run = Run(plan_of(8, 4, schedule))
 
@@ -84,7 +84,7 @@ def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
 
 @pytest.mark.parametrize("more", [{"recompute": True}, {"compile": True}])
 def test_stages_that_recompute_or_are_compiled_send_past_others(more: dict[str, bool]) -> None:
-    run = Run(plan_of(8, 8, "1f1b"), REACHING, **more)
+    run = Run(plan_of(8, 8, "pipedream"), REACHING, **more)
 
     check(run, run_pipeline(run))
 
@@ -111,7 +111,7 @@ def test_stages_hold_nothing_of_what_passes_them() -> None:
 
 
 def test_tensors_do_not_pile_up(pool: Pool) -> None:
-    run = Run(plan_of(4, 4, "1f1b"), ((), (), (0, 0)))
+    run = Run(plan_of(4, 4, "pipedream"), ((), (), (0, 0)))
     for counts in pool.run(4, count_tensors, run):
         assert counts[-1] <= counts[2], counts
 

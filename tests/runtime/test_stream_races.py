@@ -22,7 +22,7 @@ from tied_jobs import TiedRun, run_here
 from tied_jobs import run_reference as run_tied_reference
 from training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "1f1b", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 
 
 @contextmanager
@@ -39,11 +39,11 @@ def case(schedule: str, **options: Any) -> Case:
 
 CASES = {
     **{schedule: case(schedule) for schedule in SCHEDULES},
-    **{f"{schedule} alone": case(schedule, ranks=1) for schedule in ("gpipe", "1f1b", "2bw")},
-    "1f1b of four": case("1f1b", ranks=4),
-    "1f1b, evaluated": case("1f1b", turned=True, drain_after=(1,)),
+    **{f"{schedule} alone": case(schedule, ranks=1) for schedule in ("gpipe", "pipedream", "2bw")},
+    "pipedream of four": case("pipedream", ranks=4),
+    "pipedream, evaluated": case("pipedream", turned=True, drain_after=(1,)),
     **{f"{schedule} with skips": case(schedule, subject="skipping", ranks=4) for schedule in ("1f1b-flush", "2bw")},
-    **{f"{schedule} in turn": case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "1f1b", "2bw")},
+    **{f"{schedule} in turn": case(schedule, replicas=(2, 1)) for schedule in ("1f1b-flush", "pipedream", "2bw")},
     **{f"{schedule} split": case(schedule, replicas=(1, 2), split=True) for schedule in ("1f1b-flush", "2bw")},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def test_schedules(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "1f1b"), ("scaled", "1f1b")]
+    ("name", "schedule"), [*((name, "2bw") for name in OPTIONS), ("clipped", "pipedream"), ("scaled", "pipedream")]
 )
 def test_options(name: str, schedule: str) -> None:
     device = RacingDevice()
@@ -96,7 +96,7 @@ def test_weights_that_stages_share(name: str) -> None:
     assert_equal(run_tied_reference(run), found)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw"])
 def test_several_processes(pool: Pool, schedule: str) -> None:
     expected = run_reference(case(schedule))
     for found in pool.run(2, run_over_gloo, case(schedule)):
@@ -111,7 +111,7 @@ def test_several_processes_with_replicas(pool: Pool, schedule: str) -> None:
         assert_equal(expected, found)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
 def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule: str) -> None:
     """Over the ends of NCCL, and a backend that does as NCCL does."""
     expected = run_reference(case(schedule))
@@ -120,7 +120,7 @@ def test_several_processes_that_send_from_device_to_device(pool: Pool, schedule:
         assert messages > 0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3)], ids=str)
 def test_sums_from_device_to_device(pool: Pool, schedule: str, replicas: tuple[int, ...]) -> None:
     tried = case(schedule, replicas=replicas)
@@ -206,6 +206,6 @@ class Forgetful(RacingDevice):
 def test_what_is_out_of_order_is_found(kind: type[RacingDevice]) -> None:
     device = kind()
     with racing(device):
-        run_pipeline(case("1f1b"))
+        run_pipeline(case("pipedream"))
 
     assert device.finish()

@@ -116,16 +116,16 @@ def test_several_processes(pool: Pool, ranks: int) -> None:
 
 def test_stages_that_update_behind_every_microbatch_may_not_share() -> None:
     with pytest.raises(penstock.PlanError) as caught:
-        make_pipeline(Run("gpt2-tied", "1f1b", 3))
+        make_pipeline(Run("gpt2-tied", "pipedream", 3))
 
     assert str(caught.value) == (
-        "weights are shared across stages: transformer.wte.weight (stages 0, 2). Under '1f1b' every stage updates at "
-        "its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, "
-        "zb-h1, zb-v) or 2bw, untie the weights, or plan the layers that share them into one stage"
+        "weights are shared across stages: transformer.wte.weight (stages 0, 2). Under 'pipedream' every stage updates "
+        "at its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, "
+        "spp, zb-h1, zb-v) or 2bw, untie the weights, or plan the layers that share them into one stage"
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_layers_of_one_stage_may_share_under_every_schedule(schedule: str) -> None:
     run = Run("neighbours", schedule, 3, cuts=(2, 5))
 

@@ -19,7 +19,7 @@ from transformer_jobs import (
 )
 
 TIED = ("GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM")
-"""Their first and last stages share weights, which `1f1b` refuses. The adapted GPT-2 does not train those."""
+"""Their first and last stages share weights, which `pipedream` refuses. The adapted GPT-2 does not train those."""
 UNTIED = (
     "LlamaForCausalLM",
     "ViTForImageClassification",
@@ -38,7 +38,7 @@ def runs_of(subject: str) -> list[Run]:
         Run(subject, "1f1b-flush", 3, microbatches=3),
         Run(subject, "interleaved", 6, stages_per_rank=2, microbatches=3),
     ]
-    delayed = [Run(subject, schedule, 3, microbatches=3) for schedule in ("2bw", "1f1b")]
+    delayed = [Run(subject, schedule, 3, microbatches=3) for schedule in ("2bw", "pipedream")]
     split = [Run(subject, "zb-v", 6, stages_per_rank=2, microbatches=3)] if subject in SPLIT else []
     return flushing + (delayed[:1] if subject in TIED else delayed) + split
 
@@ -46,9 +46,10 @@ def runs_of(subject: str) -> list[Run]:
 def promised(run: Run) -> Outcome:
     """What the oracle says of a run.
 
-    The numbers depend on the stages under `1f1b`, and where three layers share a weight: each stage sums its own uses.
+    The numbers depend on the stages under `pipedream`, and where three layers share a weight: each stage sums its own
+    uses.
     """
-    if run.schedule == "1f1b" or run.subject == "T5ForConditionalGeneration":
+    if run.schedule == "pipedream" or run.subject == "T5ForConditionalGeneration":
         return run_reference(run)
     return run_reference(Run(run.subject, "2bw" if run.schedule == "2bw" else "1f1b-flush", 3, microbatches=3))
 

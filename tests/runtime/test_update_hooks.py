@@ -16,9 +16,9 @@ from processes import Pool
 from training import Case, assert_equal, run_pipeline, run_reference
 
 CASES = [
-    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b", "vertical", "2bw")),
+    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "pipedream", "vertical", "2bw")),
     Case("layered", "interleaved", 2, 4, stages_per_rank=2),
-    Case("layered", "1f1b", 2, 4, replicas=(2, 2), drain_after=(1,)),
+    Case("layered", "pipedream", 2, 4, replicas=(2, 2), drain_after=(1,)),
     Case("normalized", "2bw", 2, 4, drain_after=(0, 2)),
     Case("layered", "2bw", 2, 4, replicas=(2, 1)),
 ]
@@ -38,7 +38,7 @@ def test_hooks_change_what_is_computed(recipe: str) -> None:
     assert run_hooked(case, recipe).losses != run_pipeline(case, **plain).losses
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_hooks_in_several_processes(pool: Pool, schedule: str) -> None:
     case = Case("layered", schedule, 3, 4)
     for recipe in HOOKED:
@@ -168,11 +168,11 @@ def test_evaluation_with_averages_leaves_the_weights_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["prediction", "several", "own"])
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_training_goes_on_from_a_checkpoint_of_other_stages(recipe: str, schedule: str, tmp_path: Any) -> None:
-    """Under 2bw, whose numbers do not depend on the stages; under 1f1b on as many."""
+    """Under 2bw, whose numbers do not depend on the stages; under pipedream on as many."""
     case = Case("layered", schedule, 3, 4)
-    other = Case("layered", schedule, 3 if schedule == "1f1b" else 2, 4)
+    other = Case("layered", schedule, 3 if schedule == "pipedream" else 2, 4)
     whole = penstock.Pipeline(case.build(), **case.options, **HOOKED[recipe])
     resumed = penstock.Pipeline(case.build(), **other.options, **HOOKED[recipe])
     for x, y in case.batches[:2]:

@@ -32,7 +32,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
-        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, 1f1b or 2bw"),
+        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, pipedream or 2bw"),
         ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
         ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
         ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
@@ -46,7 +46,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
         ("--whole-backwards", "only schedules whose backwards are not in two parts"),
-        ("--vertical-sync", "with the schedule 1f1b: one weight version for a microbatch in all stages"),
+        ("--vertical-sync", "with the schedule pipedream: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
     parser.add_argument(

@@ -26,7 +26,7 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
-from penstock.values.plans import Plan
+from penstock.values.plans import SCHEDULES, Plan, schedule_hint
 
 __all__ = ["Reference", "reference_train"]
 
@@ -74,24 +74,25 @@ def reference_train(
     gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
     interleaved, spp,
     zb-h1, zb-v
-    1f1b                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
-    1f1b with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
+    pipedream                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
+    pipedream with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
     2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
     ========================  =====================================================================
 
-    Where stage s has r replicas that take microbatches in turn, the updates of `1f1b` are of r microbatches, k counts
-    these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in flight.
-    The last round before a drain may be of fewer. Where replicas split microbatches, r counts as 1, and a stage is
-    computed part by part. Either way the gradients of replicas are summed in their order.
+    Where stage s has r replicas that take microbatches in turn, the updates of `pipedream` are of r microbatches, k
+    counts these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in
+    flight. The last round before a drain may be of fewer. Where replicas split microbatches, r counts as 1, and a stage
+    is computed part by part. Either way the gradients of replicas are summed in their order.
 
-    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `1f1b` stage s takes for it the
-    gradients of update k of the stages from s on, and of stage s-i those of update k-2i: what has come to it by then.
+    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `pipedream` stage s takes for
+    it the gradients of update k of the stages from s on, and of stage s-i those of update k-2i: what has come to it by
+    then.
 
     With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if it
-    knows of a gradient for it that is not finite: of any stage, or under `1f1b` of the stages from s on. The last stage
-    then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped updates
-    count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under `2bw` on
-    more than one stage from those before t-1; under `1f1b` it follows from what the last stage knows.
+    knows of a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
+    stage then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped
+    updates count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under
+    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what the last stage knows.
 
     With `version_dtype`, W(x) is the optimizer's weights cast to it, where they are float32, trained and of two
     dimensions or more, and each microbatch's gradient is cast back before it is added to the others. Of `update_hooks`
@@ -156,8 +157,8 @@ class _Run:
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.microbatches):
             self.versions = _versions(self.plan, self.schedule, self.vertical_sync, k, self.minibatch)
             losses = self._forward(k, part)
-            # A microbatch weighs as much as its loss is the mean over; under 1f1b, where an update takes one, one.
-            weighs = amount if self.schedule == "1f1b" else sum(amounts)
+            # A microbatch weighs as much as its loss is the mean over; under pipedream, where an update takes one, one.
+            weighs = amount if self.schedule == "pipedream" else sum(amounts)
             scale = self._scale(k)
             # Where everything is frozen no loss has a gradient.
             trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
@@ -167,10 +168,10 @@ class _Run:
                 )
             for loss, size in losses:
                 total += float(loss.detach().double()) * (size / sum(amounts))
-            if self.schedule == "1f1b":
+            if self.schedule == "pipedream":
                 self.training.update_rounds(self.versions, k + 1)
                 self.training.settle_scale()
-        if self.schedule != "1f1b":
+        if self.schedule != "pipedream":
             self.training.update(dict(enumerate(self.versions)))
             # In 2bw the update of minibatch t waits for the other stages until minibatch t + 2 needs it.
             self.training.settle_scale(wait=int(self.schedule == "2bw" and len(self.plan.stages) > 1))
@@ -181,10 +182,10 @@ class _Run:
     def drain(self) -> None:
         """The last updates of a run of the schedule; the next one begins with the newest weights."""
         seen = self.minibatch * self.microbatches
-        if self.schedule == "1f1b":
+        if self.schedule == "pipedream":
             self.training.update_rounds(self.versions, seen, last=True)
         self.training.share_buffers()
-        if self.schedule in ("1f1b", "2bw"):
+        if self.schedule in ("pipedream", "2bw"):
             self.training.restart()
             self.before, self.minibatch, self.updates = self.before + seen, 0, 0
 
@@ -193,7 +194,7 @@ class _Run:
         if self.training.scales is None:
             return 1.0
         replicas = 1 if self.plan.routing == "split" else self.plan.replicas[-1]
-        return self.training.scales.used(k // replicas + 1 if self.schedule == "1f1b" else self.updates + 1)
+        return self.training.scales.used(k // replicas + 1 if self.schedule == "pipedream" else self.updates + 1)
 
     def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, float]]:
         """The loss of each part of a microbatch that a replica of the last stage has, and what it is the mean over."""
@@ -207,12 +208,12 @@ class _Run:
 
 
 def _strides(plan: Plan) -> list[int]:
-    """By stage, how many microbatches an update of `1f1b` is of."""
+    """By stage, how many microbatches an update of `pipedream` is of."""
     return [1 if plan.routing == "split" else count for count in plan.replicas]
 
 
 def _behind(plan: Plan) -> list[int]:
-    """By stage, how many rounds of microbatches are under way under `1f1b` when one more begins."""
+    """By stage, how many rounds of microbatches are under way under `pipedream` when one more begins."""
     strides = _strides(plan)
     return [math.ceil(sum(strides[stage:]) / strides[stage]) - 1 for stage in range(len(strides))]
 
@@ -221,7 +222,7 @@ def _delays(plan: Plan, schedule: str, vertical_sync: bool) -> list[int]:
     """By stage, how many updates are made between the weights that a gradient is taken at and its own update."""
     behind = _behind(plan)
     match schedule:
-        case "1f1b":
+        case "pipedream":
             return behind[:1] * len(behind) if vertical_sync else behind
         case "2bw":
             return [1] * len(behind)
@@ -237,14 +238,14 @@ def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, m
     match schedule:
         case "gpipe" | "1f1b-flush" | "interleaved" | "spp" | "zb-h1" | "zb-v":
             return [minibatch for _ in stages]
-        case "1f1b" if vertical_sync:
+        case "pipedream" if vertical_sync:
             return [max(0, rounds[0] - behind[0]) for _ in stages]
-        case "1f1b":
+        case "pipedream":
             return [max(0, rounds[stage] - behind[stage]) for stage in stages]
         case "2bw":
             return [max(minibatch - 1, 0) for _ in stages]
         case _:
             raise PlanError(
-                f"no reference for the schedule {schedule!r}: expected gpipe, 1f1b-flush, interleaved, spp, zb-h1, "
-                "zb-v, 1f1b or 2bw"
+                f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}. {schedule_hint(schedule)}"
+                "Choose one of them"
             )

@@ -114,7 +114,7 @@ class Training:
             split = plan.routing == "split" and max(plan.replicas) > 1
             made = make_optimizers(recipe.optimizer, newest)
             schedulers = [recipe.lr_scheduler(each) for each in made if recipe.lr_scheduler]
-            scaled = recipe.scale_learning_rates and schedule == "1f1b" and not split
+            scaled = recipe.scale_learning_rates and schedule == "pipedream" and not split
             rate = replicas / plan.replicas[0] if scaled else 1.0
             hooks = HookStates(recipe.hooks)
             stage = _Stage(

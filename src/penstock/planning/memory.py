@@ -16,7 +16,7 @@ For a stage of r replicas, with R workers in it and behind it, so that D = ceil(
     spp           min(ceil(m / r), 4 (D - 1) + 1) 1
     zb-h1         min(ceil(m / r), all ranks / r) 1
     zb-v          chunks, see `peak_bytes`        1
-    1f1b          D                               D; with vertical sync ceil(all workers / r)
+    pipedream          D                               D; with vertical sync ceil(all workers / r)
     2bw           D                               2
 
 Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. With tensor
@@ -66,7 +66,7 @@ def live_counts(
     match schedule:
         case "gpipe":
             return ceil(microbatches / replicas), 1
-        case "1f1b":
+        case "pipedream":
             return deep, ceil(workers / replicas) if vertical_sync else deep
         case "2bw":
             return deep, 2

@@ -49,7 +49,7 @@ def plan(
     `zb-v` too), `uniform` (equally many layers per stage; asked by name only). `schedule`: one of
     `penstock.values.SCHEDULES`; `synchronous` leaves those that train as one device does. `microbatches` of a
     minibatch, over all replicas, or else its `batch_size` in samples; by default four microbatches for every device
-    (one under `1f1b`, whose microbatches have updates of their own). Several profiles of one model, measured at
+    (one under `pipedream`, whose microbatches have updates of their own). Several profiles of one model, measured at
     different microbatch sizes, let the search choose the size; a single one is taken at its own. `stages`: so many,
     on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both are
     tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).

@@ -7,7 +7,7 @@ table 1.1; section 4.2 for interleaving), a minibatch takes
     interleaved               (m + (p' - 1) / v) t       p' ranks, t of a whole rank
     zb-h1                     (m + (p - 1) / 3) t        if a forward takes as long as each part of a backward
     zb-v                      (m + (p' - 1) / 6) t
-    1f1b, 2bw                 m t                        in the steady state, without fill and drain
+    pipedream, 2bw                 m t                        in the steady state, without fill and drain
 
 Replicas that take microbatches in turn need r t for each, so that the pipe fills with ``sum of r`` of them instead of
 p, and the last round of a stage may not be full: ``(r ceil(m / r) + sum of the other r) t`` with the worst such stage;
@@ -66,7 +66,7 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
 def _rounds(plan: Plan) -> float:
     """The seconds of a minibatch in units of t."""
     count = plan.microbatches
-    if plan.schedule in ("1f1b", "2bw"):
+    if plan.schedule in ("pipedream", "2bw"):
         return count
     filling = {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(plan.schedule, 1 / plan.stages_per_rank)
     replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.values.documents import is_count, suggestion, text_of
-from penstock.values.plans import SCHEDULES, Plan, Stage
+from penstock.values.documents import is_count, text_of
+from penstock.values.plans import SCHEDULES, Plan, Stage, schedule_hint
 from penstock.values.profiles import Profile
 from penstock.values.stages import DEALT
 
@@ -41,7 +41,7 @@ class Request:
         if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
-                f"{suggestion(str(self.schedule), SCHEDULES)}Choose one of them"
+                f"{schedule_hint(str(self.schedule))}Choose one of them"
             )
         counts = [("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank)]
         counts += [("stages", self.stages)] if self.stages is not None else []

@@ -90,7 +90,7 @@ def _title(trial: Trial) -> str:
 
 def _is_pointless(plan: Plan) -> bool:
     """Whether it has nothing over the same under 1f1b-flush: on a single stage there is nothing to fill or drain."""
-    return len(plan.stages) == 1 and plan.schedule not in ("1f1b", "1f1b-flush") and plan.routing != "split"
+    return len(plan.stages) == 1 and plan.schedule not in ("pipedream", "1f1b-flush") and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:

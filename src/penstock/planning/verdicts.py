@@ -102,7 +102,7 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
                 "synchronous=True (--synchronous) plans only such"
             )
         lines.append(f"{best.schedule} never flushes: {told}.")
-    if best.schedule == "1f1b" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
+    if best.schedule == "pipedream" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
         lines.append(
             "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
             "Pipeline(scale_learning_rates=True), or plan for another schedule."

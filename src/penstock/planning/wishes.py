@@ -13,7 +13,7 @@ from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, suggestion, text_of
-from penstock.values.plans import SCHEDULES
+from penstock.values.plans import SCHEDULES, schedule_hint
 from penstock.values.profiles import Profile
 from penstock.values.stages import DEALT
 
@@ -76,14 +76,14 @@ class Wishes:
     whole_backwards: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("planner", self.planner, tuple(_SCHEDULES_OF)),
-            ("schedule", self.schedule, SCHEDULES),
+        for name, value, known, hint in (
+            ("planner", self.planner, tuple(_SCHEDULES_OF), suggestion),
+            ("schedule", self.schedule, SCHEDULES, schedule_hint),
         ):
             if value is not None and value not in known:
                 raise PlanError(
                     f"{name}: expected one of {', '.join(known)}, found {text_of(value)}. "
-                    f"{suggestion(str(value), known)}Choose one of them, or leave it out to try all"
+                    f"{hint(str(value), known)}Choose one of them, or leave it out to try all"
                 )
         for name in ("microbatches", "batch_size", "stages", "stages_per_rank"):
             value = getattr(self, name)
@@ -106,7 +106,7 @@ class Wishes:
             if self.schedule in (None, schedule)
             and (self.planner is None or schedule in _SCHEDULES_OF[self.planner])
             and (not self.synchronous or schedule in SYNCHRONOUS)
-            and (not self.vertical_sync or schedule == "1f1b")
+            and (not self.vertical_sync or schedule == "pipedream")
             and not (self.whole_backwards and schedule in _SPLITTING)
             and self._takes_stages_per_rank(schedule)
         )
@@ -170,7 +170,7 @@ class Wishes:
         self, planner: str, schedule: str, profile: Profile, first: Profile, cluster: Cluster
     ) -> Iterator[Request]:
         microbatches = self.count_microbatches(profile, first, cluster)
-        if schedule == "1f1b" and self.microbatches is None and self.batch_size is None:
+        if schedule == "pipedream" and self.microbatches is None and self.batch_size is None:
             microbatches = 1
         if not microbatches:
             return
@@ -231,9 +231,9 @@ class Wishes:
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
-            "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='1f1b', synchronous=True rules "
-            "out 1f1b and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans for schedule='spp'. Drop "
-            "one of them"
+            "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='pipedream', synchronous=True "
+            "rules out pipedream and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans for "
+            "schedule='spp'. Drop one of them"
         )
 
 

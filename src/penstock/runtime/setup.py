@@ -141,15 +141,15 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
     """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
     tell each other the norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if they do under 1f1b, or the stages that share have different numbers of replicas;
+    `PlanError` if they do under pipedream, or the stages that share have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
-    if shared and plan.schedule == "1f1b":
+    if shared and plan.schedule == "pipedream":
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"weights are shared across stages: {names}. Under '1f1b' every stage updates at its own time, so the "
+            f"weights are shared across stages: {names}. Under 'pipedream' every stage updates at its own time, so the "
             "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or "
             "2bw, untie the weights, or plan the layers that share them into one stage"
         )

@@ -2,9 +2,9 @@
 
 A norm over all of a model's gradients (to clip them, to see that none is infinite) needs numbers of every stage. Where
 the schedule gives an update time to wait, each stage learns those of all stages for the same update: they are collected
-from the last stage to the first and then told to all. Under `1f1b` an update must not wait for stages before it, which
-have their gradients later. So stage s takes of them what stage s - 1 knew two updates earlier: the latest that arrives
-without a stall. Of the first updates nothing is known.
+from the last stage to the first and then told to all. Under `pipedream` an update must not wait for stages before it,
+which have their gradients later. So stage s takes of them what stage s - 1 knew two updates earlier: the latest that
+arrives without a stall. Of the first updates nothing is known.
 
 A weight that stages share counts in the norm of the first of them only.
 """

@@ -5,7 +5,6 @@ so what is proved, predicted, drawn and run is the same thing.
 """
 
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -17,7 +16,7 @@ from penstock.scheduling.methods import Drain, Method, NormRule, Part, Promise, 
 from penstock.scheduling.orders import INFERENCE, METHODS
 from penstock.scheduling.placements import Placement
 from penstock.values.crossings import Skip
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule_hint
 
 __all__ = ["Programs", "Schedule", "inference", "schedule"]
 
@@ -30,11 +29,11 @@ class Schedule:
     """A scheduling method for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
 
     `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries, over all
-    replicas. `stages_per_rank`: any number with 'interleaved', 2 with 'zb-v'. `vertical_sync`: with '1f1b' only.
-    `ties`: groups of stages that share weights; not with '1f1b', whose stages update at different times. `replicated`:
-    where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`. `norms`: whether
-    stages tell each other the norms of their gradients, as `known_norms` says; an inference has none. `skips`: pairs
-    of stages, others between them, that send each other values directly; see `choose_skips`.
+    replicas. `stages_per_rank`: any number with 'interleaved', 2 with 'zb-v'. `vertical_sync`: with 'pipedream' only.
+    `ties`: groups of stages that share weights; not with 'pipedream', whose stages update at different times.
+    `replicated`: where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`.
+    `norms`: whether stages tell each other the norms of their gradients, as `known_norms` says; an inference has none.
+    `skips`: pairs of stages, others between them, that send each other values directly; see `choose_skips`.
     `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
     """
 
@@ -68,7 +67,8 @@ class Schedule:
             )
         if self.vertical_sync and not method.syncs:
             raise ScheduleError(
-                f"schedule {method.name!r}: vertical_sync=True belongs to '1f1b' only; drop it, or choose '1f1b'"
+                f"schedule {method.name!r}: vertical_sync=True belongs to 'pipedream' only; drop it, or choose "
+                "'pipedream'"
             )
         method.check(shape)
         # Only the method that was found is kept, so that schedules compare by what they do.
@@ -237,9 +237,8 @@ def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
         if method.name == name:
             return method
     names = [method.name for method in methods]
-    near = get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ScheduleError(f"schedule: there is no method {name!r}; {hint}choose one of {', '.join(map(repr, names))}")
+    hint = schedule_hint(str(name), names)
+    raise ScheduleError(f"schedule: there is no method {name!r}. {hint}Choose one of {', '.join(map(repr, names))}")
 
 
 def _place(schedule: Schedule, method: Method) -> Placement:

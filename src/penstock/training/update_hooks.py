@@ -45,7 +45,7 @@ class WeightUpdate:
     """The weights after it. What a hook writes into them is what the optimizer goes on from."""
     delay: int
     """Updates of the parameter's stage between the weights at which the gradient was taken and `before`, as it is when
-    the pipeline is full: 0 under schedules that flush, 1 under `2bw`, p-1-s at stage s of `1f1b`."""
+    the pipeline is full: 0 under schedules that flush, 1 under `2bw`, p-1-s at stage s of `pipedream`."""
     state: dict[str, Tensor]
     """What the hook keeps of this parameter from update to update. It is part of checkpoints."""
 

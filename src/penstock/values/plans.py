@@ -24,12 +24,24 @@ from penstock.values.documents import (
 from penstock.values.quantities import bytes_text
 from penstock.values.stages import Stage, check_stages, deal_ranks, ranks_text
 
-__all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage"]
+__all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage", "schedule_hint"]
 
 _FORMAT = "penstock-plan/1"
 
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "1f1b", "2bw")
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "pipedream", "2bw")
 """The names that `Plan.schedule` can take."""
+
+
+def schedule_hint(name: str, known: Sequence[str] = SCHEDULES) -> str:
+    """What was meant by `name`, which is none of the `known` schedules: a sentence and a space, or nothing."""
+    if name.lower() == "1f1b":
+        return (
+            "'1f1b' has two meanings: PyTorch and Megatron mean one that flushes after every minibatch, here "
+            "'1f1b-flush'; PipeDream's paper means one that never flushes and trains on stale weights, here "
+            "'pipedream'. "
+        )
+    return suggestion(name, known)
+
 
 Routing: TypeAlias = Literal["round-robin", "split"]
 """How microbatches meet the replicas of a stage. ``round-robin``: replica k mod r takes microbatch k, as in 1F1B-RR of
@@ -95,7 +107,7 @@ class Plan:
         if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
-                f"{suggestion(str(self.schedule), SCHEDULES)}Choose one of them"
+                f"{schedule_hint(str(self.schedule))}Choose one of them"
             )
         if self.routing not in ROUTINGS:
             raise PlanError(

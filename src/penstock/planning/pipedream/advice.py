@@ -98,9 +98,9 @@ def _changes(profile: Profile, devices: int, request: Request) -> Iterator[Itera
         yield iter([("recompute=True", profile, devices, replace(request, recompute=True))])
     if request.schedule not in ("1f1b-flush", *DEALT):
         yield iter([("schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush"))])
-    if request.vertical_sync and request.schedule == "1f1b":
+    if request.vertical_sync and request.schedule == "pipedream":
         yield iter([("vertical_sync=False", profile, devices, replace(request, vertical_sync=False))])
-    if request.schedule not in ("1f1b", "2bw"):
+    if request.schedule not in ("pipedream", "2bw"):
         # Interleaving takes its microbatches in groups of one per rank.
         group = request.stage_count(devices) // request.stages_per_rank if request.schedule == "interleaved" else 1
         counts = (count for count in _halves(request.microbatches) if not count % group)

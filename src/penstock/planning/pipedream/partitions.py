@@ -46,7 +46,7 @@ def partition(
     straight: bool = False,
     allreduce: str = "ring",
     stages: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str = "pipedream",
     microbatches: int = 1,
     optimizer_copies: float = OPTIMIZER_COPIES,
 ) -> Plan:

@@ -4,8 +4,8 @@ from penstock.scheduling.methods import Method
 from penstock.scheduling.orders.forward_only import INFERENCE
 from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED
-from penstock.scheduling.orders.one_f_one_b import ONE_F_ONE_B
 from penstock.scheduling.orders.one_f_one_b_flush import ONE_F_ONE_B_FLUSH
+from penstock.scheduling.orders.pipedream import PIPEDREAM
 from penstock.scheduling.orders.spp import SPP
 from penstock.scheduling.orders.two_bw import TWO_BW
 from penstock.scheduling.orders.zb_h1 import ZB_H1
@@ -16,12 +16,12 @@ __all__ = [
     "INFERENCE",
     "INTERLEAVED",
     "METHODS",
-    "ONE_F_ONE_B",
     "ONE_F_ONE_B_FLUSH",
+    "PIPEDREAM",
     "SPP",
     "TWO_BW",
     "ZB_H1",
     "ZB_V",
 ]
 
-METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, ONE_F_ONE_B, TWO_BW)
+METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, PIPEDREAM, TWO_BW)

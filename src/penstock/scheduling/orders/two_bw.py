@@ -88,7 +88,7 @@ def check(shape: Shape) -> None:
         raise ScheduleError(
             f"schedule '2bw': {least} {what} need at least {least} microbatches, got "
             f"microbatches={shape.microbatches}; with fewer, a minibatch does not fill the pipe. Give "
-            f"microbatches={least} or more, use fewer stages, or choose '1f1b' or '1f1b-flush'"
+            f"microbatches={least} or more, use fewer stages, or choose 'pipedream' or '1f1b-flush'"
         )
 
 

@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Forward, Update
 from penstock.scheduling.methods import Drain, Entry, Finished, Method, Part, Promise, Shape, Step, VersionRule
 
-__all__ = ["ONE_F_ONE_B"]
+__all__ = ["PIPEDREAM"]
 
 
 # p = 3, m = 1: steps 0 to 3 and what is left for the drain. Each B is followed at once by its update. The version that
@@ -77,10 +77,10 @@ def check(shape: Shape) -> None:
     """With vertical sync the rounds of all stages must be the same."""
     if shape.vertical_sync and not shape.placement.split and not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
-            f"schedule '1f1b': vertical sync needs equally many replicas of every stage, got {shape.placement.text()}: "
-            "stages that update after different numbers of microbatches have no common version; give them equal "
-            "numbers, or drop vertical_sync"
+            "schedule 'pipedream': vertical sync needs equally many replicas of every stage, got "
+            f"{shape.placement.text()}: stages that update after different numbers of microbatches have no common "
+            "version; give them equal numbers, or drop vertical_sync"
         )
 
 
-ONE_F_ONE_B = Method("1f1b", order, promise, check, syncs=True)
+PIPEDREAM = Method("pipedream", order, promise, check, syncs=True)

@@ -1,0 +1,95 @@
+"""Plain ``1f1b`` means two schedules: whoever writes it, and wherever, is told the word for each."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from penstock.cli import main
+from penstock.errors import PenstockError
+from penstock.planning.requests import Request
+from penstock.scheduling import Schedule
+from penstock.values import SCHEDULES, Cluster, LayerProfile, Plan, Profile, Stage
+
+BOTH = (
+    "'1f1b' has two meanings: PyTorch and Megatron mean one that flushes after every minibatch, here '1f1b-flush'; "
+    "PipeDream's paper means one that never flushes and trains on stale weights, here 'pipedream'."
+)
+PROFILE = Profile(tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e3, 1e3, 1e3) for index in range(4)), 2)
+STAGES = (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
+
+
+def train(**options: object) -> None:
+    """With a pipeline of two linear layers."""
+    penstock.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        sample=(torch.ones(2, 4),),
+        loss_fn=F.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        stages=2,
+        **options,
+    )
+
+
+def reference(**options: object) -> None:
+    """By the oracle."""
+    penstock.reference_train(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [(torch.ones(2, 4), torch.ones(2, 4))],
+        sample=(torch.ones(2, 4),),
+        loss_fn=F.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        stages=2,
+        **options,
+    )
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "Schedule": lambda name: Schedule(name, 2, 4),
+    "Plan": lambda name: Plan(STAGES, name, 4),
+    "plan": lambda name: penstock.plan(PROFILE, Cluster.uniform(2, 1e9), schedule=name),
+    "a planner's request": lambda name: Request(name),
+    "Pipeline": lambda name: train(schedule=name),
+    "reference_train": lambda name: reference(schedule=name),
+}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1F1B"])
+@pytest.mark.parametrize("way", WAYS)
+def test_plain_1f1b_is_refused_with_both_meanings(way: str, name: str) -> None:
+    with pytest.raises(PenstockError, match=re.escape(BOTH)):
+        WAYS[way](name)
+
+
+@pytest.mark.parametrize("name", ["1f1b-flush", "pipedream"])
+@pytest.mark.parametrize("way", WAYS)
+def test_both_words_are_taken(way: str, name: str) -> None:
+    WAYS[way](name)
+
+
+def test_a_file_that_says_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    Plan(STAGES, "pipedream", 4).save(path)
+    path.write_text(re.sub(r"\bpipedream\b", "1f1b", path.read_text()))
+
+    with pytest.raises(PenstockError, match=re.escape(BOTH)) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, cluster = tmp_path / "profile.json", tmp_path / "cluster.yaml"
+    PROFILE.save(profile)
+    Cluster.uniform(2, 1e9).save(cluster)
+
+    assert main(["plan", str(profile), str(cluster), "--schedule", "1f1b"]) == 1
+    assert BOTH in capsys.readouterr().err
+
+
+def test_it_is_no_schedule() -> None:
+    assert "1f1b" not in SCHEDULES and {"1f1b-flush", "pipedream"} <= set(SCHEDULES)
