@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from penstock.values.drawings import axis_step
+from penstock.timelines.drawings import axis_step
 
 __all__ = ["Curve", "Panel", "draw"]
 

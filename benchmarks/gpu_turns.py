@@ -20,7 +20,7 @@ from jobs import Language
 
 import penstock
 from penstock.scheduling import Step
-from penstock.values.timelines import Timeline
+from penstock.timelines.timelines import Timeline
 
 WARM_UP_STEPS = 3
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.scheduling import Receive, Send, parse
-from penstock.values.timelines import Span
+from penstock.timelines.timelines import Span
 
 
 @dataclass(frozen=True, slots=True)

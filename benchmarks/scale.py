@@ -29,7 +29,7 @@ IMPORTED_TORCH = time.perf_counter()
 
 import penstock  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
-from penstock.runtime.connections import edges_of  # noqa: E402
+from penstock.runtime.assembly.connections import edges_of  # noqa: E402
 from penstock.scheduling import METHODS, Schedule  # noqa: E402
 from penstock.scheduling.schedules import schedule  # noqa: E402
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 import models
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.hooks import Parallelize
-from penstock.runtime.lanes import Lanes
+from penstock.runtime.assembly.hooks import Parallelize
+from penstock.runtime.transport.lanes import Lanes
 
 __all__ = [
     "BATCHES",

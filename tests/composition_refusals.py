@@ -15,10 +15,10 @@ import models
 import penstock
 from composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
 from penstock.capturing.chain import StageModule
-from penstock.runtime.hooks import Parallelize
-from penstock.runtime.lanes import Lanes, connect_lanes
-from penstock.runtime.transport import Edge
-from penstock.runtime.worlds import Processes
+from penstock.runtime.assembly.hooks import Parallelize
+from penstock.runtime.transport.lanes import Lanes, connect_lanes
+from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.worlds import Processes
 
 __all__ = [
     "TYPES",

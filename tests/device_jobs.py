@@ -14,8 +14,8 @@ import penstock
 import tardy_backend
 from carrying import sharing_memory
 from penstock.errors import PenstockError
-from penstock.runtime.transport import Edge
-from penstock.runtime.worlds import join_world
+from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.worlds import join_world
 from stream_races import RacingDevice, on_streams
 from training import Case, Outcome, run_pipeline
 

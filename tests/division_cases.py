@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.divisions import go_backward_to_inputs
-from penstock.runtime.executor import StageExecutor
+from penstock.runtime.execution.divisions import go_backward_to_inputs
+from penstock.runtime.execution.executor import StageExecutor
 
 __all__ = ["CASES", "MICROBATCHES", "SAMPLES", "WIDTH", "B", "Bench", "V", "W", "words"]
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed import HashStore
 
-from penstock.runtime.failures import FailureBoard
-from penstock.runtime.nccl_ends import Line, NcclInbox, NcclOutbox
-from penstock.runtime.notices import Notices
-from penstock.runtime.patience import Patience
-from penstock.runtime.transport import Edge, Ticket
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.nccl.nccl_ends import Line, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.notices import Notices
+from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.transport import Edge, Ticket
 from penstock.scheduling.actions import Action, Receive, Send
 from penstock.scheduling.lowering import peer
 from penstock.scheduling.methods import Part

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from live_tensors import count_at_rest, forget_what_is_there, live_tensors
-from penstock.runtime.executor import StageExecutor
+from penstock.runtime.execution.executor import StageExecutor
 from training import stages_on_a_rank
 
 __all__ = ["Observed", "Setting", "observe", "observe_all"]

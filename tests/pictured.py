@@ -3,9 +3,9 @@
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
-from penstock.values.memories import RankMemory
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 
 __all__ = ["SPANS", "SVG", "classes", "elements", "large_timeline", "remembered", "shifted"]
 

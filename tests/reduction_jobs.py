@@ -10,11 +10,11 @@ from torch import Tensor, nn
 import tardy_backend
 from carrying import sharing_memory
 from penstock.errors import TransportError
-from penstock.runtime.communicators import gloo
-from penstock.runtime.ordered_sums import OrderedSum
-from penstock.runtime.reductions import Reducer
-from penstock.runtime.transport import Transport
-from penstock.runtime.worlds import join_world
+from penstock.runtime.devices.communicators import connect_gloo
+from penstock.runtime.parameters.reductions import Reducer
+from penstock.runtime.transport.ordered_sums import OrderedSum
+from penstock.runtime.transport.transport import Transport
+from penstock.runtime.transport.worlds import join_world
 from staging_jobs import members
 from stream_races import RacingDevice, on_streams
 
@@ -47,7 +47,7 @@ def row_of(rank: int, dtype: torch.dtype, count: int) -> Tensor:
 
 def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
     """The sums of all rows, in this order of the ranks, by a communicator."""
-    group = {"gloo": gloo, "tardy": tardy_backend.connect}[backend](members(order))
+    group = {"gloo": connect_gloo, "tardy": tardy_backend.connect}[backend](members(order))
     add = OrderedSum(order, group, dist.get_rank())
     sums = [add(row_of(dist.get_rank(), dtype, count)) for dtype, count in ROWS]
     dist.barrier()

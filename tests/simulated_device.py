@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.runtime.accelerators import Layout
-from penstock.runtime.communicators import Communicator, Members
+from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.devices.communicators import Communicator, Members
 
 __all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
 

@@ -5,16 +5,16 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.communicators import Members, gloo
-from penstock.runtime.failures import FailureBoard
-from penstock.runtime.gloo_inboxes import GlooInbox
-from penstock.runtime.gloo_outboxes import GlooOutbox
-from penstock.runtime.group_sums import GroupSum
-from penstock.runtime.nccl_sums import NcclSum
-from penstock.runtime.ordered_sums import Agreement
-from penstock.runtime.patience import Patience
-from penstock.runtime.staging import DeviceStaging
-from penstock.runtime.transport import Edge
+from penstock.runtime.devices.communicators import Members, connect_gloo
+from penstock.runtime.devices.staging import DeviceStaging
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.gloo.gloo_inboxes import GlooInbox
+from penstock.runtime.transport.gloo.gloo_outboxes import GlooOutbox
+from penstock.runtime.transport.gloo.group_sums import GroupSum
+from penstock.runtime.transport.nccl.nccl_sums import NcclSum
+from penstock.runtime.transport.ordered_sums import Agreement
+from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.transport import Edge
 from simulated_device import SimulatedDevice
 from stream_races import RacingDevice
 
@@ -45,7 +45,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
     rank 1 reads of them.
     """
     edge, device = Edge(0, 1), SimulatedDevice(seed)
-    group = gloo(members((0, 1)))
+    group = connect_gloo(members((0, 1)))
     found: list[list[float]] = []
     if dist.get_rank() == 0:
         outbox = GlooOutbox(edge, group, 1, DeviceStaging(device))
@@ -77,7 +77,7 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
     device, patience = SimulatedDevice(rank), _patience()
     agreement = Agreement(ranks, rank, _store(), patience)
-    summing = GroupSum(ranks, gloo(members(ranks)), rank, agreement, DeviceStaging(device), patience)
+    summing = GroupSum(ranks, connect_gloo(members(ranks)), rank, agreement, DeviceStaging(device), patience)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
@@ -101,7 +101,7 @@ def sum_over_nccl(sums: int) -> list[list[float]]:
     device, patience = RacingDevice(), _patience()
     agreement, cpu = Agreement(ranks, rank, _store(), patience), torch.device("cpu")
     staging, check = DeviceStaging(device), patience.board.check
-    summing = NcclSum(ranks, gloo(members(ranks)), rank, agreement, cpu, device, staging, check, lambda _: None)
+    summing = NcclSum(ranks, connect_gloo(members(ranks)), rank, agreement, cpu, device, staging, check, lambda _: None)
     summing.meet()
     summing.agree({"form": (7, torch.float32)})
     found = []

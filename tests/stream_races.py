@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.accelerators import ACCELERATORS, Layout
-from penstock.runtime.communicators import Communicator, Members
+from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
+from penstock.runtime.devices.communicators import Communicator, Members
 from tardy_backend import connect, failure_of
 
 __all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams"]

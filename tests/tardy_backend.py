@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from penstock.runtime.communicators import Communicator, Members, gloo
+from penstock.runtime.devices.communicators import Communicator, Members, connect_gloo
 
 __all__ = ["LIVE", "TardyCommunicator", "connect", "failure_of", "messages"]
 
@@ -64,7 +64,7 @@ class TardyCommunicator:
 
     def __init__(self, members: Members) -> None:
         self.name = members.name
-        self._inner: Any = gloo(members)
+        self._inner: Any = connect_gloo(members)
         self.aborted = threading.Event()
         self.error = ""
         self._last: _Work | None = None

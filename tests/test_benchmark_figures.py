@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.scheduling import METHODS, Schedule
-from penstock.values.timelines import Span
+from penstock.timelines.timelines import Span
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from comparisons import Row, findings, rows_of, table

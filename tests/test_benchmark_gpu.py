@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from benchmark_jobs import prepare_fragile
 from penstock.scheduling import METHODS
-from penstock.values.timelines import Span, Timeline
+from penstock.timelines.timelines import Span, Timeline
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import gpu

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from layers import Gathering, InPlace, Several
-from penstock.runtime.compilation import Compilation, read_compilation
+from penstock.runtime.execution.compilation import Compilation, read_compilation
 from training import Case, run_reference
 
 # PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import simulate
 from penstock.simulating.critical_paths import critical_path
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
 from test_simulator_oracle import problems
 
 

@@ -14,8 +14,8 @@ from data_jobs import make_batches, train_where_read
 from penstock.capturing import capture
 from penstock.data import loader, prefetch, shapes_of
 from penstock.errors import PenstockError
-from penstock.runtime.microbatches import split
-from penstock.runtime.readings import find_readings
+from penstock.runtime.batches.microbatches import split
+from penstock.runtime.batches.readings import find_readings
 from processes import Pool
 
 

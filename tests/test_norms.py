@@ -13,7 +13,7 @@ from penstock.scheduling.actions import ReceiveNorms, SendNorms, format_programs
 from penstock.scheduling.norms import carried_norms, known_norms
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.scheduling.verifier import verify, verify_programs
+from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
 from penstock.simulating.costs import Costs
 from penstock.simulating.simulator import execute

@@ -19,7 +19,7 @@ from penstock.scheduling.orders import (
     two_bw,
 )
 from penstock.scheduling.schedules import Programs, Schedule, inference
-from penstock.scheduling.verifier import verify
+from penstock.scheduling.verification.verifier import verify
 from schedule_strategies import schedules
 
 Start = tuple[Action, Fraction]

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.cli import main
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
 from pictured import SPANS, large_timeline, remembered, shifted
 
 KINDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}

@@ -10,8 +10,8 @@ from penstock.rendering import render
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from schedule_strategies import schedules
 
 

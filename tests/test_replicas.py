@@ -20,7 +20,7 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, schedule
-from penstock.scheduling.verifier import verify, verify_programs
+from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.values.plans import Plan, Stage
 from schedule_strategies import replicated_schedules
 

@@ -8,7 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.scheduling.methods import Method
 from penstock.scheduling.orders import GPIPE, METHODS, one_f_one_b_flush
 from penstock.scheduling.schedules import Schedule, inference, schedule
-from penstock.scheduling.verifier import verify
+from penstock.scheduling.verification.verifier import verify
 from penstock.values.plans import SCHEDULES, Plan, Stage
 
 

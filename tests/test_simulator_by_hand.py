@@ -7,10 +7,10 @@ from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, Costs, execute, simulate
+from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.timelines import Timeline
 
 
 def make_profile(*layers: tuple[float, float, float, float]) -> Profile:

@@ -20,8 +20,8 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.schedules import Schedule, inference, schedule
 from penstock.simulating import simulate
+from penstock.timelines.memories import RankMemory
 from penstock.values.clusters import Cluster
-from penstock.values.memories import RankMemory
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from schedule_strategies import schedules

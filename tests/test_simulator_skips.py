@@ -18,12 +18,12 @@ from penstock.simulating import Costs, execute, simulate
 from penstock.simulating.critical_paths import critical_path
 from penstock.simulating.outcomes import evaluate
 from penstock.simulating.simulator import planned_schedule
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
-from penstock.values.memories import RankMemory
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.timelines import Timeline
 from schedule_strategies import schedules
 
 MB = 1e6

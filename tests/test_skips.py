@@ -11,7 +11,7 @@ from penstock.scheduling.actions import Receive, Send, format_programs, parse_pr
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import MESSAGE_BYTES, choose_skips
-from penstock.scheduling.verifier import verify, verify_programs
+from penstock.scheduling.verification.verifier import verify, verify_programs
 from schedule_strategies import replicated_schedules, schedules, waiting_schedules
 
 PROGRAMS = {

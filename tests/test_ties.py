@@ -11,7 +11,7 @@ from penstock.scheduling.actions import format_programs, parse_programs
 from penstock.scheduling.methods import Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.verifier import verify, verify_programs
+from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
 from penstock.simulating.costs import Costs
 from penstock.simulating.simulator import execute

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import parse
-from penstock.values.bars import Geometry, draw_row
-from penstock.values.memories import RankMemory
+from penstock.timelines.bars import Geometry, draw_row
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
 from pictured import SPANS as PICTURED
 from pictured import classes, elements, large_timeline, remembered, shifted
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing import capture
-from penstock.capturing.traced_layers import FUNCTIONS, TracedLayer
+from penstock.capturing.export.traced_layers import FUNCTIONS, TracedLayer
 
 aten = torch.ops.aten
 

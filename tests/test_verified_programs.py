@@ -29,7 +29,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.norms import carried_norms, known_norms
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.scheduling.verifier import verify_programs
+from penstock.scheduling.verification.verifier import verify_programs
 from schedule_strategies import schedules, waiting_schedules
 
 

@@ -20,7 +20,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.methods import Drain, Method, Part, Shape, Step
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.scheduling.schedules import Programs, Schedule, inference
-from penstock.scheduling.verifier import Verification, verify, verify_programs
+from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
 
 FLUSH = Schedule("1f1b-flush", 2, 2)
 # rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0

@@ -13,7 +13,7 @@ from penstock.scheduling.actions import Action, Backward, BackwardInput, Backwar
 from penstock.scheduling.orders import zb_h1, zb_v
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.verifier import verify, verify_programs
+from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from test_orders import drawn_table, run_clock, short, with_stage

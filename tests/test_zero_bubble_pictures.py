@@ -10,9 +10,9 @@ from penstock.commands.descriptions import describe_profile
 from penstock.rendering import render
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import critical_path, simulate
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
 from test_pages import data_of, page_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from carrying import sharing_memory
 from penstock.errors import TransportError
-from penstock.runtime.transport import Edge, Transport
-from penstock.runtime.worlds import join_world
+from penstock.runtime.transport.transport import Edge, Transport
+from penstock.runtime.transport.worlds import join_world
 from stream_races import RacingDevice, on_streams
 from tardy_backend import LIVE
 

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
-    from penstock.runtime.places import local_device
+    from penstock.runtime.devices.places import local_device
     from penstock.scheduling.schedules import Schedule, schedule
-    from penstock.scheduling.verifier import verify
+    from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
+    from penstock.timelines.timelines import Timeline
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
     from penstock.training.update_hooks import (
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage
     from penstock.values.profiles import LayerProfile, Profile
-    from penstock.values.timelines import Timeline
     from penstock.values.transformers import Transformer
 
 __all__ = [
@@ -111,7 +111,7 @@ _HOMES = {
     "ScheduleError": "errors",
     "Stage": "values.plans",
     "Subject": "profiling.subjects",
-    "Timeline": "values.timelines",
+    "Timeline": "timelines.timelines",
     "Transformer": "values.transformers",
     "TransportError": "errors",
     "UpdateHook": "training.update_hooks",
@@ -121,7 +121,7 @@ _HOMES = {
     "capture": "capturing",
     "initialise": "capturing.initialisation",
     "loader": "data",
-    "local_device": "runtime.places",
+    "local_device": "runtime.devices.places",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",
@@ -132,7 +132,7 @@ _HOMES = {
     "schedule": "scheduling.schedules",
     "shapes_of": "data",
     "simulate": "simulating.simulator",
-    "verify": "scheduling.verifier",
+    "verify": "scheduling.verification.verifier",
 }
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.guards import takes_statistics
+from penstock.capturing.export.guards import takes_statistics
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.agreements import gather_results
-from penstock.runtime.setup import make_schedule, stages_per_rank
-from penstock.runtime.worlds import World
+from penstock.runtime.assembly.setup import make_schedule, stages_per_rank
+from penstock.runtime.transport.agreements import gather_results
+from penstock.runtime.transport.worlds import World
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

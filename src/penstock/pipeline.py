@@ -17,21 +17,13 @@ from penstock.autoplans import Choices, plan_automatically
 from penstock.capturing.initialisation import InitFn
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.agreements import agreed
-from penstock.runtime.batches import BatchCutter
-from penstock.runtime.beginnings import begin
-from penstock.runtime.checkpoint import held_tensors, named_state, read, restore, write
-from penstock.runtime.connections import buffered_stages, connect
-from penstock.runtime.engines import Engine, LocalStages, recruit
-from penstock.runtime.forecasts import forecast_of
-from penstock.runtime.guards import Guard
-from penstock.runtime.hooks import Parallelize, parallelize_stages
-from penstock.runtime.microbatches import join
-from penstock.runtime.readings import Readings, find_readings, held_stages
-from penstock.runtime.recomputation import Grain, Recompute, choose_grains
-from penstock.runtime.restrictions import check_parts, needs_whole_backwards
-from penstock.runtime.results import StepResult
-from penstock.runtime.setup import (
+from penstock.runtime.assembly.beginnings import begin
+from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
+from penstock.runtime.assembly.connections import buffered_stages, connect
+from penstock.runtime.assembly.guards import Guard
+from penstock.runtime.assembly.hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.restrictions import check_parts, needs_whole_backwards
+from penstock.runtime.assembly.setup import (
     build_stages,
     check_agreement,
     check_plan,
@@ -40,14 +32,23 @@ from penstock.runtime.setup import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.shards import whole
-from penstock.runtime.sites import site_of
-from penstock.runtime.transport import Transport
-from penstock.runtime.updates import Updater, exchanged, readings_of
-from penstock.runtime.worlds import World, join_world
+from penstock.runtime.batches.batches import BatchCutter
+from penstock.runtime.batches.microbatches import join
+from penstock.runtime.batches.readings import Readings, find_readings, held_stages
+from penstock.runtime.batches.results import StepResult
+from penstock.runtime.devices.sites import site_of
+from penstock.runtime.engine.engines import Engine, LocalStages, recruit
+from penstock.runtime.engine.forecasts import forecast_of
+from penstock.runtime.execution.recomputation import Grain, Recompute, choose_grains
+from penstock.runtime.parameters.shards import whole
+from penstock.runtime.parameters.updates import Updater, exchanged, readings_of
+from penstock.runtime.transport.agreements import agreed
+from penstock.runtime.transport.transport import Transport
+from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
-from penstock.scheduling.verifier import verify
+from penstock.scheduling.verification.verifier import verify
+from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.recipes import Recipe
@@ -56,7 +57,6 @@ from penstock.training.update_hooks import UpdateHook
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
-from penstock.values.timelines import Timeline
 
 __all__ = ["Pipeline"]
 

@@ -17,10 +17,10 @@ from auto_jobs import (
 )
 from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
-from penstock.capturing.guards import takes_statistics
-from penstock.runtime.forecasts import forecast_of
-from penstock.runtime.moments import HostMoments
-from penstock.runtime.worlds import SingleProcess
+from penstock.capturing.export.guards import takes_statistics
+from penstock.runtime.devices.moments import HostMoments
+from penstock.runtime.engine.forecasts import forecast_of
+from penstock.runtime.transport.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from processes import Pool
 

@@ -19,9 +19,9 @@ import models
 import penstock
 from division_cases import CASES, MICROBATCHES, SAMPLES, WIDTH, B, Bench, V, W, words
 from live_tensors import forget_what_is_there, live_tensors
-from penstock.runtime import divisions
-from penstock.runtime.executor import StageExecutor
-from penstock.runtime.operators import OPERATORS
+from penstock.runtime.execution import divisions
+from penstock.runtime.execution.executor import StageExecutor
+from penstock.runtime.execution.operators import OPERATORS
 from skip_models import build_web
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import read_sample
 from penstock.errors import CaptureError, PenstockError
-from penstock.runtime.microbatches import chunks, join, split
+from penstock.runtime.batches.microbatches import chunks, join, split
 
 
 def form(*names: str, batched: tuple[str, ...]) -> ModelInputs:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.runtime.moments import DeviceMoments
-from penstock.values import Prediction, Timeline
+from penstock.runtime.devices.moments import DeviceMoments
+from penstock.timelines import Timeline
+from penstock.values import Prediction
 from simulated_device import SimulatedDevice
 from stream_races import RacingDevice, RacingEvent, on_streams
 from training import Case, stages_on_a_rank

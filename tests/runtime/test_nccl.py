@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from penstock.errors import TransportError
-from penstock.runtime.accelerators import Layout
-from penstock.runtime.carriers import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
-from penstock.runtime.failures import FailureBoard
-from penstock.runtime.nccl_ends import AHEAD, Line, NcclInbox, NcclOutbox
-from penstock.runtime.notices import Notices
-from penstock.runtime.patience import Patience
-from penstock.runtime.transport import Edge, Ticket
-from penstock.runtime.watches import Watch
+from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.transport.carriers import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.nccl.nccl_ends import AHEAD, Line, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.notices import Notices
+from penstock.runtime.transport.nccl.watches import Watch
+from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.transport import Edge, Ticket
 from processes import Pool
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from simulated_nccl import SimulatedCommunicator

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.accelerators import Layout
-from penstock.runtime.staging import DeviceStaging
+from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.devices.staging import DeviceStaging
 from processes import Pool
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from staging_jobs import exchange_over_gloo, sum_over_gloo

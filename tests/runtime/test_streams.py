@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.accelerators import Layout
-from penstock.runtime.moments import DeviceMoments
-from penstock.runtime.staging import DeviceStaging
-from penstock.runtime.streams import DeviceStreams, UpdateOrder
-from penstock.runtime.transport import Edge, Loopback
+from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.devices.moments import DeviceMoments
+from penstock.runtime.devices.staging import DeviceStaging
+from penstock.runtime.devices.streams import DeviceStreams, UpdateOrder
+from penstock.runtime.transport.transport import Edge, Loopback
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 LAYOUT: Layout = (torch.Size((3,)), (1,), torch.float64)

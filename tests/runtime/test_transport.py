@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.rounds import arrange
-from penstock.runtime.transport import Edge, Loopback
+from penstock.runtime.transport.rounds import arrange
+from penstock.runtime.transport.transport import Edge, Loopback
 from processes import Pool
 from transport_jobs import (
     close_before_it_comes,

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.exported import capture_exported
+from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.samples import read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError

@@ -10,7 +10,8 @@ from penstock.commands.files import declare_cluster, load_any, load_profile, rea
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile, Timeline
+    from penstock.timelines import Timeline
+    from penstock.values import Cluster, Plan, Profile
 
 __all__ = ["SHOW"]
 
@@ -30,7 +31,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from penstock.values import Plan, Timeline
+    from penstock.timelines import Timeline
+    from penstock.values import Plan
 
     value = _load(arguments.file)
     match value:
@@ -56,7 +58,7 @@ _PICTURES = ("svg", "html", "trace")
 
 
 def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
-    from penstock.values import Timeline
+    from penstock.timelines import Timeline
     from penstock.values.documents import read_json
 
     if Path(path).suffix == ".json":
@@ -81,7 +83,7 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
     from penstock.commands.descriptions import describe_plan
     from penstock.rendering import draw_plan
     from penstock.simulating import simulate
-    from penstock.values import Timeline
+    from penstock.timelines import Timeline
     from penstock.values.documents import write_text
 
     profile = None if arguments.profile is None else load_profile(arguments.profile)

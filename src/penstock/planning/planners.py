@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.needs import describe_needs
 from penstock.planning.ptd_p.three_d import plan_three_d
-from penstock.planning.searches import search
-from penstock.planning.verdicts import explain_search
-from penstock.planning.wishes import Wishes
+from penstock.planning.search.needs import describe_needs
+from penstock.planning.search.searches import compare_plans
+from penstock.planning.search.verdicts import explain_search
+from penstock.planning.search.wishes import Wishes
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
 from penstock.values.plans import Plan
@@ -81,7 +81,7 @@ def plan(
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, wishes)
     profiles = _check_profiles(profile)
-    found = search(profiles, cluster, wishes, progress=progress)
+    found = compare_plans(profiles, cluster, wishes, progress=progress)
     if not found.ranked:
         raise PlanError(describe_needs(profiles, cluster, wishes, found))
     return replace(found.ranked[0], explanation=explain_search(found))

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
-from penstock.runtime.accelerators import accelerator_of
-from penstock.runtime.agreements import gather_results
-from penstock.runtime.places import local_device
-from penstock.runtime.rounds import arrange
-from penstock.runtime.transport import Edge, Ticket, Transport
-from penstock.runtime.worlds import World, join_world
+from penstock.runtime.devices.accelerators import accelerator_of
+from penstock.runtime.devices.places import local_device
+from penstock.runtime.transport.agreements import gather_results
+from penstock.runtime.transport.rounds import arrange
+from penstock.runtime.transport.transport import Edge, Ticket, Transport
+from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster
 
 __all__ = ["arrange_rounds", "fit_link", "measure_links", "probe"]

@@ -55,8 +55,8 @@ from penstock.profiling.devices import (
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
-from penstock.runtime.divisions import go_backward_to_inputs
-from penstock.runtime.skips import crossings_of
+from penstock.runtime.assembly.skips import crossings_of
+from penstock.runtime.execution.divisions import go_backward_to_inputs
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile

@@ -16,8 +16,8 @@ from penstock.rendering.strips import Mark, Strip, draw_strips, last_column, rea
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
 from penstock.simulating.simulator import execute, telling_minibatches
+from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
-from penstock.values.timelines import Timeline
 
 __all__ = ["render"]
 

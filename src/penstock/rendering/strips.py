@@ -15,8 +15,8 @@ several stages has a row for each, so that every row reads as the pipeline of it
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 
 __all__ = ["Mark", "Strip", "draw_strips", "last_column", "read_marks"]
 

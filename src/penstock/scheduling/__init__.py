@@ -18,7 +18,7 @@ from penstock.scheduling.lowering import lower
 from penstock.scheduling.methods import Drain, Method, Promise, Shape, Step, VersionRule
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
-from penstock.scheduling.verifier import Verification, verify, verify_programs
+from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
 
 __all__ = [
     "METHODS",

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
 
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 
 __all__ = ["critical_path"]
 

@@ -30,8 +30,8 @@ from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
 from penstock.simulating.instructions import RECEIVE, SEND, Instructions, Mark, content_stages
 from penstock.simulating.player import Track
+from penstock.timelines.memories import Course, RankMemory
 from penstock.values.crossings import Skip
-from penstock.values.memories import Course, RankMemory
 
 __all__ = ["Sizes", "hold", "peak_bytes"]
 

@@ -23,13 +23,13 @@ from penstock.simulating.foldings import Folding, fold
 from penstock.simulating.holdings import Sizes, hold
 from penstock.simulating.instructions import Writer
 from penstock.simulating.player import Player, Track
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import find_hops
-from penstock.values.memories import RankMemory
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
-from penstock.values.spans import Span
-from penstock.values.timelines import Timeline
 
 __all__ = ["Played", "execute", "planned_schedule", "play", "simulate", "telling_minibatches"]
 

@@ -3,7 +3,6 @@
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import SCHEDULES, Plan, Prediction, Stage
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.timelines import Span, Timeline
 from penstock.values.transformers import Transformer
 
 __all__ = [
@@ -15,8 +14,6 @@ __all__ = [
     "Plan",
     "Prediction",
     "Profile",
-    "Span",
     "Stage",
-    "Timeline",
     "Transformer",
 ]

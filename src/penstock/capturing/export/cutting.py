@@ -1,0 +1,166 @@
+"""A trace cut into layers.
+
+The run of a model is a sequence of steps, and the calls of its blocks are intervals in it. Between two neighbouring
+blocks the cut falls where the fewest bytes cross. Each interval becomes a graph of its own over the model's own
+parameters, and brings along the free operators that it reads.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from penstock.capturing.chain import Layer
+from penstock.capturing.export.dependence import Dependence, size_bytes
+from penstock.capturing.export.guards import lost_check
+from penstock.capturing.export.traced_layers import TracedLayer
+from penstock.capturing.export.tracing import Trace
+from penstock.errors import CaptureError
+
+__all__ = ["Partition", "call_stacks", "cut", "result_names"]
+
+Partition = tuple[tuple[str, tuple[str, ...]], ...]
+"""The layers by name, each with the keys of the block calls in it."""
+
+_ROOT = "L__self__"
+_WRAPPER = "model"
+
+
+def call_stacks(steps: Sequence[Node]) -> list[list[tuple[str, str]]]:
+    """For every step the module calls that it ran in, outermost first, as (path, key of the call)."""
+    stacks: list[list[tuple[str, str]]] = []
+    last: list[tuple[str, str]] = []
+    for step in steps:
+        entries = [
+            (value[0], key) for key, value in step.meta.get("nn_module_stack", {}).items() if key.startswith(_ROOT)
+        ]
+        # A step that PyTorch added itself has no stack: it belongs where it stands.
+        last = [(path.removeprefix(_WRAPPER).removeprefix("."), key) for path, key in entries if path] or last
+        stacks.append(last)
+    return stacks
+
+
+def cut(
+    trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
+) -> list[Layer]:
+    """The layers of `partition`; their random draws and writes in place are not known yet."""
+    layers = []
+    for name, start, stop in _intervals(trace, dependence, stacks, partition):
+        later = set(dependence.steps[stop:])
+        own = dependence.steps[start:stop]
+        sent = [step for step in own if any(user in later or user.op == "output" for user in step.users)]
+        if stop == len(dependence.steps):
+            sent += [node for node in dict.fromkeys(trace.results) if _made_last(node, dependence, trace)]
+        layers.append(_layer(name, own, tuple(dict.fromkeys(sent)), trace, dependence))
+    return layers
+
+
+def _made_last(node: Node, dependence: Dependence, trace: Trace) -> bool:
+    """Whether a result is made in no layer's steps: a free operator, a parameter or a buffer."""
+    source = trace.sources.get(node)
+    return source.tensor is not None if source else node in dependence.free
+
+
+def _intervals(
+    trace: Trace, dependence: Dependence, stacks: Sequence[Sequence[tuple[str, str]]], partition: Partition
+) -> list[tuple[str, int, int]]:
+    """Every layer's name, the position of its first step, and that after its last.
+
+    A layer joins the one before it where only a number could be sent, such as the result of ``.item()``.
+    """
+    group = {key: index for index, (_, keys) in enumerate(partition) for key in keys}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, stack in enumerate(stacks):
+        for _, key in stack:
+            if key in group:
+                first.setdefault(group[key], position)
+                last[group[key]] = position
+                break
+    crossing = _crossing(dependence, len(stacks))
+    intervals: list[tuple[str, int, int]] = []
+    start, name = 0, partition[0][0]
+    for index in range(len(partition) - 1):
+        low = max((last[other] + 1 for other in last if other <= index), default=start)
+        high = min((first[other] for other in first if other > index), default=len(stacks))
+        if high < low:
+            raise CaptureError(
+                f"the blocks {partition[index][0]} and {partition[index + 1][0]} run in another order than when the "
+                "model was first traced (in evaluation mode, for example): pass the model as a list of layers"
+            )
+        best = min(range(low, high + 1), key=lambda position: (crossing[position], -position))
+        best = max(best, start)
+        if crossing[best] < float("inf"):
+            intervals.append((name, start, best))
+            start, name = best, partition[index + 1][0]
+    return [*intervals, (name, start, len(stacks))]
+
+
+def _crossing(dependence: Dependence, count: int) -> list[float]:
+    """For every position between steps, the bytes of what is made before it and read after it."""
+    positions = {step: position for position, step in enumerate(dependence.steps)}
+    crossing = [0.0] * (count + 1)
+    for step, made in positions.items():
+        reads = [count if user.op == "output" else positions.get(user, made) for user in step.users]
+        weight = size_bytes(step)
+        for position in range(made + 1, min(max(reads, default=made), count - 1) + 1):
+            crossing[position] += weight
+    return crossing
+
+
+def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace, dependence: Dependence) -> Layer:
+    needed = dependence.closure((*own, *sent))
+    mine = set(own)
+    received = [
+        node
+        for step in sorted(needed, key=dependence.order.__getitem__)
+        for node in step.all_input_nodes
+        if node.op == "call_function" and node not in mine and node not in dependence.free
+    ]
+    inputs = {node: node.name for node in received}
+    attributes: dict[str, Tensor | nn.Module] = {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in sorted(needed, key=dependence.order.__getitem__):
+        if node.op == "placeholder" and trace.sources[node].tensor is None:
+            inputs[node] = trace.sources[node].name
+    for index, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"value_{index}")
+    for node in sorted(needed, key=dependence.order.__getitem__):
+        if node in copies:
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = _attribute(graph, node, trace, attributes)
+        else:
+            if check := lost_check(node):
+                graph.call_function(check, (copies[node.all_input_nodes[0]],))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in sent))
+    for node in graph.nodes:
+        # The traced tensors are of no use any more, and a copy of the layer would copy them.
+        node.meta = {}
+    return Layer(name, TracedLayer(attributes, graph), tuple(inputs.values()), tuple(n.name for n in sent))
+
+
+def _attribute(graph: Graph, node: Node, trace: Trace, attributes: dict[str, Tensor | nn.Module]) -> Node:
+    if node.op == "placeholder":
+        source = trace.sources[node]
+        assert source.tensor is not None
+        attributes[source.name] = source.tensor
+        return graph.get_attr(source.name)
+    name = f"_graphs.{node.target}"
+    inner = trace.graph.get_submodule(str(node.target))
+    if isinstance(inner, GraphModule):
+        for step in inner.graph.nodes:
+            step.meta = {}
+    attributes[name] = inner
+    return graph.get_attr(name)
+
+
+def result_names(trace: Trace) -> tuple[str, ...]:
+    """The value names of what the model returns."""
+    names: list[str] = []
+    for node in trace.results:
+        source: Mapping[Node, object] = trace.sources
+        names.append(trace.sources[node].name if node in source and trace.sources[node].tensor is None else node.name)
+    return tuple(names)

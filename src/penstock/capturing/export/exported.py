@@ -1,0 +1,142 @@
+"""The front door for any module: traced whole, cut between its own blocks.
+
+The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.checking import check_chain
+from penstock.capturing.export.blocks import choose_blocks, group_calls
+from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
+from penstock.capturing.export.dependence import depend
+from penstock.capturing.export.smallest import bound_sizes_of_one
+from penstock.capturing.export.tracing import FlatModel, Trace, trace
+from penstock.capturing.joining import join_layers
+from penstock.capturing.model_forms import ModelInputs, ModelOutput
+from penstock.capturing.observation import observe, observed
+from penstock.capturing.preservation import evaluating, preserved, saved_buffers
+from penstock.capturing.samples import Call, flatten
+from penstock.errors import CaptureError
+
+__all__ = ["capture_exported"]
+
+
+def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
+    """`model` traced by `torch.export` and cut between its blocks, in the mode that it is in."""
+    chain, partition = _capture(model, call, inputs, None, check)
+    if not any(module.training for module in model.modules()):
+        return replace(chain, evaluation=lambda: chain)
+
+    @cache
+    def evaluation() -> LayerChain:
+        with evaluating([model]):
+            evaluated, _ = _capture(model, call, inputs, partition, check)
+        if [layer.name for layer in evaluated.layers] != [layer.name for layer in chain.layers]:
+            raise CaptureError(
+                f"{type(model).__name__} has other layers in evaluation mode than in training mode: pass it as a list "
+                "of layers"
+            )
+        return replace(evaluated, evaluation=lambda: evaluation())
+
+    return replace(chain, evaluation=evaluation)
+
+
+def _capture(
+    model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
+) -> tuple[LayerChain, Partition]:
+    with preserved([model]):
+        flat, written = _run_eagerly(model, call, inputs)
+    with preserved([model]):
+        traced = trace(model, call, inputs)
+    dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
+    if not dependence.steps:
+        raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
+    stacks = call_stacks(dependence.steps)
+    if partition is None:
+        partition = _partition(model, stacks)
+    layers = cut(traced, dependence, stacks, partition)
+    names = iter(result_names(traced))
+    assert flat.structure is not None
+    output = ModelOutput(
+        structure=flat.structure,
+        leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in flat.leaves),
+        constants=tuple(None if leaf is torch.Tensor else leaf for leaf in flat.leaves),
+    )
+    joined = _observe(model, layers, output, call, inputs)
+    chain = LayerChain(
+        layers=joined,
+        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs), dtypes=_dtypes(call, inputs)),
+        output=output,
+        parameters=dict(model.named_parameters(remove_duplicate=False)),
+        buffers=saved_buffers(model),
+        evaluation=lambda: chain,
+    )
+    if check:
+        check_chain(model, chain, call)
+        chain = replace(chain, inputs=bound_sizes_of_one(model, chain, call))
+    return chain, _joined_partition(partition, joined)
+
+
+def _equal(traced: Trace, inputs: ModelInputs) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Without the groups of nothing but numbers of samples, which are checked as such."""
+    samples = {(name, 0) for name in inputs.batched}
+    return tuple(group for group in traced.equal if not samples.issuperset(group))
+
+
+def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
+    leaves, _ = flatten((call.args, call.kwargs))
+    pairs = zip(inputs.names, leaves, strict=True)
+    return {name: leaf.dtype for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+
+def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[FlatModel, set[int]]:
+    """One plain run: the form of the result, and the ids of the buffers that the model writes."""
+    flat = FlatModel(model, inputs)
+    own = call.copied()
+    leaves, _ = flatten((own.args, own.kwargs))
+    with torch.no_grad(), observed(model, ()) as observation:
+        try:
+            flat(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
+                "arguments that the model accepts"
+            ) from error
+    return flat, {id(buffer) for buffer in observation.mutated_buffers}
+
+
+def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]]) -> Partition:
+    blocks = choose_blocks(model, {stack[-1][0] for stack in stacks if stack})
+    calls: dict[tuple[str, str], None] = {}
+    for stack in stacks:
+        found = next((entry for entry in stack if entry[0] in blocks), None)
+        if found is not None:
+            calls[found] = None
+    return group_calls(model, list(calls)) if calls else ((type(model).__name__, ()),)
+
+
+def _observe(
+    model: nn.Module, layers: list[Layer], output: ModelOutput, call: Call, inputs: ModelInputs
+) -> tuple[Layer, ...]:
+    own = call.copied()
+    values = inputs.bind(own.args, own.kwargs)
+    with preserved([model]), torch.no_grad():
+        pairs = [observe(layer, values) for layer in layers]
+    return join_layers([layer for layer, _ in pairs], output.values, [observation for _, observation in pairs])
+
+
+def _joined_partition(partition: Partition, layers: tuple[Layer, ...]) -> Partition:
+    """`partition` with the layers that were joined."""
+    kept = {layer.name for layer in layers}
+    joined: list[tuple[str, tuple[str, ...]]] = []
+    for name, keys in partition:
+        if name in kept:
+            joined.append((name, keys))
+        else:
+            joined[-1] = (joined[-1][0], joined[-1][1] + keys)
+    return tuple(joined)

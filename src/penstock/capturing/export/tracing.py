@@ -1,0 +1,278 @@
+"""One `torch.export` of a model, between flat lists of tensors.
+
+The model is traced inside a wrapper that takes the tensors among its arguments and returns the tensors in its result,
+so that nothing later has to know dataclasses, keywords or constants. The trace is made of PyTorch's own operators and
+keeps, for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
+"""
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import UserError
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from penstock.capturing.export.explanations import explained
+from penstock.capturing.export.recurrence import recurrence_in_one_step
+from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.samples import Call, flatten
+from penstock.errors import CaptureError
+
+__all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a placeholder of the trace stands for."""
+
+    name: str
+    """The value name of an input; the original name of a parameter or buffer; a made-up one for a constant."""
+    tensor: Tensor | None
+    """The model's own tensor; None for an input."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The traced graph, and what its ends mean."""
+
+    graph: GraphModule
+    sources: Mapping[Node, Source]
+    results: tuple[Any, ...]
+    """The nodes of the tensors that the model returns."""
+    sizes: Mapping[str, tuple[tuple[int, int | None], ...]]
+    """For the dimensions of every input: the least and the greatest size that the trace holds for; None is no bound."""
+    equal: tuple[tuple[tuple[str, int], ...], ...]
+    """Groups of dimensions of inputs, by name and index, that the trace takes for equal, as the model's code asked."""
+
+
+class FlatModel(nn.Module):
+    """The model between the tensors of its arguments and the tensors of its result."""
+
+    def __init__(self, model: nn.Module, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.model = model
+        self.form = inputs
+        self.training = model.training
+        self.leaves: tuple[Any, ...] = ()
+        """Of the last result: its leaves, with the class `Tensor` in place of every tensor."""
+        self.structure: pytree.TreeSpec | None = None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        constants = self.form.constants
+        leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
+        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
+        results, structure = flatten(self.model(*args, **kwargs))
+        object.__setattr__(self, "structure", structure)
+        object.__setattr__(self, "leaves", tuple(_form(leaf) for leaf in results))
+        return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
+
+
+def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
+    """Exports `model` for any number of samples, and for any other size that its code allows.
+
+    Raises `CaptureError` with the line of the model that cannot be traced.
+    """
+    leaves, _ = flatten((call.args, call.kwargs))
+    pairs = [(name, leaf) for name, leaf in zip(inputs.names, leaves, strict=True) if name not in inputs.constants]
+    if inputs.microbatch_size == 1:
+        # Export takes a size of 1 for a constant.
+        pairs = [(name, torch.cat([leaf, leaf]) if name in inputs.batched else leaf) for name, leaf in pairs]
+    names = tuple(name for name, _ in pairs)
+    tensors = tuple(leaf.detach() for _, leaf in pairs)
+    flat = FlatModel(model, inputs)
+    samples = (
+        f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
+    )
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
+        program = _export_as_freely_as_possible(flat, names, tensors, inputs)
+    return _read(program, model, names)
+
+
+def _export_as_freely_as_possible(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs
+) -> ExportedProgram:
+    """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
+    with _hidden_from_the_model() as asked:
+        try:
+            return _export(flat, names, tensors, inputs, Dim.AUTO)
+        except CaptureError:
+            raise
+        except Exception:
+            pass
+    try:
+        if asked:
+            return _export(flat, names, tensors, inputs, Dim.AUTO)
+    except Exception:
+        pass
+    # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
+    try:
+        return _export(flat, names, tensors, inputs, Dim.STATIC)
+    except UserError:
+        _run_with_other_batch(flat, names, tensors, inputs)
+        raise
+
+
+@contextmanager
+def _hidden_from_the_model() -> Iterator[list[str]]:
+    """Answers code that is not PyTorch's, when it asks whether it is exported, with no; yields who asked.
+
+    A model that asks computes something else when it is exported: transformers then always gives attention a mask, in
+    place of ``is_causal=True``, since an exported graph is used with caches and one token at a time. That is another
+    kernel, a slower one, and another order of additions than in the eager model that is to be trained.
+    """
+    asked: list[str] = []
+    truth = torch.compiler.is_exporting
+
+    def is_exporting() -> bool:
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        if name.partition(".")[0] == "torch":
+            return truth()
+        asked.append(name)
+        return False
+
+    torch.compiler.is_exporting = is_exporting
+    try:
+        yield asked
+    finally:
+        torch.compiler.is_exporting = truth
+
+
+def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]) -> None:
+    """Lets the trace write in copies of its inputs: every layer starts from the batch as the user gave it."""
+    written = {
+        argument.meta["val"].untyped_storage()._cdata
+        for node in program.graph.nodes
+        if is_mutating(node) and isinstance(argument := node.args[0], Node)
+    }
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for node in inputs:
+        value = node.meta["val"]
+        if value.untyped_storage()._cdata in written:
+            with program.graph.inserting_before(first):
+                copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+            node.replace_all_uses_with(copy)
+            copy.args = (node,)
+            copy.meta = dict(node.meta)
+            node.meta["val"] = None
+
+
+def is_mutating(node: Node) -> bool:
+    """Whether the operator declares that it writes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _export(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs, other: Any
+) -> ExportedProgram:
+    shapes = []
+    for name, tensor in zip(names, tensors, strict=True):
+        # Export fixes a size of 0 or 1 whatever it is told, but when it was told otherwise it warns.
+        sizes: dict[int, Any] = {index: other if size > 1 else Dim.STATIC for index, size in enumerate(tensor.shape)}
+        if name in inputs.batched:
+            sizes[0] = Dim.DYNAMIC
+        shapes.append(sizes)
+    # On its way to an error, export prints pages; what matters of them is in the exception.
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
+
+
+def _run_with_other_batch(
+    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs
+) -> None:
+    """Runs the model on one sample more than it was given: code that fixes the batch size fails at its line."""
+    grown = [torch.cat([t, t[:1]]) if name in inputs.batched else t for name, t in zip(names, tensors, strict=True)]
+    with torch.no_grad():
+        flat(*grown)
+
+
+@contextmanager
+def _known_warnings_ignored() -> Iterator[None]:
+    """Ignores the warnings that PyTorch and transformers raise about themselves while tracing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|transformers)\b")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers)\b")
+        # Recurrent modules keep a list of their own parameters, which export takes for state that the model invents.
+        warnings.filterwarnings("ignore", category=UserWarning, message=r"The tensor attributes? .*\._flat_weights\[")
+        yield
+
+
+def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Trace:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    sources: dict[Node, Source] = {}
+    rest = iter(names)
+    shapes: dict[str, tuple[int | torch.SymInt, ...]] = {}
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        target = (spec.target or "").removeprefix(_PREFIX)
+        match spec.kind:
+            case InputKind.PARAMETER:
+                sources[node] = Source(target, parameters[target])
+            case InputKind.BUFFER:
+                sources[node] = Source(target, buffers[target])
+            case InputKind.CONSTANT_TENSOR:
+                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target])
+            case InputKind.USER_INPUT:
+                name = next(rest)
+                sources[node] = Source(name, None)
+                shapes[name] = tuple(node.meta["val"].shape)
+            case _:
+                raise CaptureError(
+                    f"the model uses {spec.kind.name.lower().replace('_', ' ')} {target!r}, which cannot be put in a "
+                    "layer: wrap the model as nn.Sequential or pass a list of layers"
+                )
+    _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
+    sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}
+    output = next(iter(reversed(program.graph.nodes)))
+    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes, _equal(shapes))
+
+
+def _equal(shapes: Mapping[str, tuple[int | torch.SymInt, ...]]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    groups: defaultdict[Any, list[tuple[str, int]]] = defaultdict(list)
+    for name, shape in shapes.items():
+        for index, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+                groups[size.node.expr].append((name, index))
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _bounds(size: int | torch.SymInt, program: ExportedProgram) -> tuple[int, int | None]:
+    """The sizes that the trace holds for: what the model's code asked of this one, such as ``if length < 512``."""
+    if isinstance(size, int):
+        return size, size
+    expression = size.node.expr
+    if expression.is_number:
+        return int(expression), int(expression)
+    found = program.range_constraints.get(expression)
+    if found is None:
+        return 0, None
+    # Export starts from "at least 2" without having been asked.
+    least = int(found.lower) if found.lower.is_Integer and found.lower > 2 else 0
+    return least, int(found.upper) if found.upper.is_Integer else None
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    if isinstance(leaf, torch.SymInt):
+        raise CaptureError(
+            "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
+            "the model"
+        )
+    # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that nobody could send.
+    plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return leaf if plain else None

@@ -1,0 +1,135 @@
+"""Verdicts: what a search found, in words and a table."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from penstock.planning.search.searches import EQUAL, Refusal, Search
+from penstock.planning.search.wishes import SYNCHRONOUS
+from penstock.values.plans import Plan, Prediction
+from penstock.values.quantities import bytes_text, seconds_text
+
+__all__ = ["explain_search", "shape_text"]
+
+_ROWS = 10
+"""Plans in the table."""
+
+_REASON = 160
+"""Characters of a refusal."""
+
+
+def explain_search(search: Search) -> str:
+    """The best plan, the ranked table, why the runner-up lost, and what could not be planned."""
+    best, *others = search.ranked
+    lines = [str(best), "", *_table(search.ranked[:_ROWS])]
+    hidden = len(search.ranked[_ROWS:]) + search.unjudged
+    lines += [f"and {hidden} more that are slower"] if hidden else []
+    lines += ["", f"The best is limited by: {_predicted(best).limit}."]
+    lines += [_compare(best, others[0])] if others else []
+    lines += _advise(search.ranked)
+    lines += _list(search.refusals)
+    return "\n".join(lines)
+
+
+def shape_text(plan: Plan) -> str:
+    """The replicas of the stages: ``15-1``; of many stages alike, ``8 stages x 2``."""
+    replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]
+    if len(set(replicas)) > 1 or 1 < len(replicas) <= 4:
+        text = "-".join(map(str, replicas))
+    else:
+        text = f"{len(replicas)} stage{'s' if len(replicas) > 1 else ''}"
+        text += f" x {replicas[0]}" if replicas[0] > 1 else ""
+    text += f", v={plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
+    return text + (f", t={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
+
+
+def _table(plans: Sequence[Plan]) -> list[str]:
+    head = ("", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by")
+    rows = [head, *(_row(place, plan) for place, plan in enumerate(plans, start=1))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    left = {1, 2, 3}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        )
+        + f"  {row[-1]}"
+        for row in rows
+    ]
+
+
+def _row(place: int, plan: Plan) -> tuple[str, ...]:
+    predicted = _predicted(plan)
+    return (
+        str(place),
+        plan.planner,
+        plan.schedule + (" recompute" if plan.recompute else ""),
+        shape_text(plan),
+        f"{plan.microbatches} x {plan.microbatch_size}",
+        seconds_text(predicted.minibatch_seconds),
+        f"{predicted.samples_per_second:.4g}",
+        f"{predicted.bubble:.1%}",
+        bytes_text(max(predicted.peak_bytes)),
+        predicted.limit,
+    )
+
+
+def _compare(best: Plan, other: Plan) -> str:
+    """Why `other` lost."""
+    rate, lost = _predicted(best).samples_per_second, _predicted(other).samples_per_second
+    name = f"The runner-up ({_name(other)})"
+    if lost >= rate * (1 - EQUAL):
+        peaks = [max(_predicted(plan).peak_bytes) for plan in (best, other)]
+        if best.schedule in SYNCHRONOUS and other.schedule not in SYNCHRONOUS:
+            return f"{name} is as fast, but its weights are stale."
+        if peaks[0] < peaks[1]:
+            return f"{name} is as fast, but needs {bytes_text(peaks[1])} where the best needs {bytes_text(peaks[0])}."
+        return f"{name} is as fast and needs as much memory."
+    slower = rate / lost - 1 if lost else float("inf")
+    return f"{name} is {slower:.1%} slower: it is limited by {_predicted(other).limit}."
+
+
+def _advise(ranked: Sequence[Plan]) -> list[str]:
+    """What a person should know before running the best plan."""
+    best = ranked[0]
+    lines = []
+    if best.schedule not in SYNCHRONOUS:
+        told = "it trains with stale weights, so watch the loss"
+        same = next((plan for plan in ranked if plan.schedule in SYNCHRONOUS), None)
+        if same is not None:
+            share = _predicted(best).samples_per_second / _predicted(same).samples_per_second - 1
+            told += (
+                f"; the best plan that trains as one device does ({_name(same)}) is {share:.1%} slower: "
+                "synchronous=True (--synchronous) plans only such"
+            )
+        lines.append(f"{best.schedule} never flushes: {told}.")
+    if best.schedule == "pipedream" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
+        lines.append(
+            "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
+            "Pipeline(scale_learning_rates=True), or plan for another schedule."
+        )
+    return lines
+
+
+def _list(refusals: Sequence[Refusal]) -> list[str]:
+    """One line for every planner and schedule that came to nothing."""
+    kinds = groupby(sorted(refusals, key=_kind), key=_kind)
+    lines = [f"  {planner}, {schedule}: {_shorten(next(same).reason)}" for (planner, schedule), same in kinds]
+    return ["", "Not possible:", *lines] if lines else []
+
+
+def _kind(refusal: Refusal) -> tuple[str, str]:
+    return refusal.planner, refusal.schedule
+
+
+def _shorten(reason: str) -> str:
+    line = reason.splitlines()[0]
+    return line if len(line) <= _REASON else line[: _REASON - 3].rsplit(" ", 1)[0] + " ..."
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.schedule}, {shape_text(plan)}" + (", recompute" if plan.recompute else "")
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted

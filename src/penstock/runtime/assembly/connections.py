@@ -1,0 +1,88 @@
+"""The connections that a schedule needs: which ranks ever send each other something, and which sum together.
+
+An edge costs time when a pipeline starts, and over a network a communicator: where nothing is ever sent there is none.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from penstock.capturing.chain import LayerChain, StageModule
+from penstock.runtime.transport.lanes import connect_lanes
+from penstock.runtime.transport.transport import Edge, Transport
+from penstock.runtime.transport.worlds import World
+from penstock.scheduling.schedules import Schedule
+from penstock.values.plans import Plan
+
+__all__ = ["buffered_stages", "connect", "edges_of", "groups_of"]
+
+
+def buffered_stages(
+    world: World, plan: Plan, chain: LayerChain, schedule: Schedule, modules: Mapping[int, StageModule]
+) -> frozenset[int]:
+    """The stages with replicas whose modules have buffers. `modules`: those of this process that a hook has changed.
+    Collective if there are replicas.
+    """
+    replicated = [stage for stage, ranks in enumerate(schedule.placement.stages) if len(ranks) > 1]
+    if not replicated:
+        return frozenset()
+    mine = set()
+    for index in replicated:
+        stage = plan.stages[index]
+        module = modules[index] if index in modules else chain.stage(stage.start, stage.stop)
+        if any(True for _ in module.buffers()):
+            mine.add(index)
+    # A hook may have given buffers to a stage, which only the processes that hold it know.
+    return frozenset().union(*world.gather(mine))
+
+
+def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
+    """The edges that messages travel on.
+
+    Both ways between neighbour stages and between stages that share weights or a skip, as far as a microbatch or a
+    gradient goes that way; from the last stage to every rank; and from the first replica of a stage of `buffered` to
+    the others.
+    """
+    stages = schedule.placement.stages
+    edges: dict[Edge, None] = {}
+    for here, there in (*pairwise(stages), *((stages[a], stages[b]) for a, b in schedule.skips)):
+        for one, other in _met(here, there, schedule.placement.split):
+            edges.update({Edge(one, other): None, Edge(other, one): None})
+    for group in schedule.ties:
+        for ranks in zip(*(stages[stage] for stage in group), strict=True):
+            edges.update({Edge(here, there): None for here in ranks for there in ranks})
+    edges.update({Edge(last, rank, "reports"): None for last in stages[-1] for rank in range(schedule.ranks)})
+    edges.update({Edge(stages[stage][0], rank, "buffers"): None for stage in buffered for rank in stages[stage]})
+    return tuple(edge for edge in edges if edge.source != edge.target)
+
+
+def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
+    """The pairs of replicas of neighbour stages that some microbatch passes."""
+    if split:
+        return [(one, other) for one in here for other in there]
+    rounds = math.lcm(len(here), len(there))
+    return [(here[k % len(here)], there[k % len(there)]) for k in range(rounds)]
+
+
+def connect(
+    world: World,
+    schedule: Schedule,
+    buffered: Collection[int],
+    device: torch.device,
+    timeout_seconds: float,
+    lanes: dist.ProcessGroup | None,
+) -> Transport:
+    """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `lanes`: the
+    processes of this rank, if they are several. Collective.
+    """
+    return connect_lanes(
+        world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), lanes
+    )
+
+
+def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage that has replicas, in replica order: those that sum gradients. Each group once."""
+    return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))

@@ -1,0 +1,37 @@
+"""Around every call of a user: an error on one process reaches the others, and ends the pipeline."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import PenstockError
+from penstock.runtime.transport.worlds import World
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Of the pipeline of `world`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._failed = ""
+        """By what the pipeline failed, and where."""
+
+    @contextmanager
+    def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
+        """Tells the other processes of an error in its body, after which the pipeline is of no use.
+
+        A `harmless` error leaves a pipeline in a single process as it was. `PenstockError` if it has failed before.
+        """
+        if self._failed:
+            raise PenstockError(
+                f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
+                "Pipeline and load a state dict"
+            )
+        try:
+            yield
+        except BaseException as error:
+            if not harmless or self._world.processes > 1:
+                self._failed = f"{type(error).__name__} {place}"
+            self._world.report(place, error)
+            raise

@@ -1,0 +1,257 @@
+"""What a user's hook makes of the stages of this process, and what it may not make of them.
+
+The hook is given the module of a stage, whose layers are the model's own modules, and the mesh of its processes. It
+applies PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully_shard` over ``dp``. Parameters become
+`DTensor`s; names and whole shapes stay, so that the plan, the optimizer and checkpoints need not know.
+
+Refused is what would give other numbers than one device does, or hang; docs/composition.md has the list with reasons.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.sequential import EagerLayer
+from penstock.errors import PlanError
+from penstock.runtime.parameters.shards import dimensions_of
+from penstock.runtime.parameters.weights import VersionedWeights
+from penstock.runtime.transport.agreements import agreed
+from penstock.runtime.transport.meshes import stage_mesh
+from penstock.runtime.transport.worlds import World
+from penstock.scheduling.schedules import Schedule
+from penstock.values.plans import Plan
+
+__all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
+
+Parallelize: TypeAlias = Callable[[StageModule, DeviceMesh], nn.Module | None]
+"""Changes a stage's module in place. The mesh has the dimensions ``dp`` and ``tp``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelStages:
+    """The stages of this process after the hook."""
+
+    chain: LayerChain
+    """Over the parameters that the hook left."""
+    modules: Mapping[int, StageModule]
+    """By stage; empty if there was no hook."""
+    lanes: dist.ProcessGroup | None = None
+    """The processes of this rank; None if it is one process."""
+    in_step: int = 1
+    """So many replicas gather weights together and must do equally many forwards, in every stage."""
+
+
+def _check_hook(
+    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, processes: int, masters: bool
+) -> None:
+    """Raises `PlanError` if a hook cannot be applied, or is missing."""
+    if hook is None:
+        if plan.tensor_parallel > 1:
+            raise PlanError(
+                f"tensor_parallel is {plan.tensor_parallel} and there is no hook that splits the stages: every lane "
+                "would compute the same. Pass parallelize=, or set tensor_parallel to 1"
+            )
+        return
+    if processes == 1:
+        raise PlanError(
+            "parallelize= works over a DeviceMesh, and this is a single process without one: start it with torchrun, "
+            "or leave parallelize= out, which gives the same numbers"
+        )
+    traced = [layer.name for layer in chain.layers if not isinstance(layer.module, EagerLayer)]
+    if traced:
+        raise PlanError(
+            f"parallelize= needs the model's own modules, and layer {traced[0]} is traced: expected a model that is an "
+            "nn.Sequential or a list of layers. Pass the model's blocks as a list"
+        )
+    if masters:
+        raise PlanError(
+            "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and a "
+            "parallelize= hook leaves modules that read the optimizer's: leave the one or the other out"
+        )
+    if schedule.ties:
+        names = ", ".join(map(str, schedule.ties))
+        raise PlanError(
+            f"weights are shared by the stages {names} and there is a parallelize= hook: the copies would have to be "
+            "laid out alike. Untie the weights, or plan the layers that share them into one stage"
+        )
+
+
+def parallelize_stages(
+    hook: Parallelize | None,
+    world: World,
+    chain: LayerChain,
+    plan: Plan,
+    schedule: Schedule,
+    timeout_seconds: float,
+    masters: bool = False,
+) -> ParallelStages:
+    """The stages of this process after `hook`; `masters`: whether some stage reads other weights than the optimizer
+    steps. Raises `PlanError` for what cannot be trained exactly. Collective.
+    """
+    with agreed(world, "while it checked parallelize= against its plan"):
+        _check_hook(hook, plan, schedule, chain, world.processes, masters)
+    if hook is None:
+        return ParallelStages(chain, {})
+    lanes = plan.tensor_parallel
+    (rank,) = world.local(schedule.ranks, lanes)
+    device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
+    mesh = stage_mesh(schedule.placement, rank, lanes, device, timeout_seconds)
+    with agreed(world, "while it parallelized its stages"):
+        result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
+    sharded = any(sharded_modules(module) for module in modules.values())
+    in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
+    return ParallelStages(result, modules, mesh.get_group("tp") if lanes > 1 else None, in_step)
+
+
+def _apply(
+    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, stages: Iterable[int]
+) -> tuple[LayerChain, dict[int, StageModule]]:
+    """The chain and `stages` after `hook`."""
+    changed: dict[int, nn.Parameter] = {}
+    modules = {}
+    for index in stages:
+        module = chain.stage(plan.stages[index].start, plan.stages[index].stop)
+        # A hook may change the shape of a parameter that stays the same object.
+        before = {name: (p, p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+        returned = hook(module, mesh)
+        if returned is not None and returned is not module:
+            raise PlanError(
+                f"parallelize= returned {type(returned).__name__} for stage {index}: expected the stage's module, "
+                "changed in place, or None. Do not wrap the stage: use fully_shard or parallelize_module, which work "
+                "in place; replicas need no DistributedDataParallel, their gradients are summed anyway"
+            )
+        _check_parameters(index, module, before, changed)
+        _check_modules(index, module, schedule)
+        modules[index] = module
+    parameters = {name: changed.get(id(parameter), parameter) for name, parameter in chain.parameters.items()}
+    # Modules that were changed in place are not captured again: the chain in evaluation mode is this one.
+    result = replace(chain, parameters=parameters, evaluation=lambda: result)
+    return result, modules
+
+
+class InPlace:
+    """A stage's module in evaluation mode for the time of a call: what a hook has changed is not captured again.
+
+    Its version 0 is the newest, since an evaluation follows a drain.
+    """
+
+    def __init__(self, weights: VersionedWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        module = self._weights.module(0)
+        modes = [(inner, inner.training) for inner in module.modules()]
+        module.eval()
+        try:
+            outputs: tuple[Tensor, ...] = module(received, inputs)
+        finally:
+            for inner, mode in modes:
+                inner.training = mode
+        return outputs
+
+
+def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    """The modules in `module` that `fully_shard` was applied to."""
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+
+
+def _check_parameters(
+    stage: int,
+    module: StageModule,
+    before: Mapping[str, tuple[nn.Parameter, torch.Size]],
+    changed: dict[int, nn.Parameter],
+) -> None:
+    """Notes in `changed` what each of the parameters `before` is now, by its id."""
+    after = dict(module.named_parameters(remove_duplicate=False))
+    if before.keys() != after.keys():
+        different = sorted(before.keys() ^ after.keys())
+        raise PlanError(
+            f"parallelize= gave stage {stage} other parameters than it had ({', '.join(different[:3])}): expected the "
+            "same names, since checkpoints and the optimizer go by them. Do not add, remove, wrap or compile modules"
+        )
+    for name, (old, shape) in before.items():
+        new = after[name]
+        if new.shape != shape:
+            raise PlanError(
+                f"parallelize= gave {name} of stage {stage} the shape {tuple(new.shape)}, it was {tuple(shape)}: "
+                "expected a DTensor, which keeps the whole shape. Split it with parallelize_module or distribute_tensor"
+            )
+        if changed.setdefault(id(old), new) is not new:
+            raise PlanError(
+                f"{name} of stage {stage} is shared by several modules and parallelize= replaced it in one of them: "
+                "the copies would drift apart. Leave shared weights as they are, or untie them"
+            )
+        if extra := set(dimensions_of(new)) - {"dp", "tp"}:
+            raise PlanError(
+                f"{name} of stage {stage} is laid out over the mesh dimension(s) {sorted(extra)}: expected dp or tp. "
+                "Use the mesh that the hook is given, as in fully_shard(module, mesh=mesh['dp'])"
+            )
+
+
+def _check_modules(stage: int, module: StageModule, schedule: Schedule) -> None:
+    if any(inner._compiled_call_impl is not None for inner in module.modules()):
+        raise PlanError(
+            f"parallelize= compiled a module of stage {stage}: expected modules that run as they are, since each "
+            "weight version needs a copy of them. Leave torch.compile out"
+        )
+    sharded = sharded_modules(module)
+    over_replicas = [name for name, p in module.named_parameters() if "dp" in dimensions_of(p)]
+    if not sharded:
+        if over_replicas:
+            raise PlanError(
+                f"{over_replicas[0]} of stage {stage} is a DTensor over dp: the replicas compute different "
+                "microbatches, which a DTensor takes for one tensor. Use mesh['tp'] for it, and fully_shard for dp"
+            )
+        return
+    if any(managed and not any(map(_is_sharded, managed)) for managed in map(_managed, sharded)):
+        raise PlanError(
+            f"fully_shard was applied to stage {stage} over other processes than its replicas: expected "
+            "fully_shard(module, mesh=mesh['dp'])"
+        )
+    _check_sharded(stage, schedule)
+
+
+def _managed(module: FSDPModule) -> list[nn.Parameter]:
+    """The parameters of `module` that are fully sharded there and not in a module within it."""
+    assert isinstance(module, nn.Module)
+    inner = {id(p) for child in sharded_modules(module) if child is not module for p in cast(Any, child).parameters()}
+    return [p for p in module.parameters() if id(p) not in inner]
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether each replica holds another part of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return False
+    places = zip(dimensions_of(parameter), parameter.placements, strict=True)
+    return any(name == "dp" and not isinstance(placement, Replicate) for name, placement in places)
+
+
+def _check_sharded(stage: int, schedule: Schedule) -> None:
+    """Raises `PlanError` if replicas could come to a gathering or summing of `fully_shard` differently often."""
+    if not schedule.flushes or schedule.versions(stage) > 1:
+        raise PlanError(
+            f"fully_shard was applied to stage {stage} and {schedule.method!r} keeps several versions of weights: "
+            "expected one, since a fully sharded module cannot be copied. Use a flushing schedule (gpipe, 1f1b-flush, "
+            "interleaved, spp)"
+        )
+    placement = schedule.placement
+    if not placement.equal(range(schedule.stages)):
+        raise PlanError(
+            f"fully_shard was applied to stage {stage} of a pipeline with {placement.text()} replicas: expected "
+            "equally many of every stage. The replicas gather weights together, so one that waits for a microbatch "
+            "would hold up the other, and that wait is not in the proof that the schedule cannot deadlock"
+        )
+    if not placement.split and schedule.microbatches % placement.replicas(stage):
+        raise PlanError(
+            f"fully_shard was applied to stage {stage} with {placement.replicas(stage)} replicas for "
+            f"{schedule.microbatches} microbatches: expected a multiple, since all replicas gather and sum equally "
+            "often. Change microbatches"
+        )

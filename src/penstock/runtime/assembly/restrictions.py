@@ -1,0 +1,80 @@
+"""What backwards in two parts, and CUDA graphs, cannot be combined with, and why."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.capturing.chain import LayerChain
+from penstock.errors import PlanError
+from penstock.runtime.devices.recorders import RECORDERS
+from penstock.runtime.execution.recomputation import Grain, Recompute
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
+
+
+def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Grain]) -> None:
+    """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
+    stages that recompute.
+    """
+    if not schedule.promise.splits:
+        return
+    if compiled:
+        _refuse(
+            schedule,
+            "compile= makes one function of a stage's backward, which computes both",
+            "Leave compile= out",
+        )
+    if parallelized:
+        _refuse(
+            schedule,
+            "the modules of parallelize= exchange weights and gradients around whole backwards",
+            "Leave parallelize= out",
+        )
+    layers = [stage for stage, grain in grains.items() if grain == "layers"]
+    if layers:
+        _refuse(
+            schedule,
+            f'recompute="layers" (stages {", ".join(map(str, layers))}) forgets a layer as soon as its gradients are '
+            "there, and would have to compute it a third time for its weights",
+            "Use recompute=True, or a set of stages",
+        )
+
+
+def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
+    """Whether `check_parts` would refuse any schedule with backwards in two parts."""
+    return compiled or parallelized or recompute == "layers"
+
+
+def check_graphs(schedule: Schedule, chain: LayerChain, grains: Mapping[int, Grain], device: torch.device) -> None:
+    """Raises `PlanError` if the work of the stages of `chain` cannot be recorded as CUDA graphs. `grains`: of those
+    that recompute.
+    """
+    random = [layer.name for layer in chain.layers if layer.random]
+    if device.type not in RECORDERS:
+        reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
+    elif max(schedule.promise.versions) > 1:
+        reason = (
+            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
+            "its own for all microbatches in flight"
+        )
+        remedy = "Expected a schedule that flushes: gpipe, 1f1b-flush, interleaved or spp"
+    elif grains:
+        reason = f"stages recompute ({', '.join(map(str, sorted(grains)))}), and recordings keep their memory anyway"
+        remedy = "Expected recompute=False"
+    elif random:
+        reason = f"layers draw random numbers ({', '.join(random[:3])}), each from a stream that the host begins"
+        remedy = "Expected layers without dropout"
+    else:
+        return
+    raise PlanError(
+        f"compile= asks for CUDA graphs, and {reason}. {remedy}, or a mode without graphs: "
+        '"max-autotune-no-cudagraphs" or "default"'
+    )
+
+
+def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
+    raise PlanError(
+        f"schedule {schedule.method!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose '1f1b-flush'"
+    )

@@ -1,0 +1,42 @@
+"""One truth for the buffers of a replicated stage.
+
+Buffers (BatchNorm's statistics, say) are not trained: every replica lets those of its own microbatches into them, and
+in training they decide nothing for BatchNorm. What is evaluated and saved must not depend on who is asked, so the
+replicas take over the buffers of the first one at every drain.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.transport.transport import Edge, Transport
+from penstock.scheduling.placements import Placement
+
+__all__ = ["share_buffers"]
+
+
+def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Placement, transport: Transport) -> None:
+    """Gives the buffers of the first replica of each stage to the others. Collective over the replicas.
+
+    `stages`: what this process holds, by rank and stage.
+    """
+    held = [
+        (rank, index, stage.weights.buffers, placement.stages[index])
+        for rank, own in stages.items()
+        for index, stage in own.items()
+    ]
+    replicated = [(rank, index, buffers, ranks) for rank, index, buffers, ranks in held if len(ranks) > 1 and buffers]
+    for rank, index, buffers, ranks in replicated:
+        if rank == ranks[0]:
+            for other in ranks[1:]:
+                edge = Edge(rank, other, "buffers")
+                # Copies: training goes on in the buffers themselves.
+                transport.send(edge, ("buffers", index), [buffer.detach().clone() for buffer in buffers])
+    for rank, index, buffers, ranks in replicated:
+        if rank != ranks[0]:
+            message = transport.post(Edge(ranks[0], rank, "buffers"), ("buffers", index)).wait()
+            with torch.no_grad():
+                for buffer, found in zip(buffers, message, strict=True):
+                    assert found is not None
+                    buffer.copy_(found)

@@ -1,0 +1,143 @@
+"""How far the plan's prediction and the measured steps differ, said once.
+
+Every process notes how long its steps take and tells the others through the store at which they met; nobody waits for
+anybody, and no step is made slower. The step of rank 0 is the pipeline's: it begins first, and under a flush it ends
+last. What a script does between steps (reading data, logging) is not part of a step, nor is it predicted.
+
+In a single process the ranks take turns. Its steps are compared with the work of all ranks together, and there is no
+bubble to compare.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.runtime.batches.passes import Record
+from penstock.runtime.devices.moments import Mark, Moments
+from penstock.runtime.transport.worlds import World
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
+from penstock.values.plans import Plan
+from penstock.values.quantities import seconds_text
+
+__all__ = ["Comparison", "Forecast", "forecast_of"]
+
+WARM_UP_STEPS = 3
+"""Steps that are not measured: libraries load, memory is allocated, connections are made."""
+MEASURED_STEPS = 8
+TOLERANCE = 0.2
+"""A larger error is a warning."""
+_TOPIC = "forecast"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Prediction and measurement of one step."""
+
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_bubble: float
+    measured_bubble: float | None
+    """None where it cannot be told: in a single process, whose ranks take turns."""
+    in_turn: int = 1
+    """So many ranks took turns in a single process."""
+
+    @property
+    def error(self) -> float:
+        """0.1: a step takes 10 % longer than predicted."""
+        return self.measured_seconds / self.predicted_seconds - 1
+
+    def __str__(self) -> str:
+        expected = seconds_text(self.predicted_seconds)
+        turns = f" for the {self.in_turn} ranks in turn" if self.in_turn > 1 else ""
+        text = (
+            f"a step takes {seconds_text(self.measured_seconds)} and {expected} was predicted{turns} "
+            f"({self.measured_seconds / self.predicted_seconds:.2f} times"
+        )
+        if self.measured_bubble is not None:
+            text += f"; bubble {self.measured_bubble:.1%}, predicted {self.predicted_bubble:.1%}"
+        text += ")"
+        if abs(self.error) > TOLERANCE:
+            text += (
+                f". That is more than {TOLERANCE:.0%} off, so another plan may be better: profile and probe the "
+                "machine as the training uses it (as many processes and threads, nothing else running) and plan again; "
+                "Pipeline.timeline() shows which actions take longer"
+            )
+        return text
+
+
+class Forecast:
+    """Measures the steps of one process until there are enough, and compares them once all processes have theirs."""
+
+    def __init__(self, plan: Plan, skipped: int, world: World, moments: Moments) -> None:
+        self._plan = plan
+        self._moments = moments
+        self._skipped = skipped
+        """Steps of a run in which the pipeline fills, or all is new."""
+        self._world = world
+        self._steps: list[tuple[Mark, Mark, Sequence[Record]]] = []
+        self._published = False
+        self._comparison: Comparison | None = None
+
+    def wants(self, step: int, samples: Iterable[int]) -> bool:
+        """Whether to `add` step `step` of a run, whose microbatches have so many `samples` each.
+
+        Not if they are others than the plan's prediction is for.
+        """
+        size = self._plan.microbatch_size
+        if self._published or step < self._skipped or len(self._steps) == MEASURED_STEPS:
+            return False
+        return size is None or all(number == size for number in samples)
+
+    def add(self, start: Mark, stop: Mark, records: Sequence[Record]) -> None:
+        """Notes a step from `start` to `stop`, and what this process did in it."""
+        self._steps.append((start, stop, records))
+
+    def compare(self) -> Comparison | None:
+        """The comparison, once every process has measured enough. Never waits. The first time, rank 0 logs it."""
+        if self._comparison is not None:
+            return self._comparison
+        if len(self._steps) == MEASURED_STEPS and self._moments.passed(self._steps[-1][1]):
+            self._world.publish(_TOPIC, self._measure())
+            self._published = True
+            self._steps = []
+        if self._published and (parts := self._world.published(_TOPIC)) is not None:
+            self._comparison = self._conclude(parts)
+            if self._world.rank == 0:
+                level = logging.WARNING if abs(self._comparison.error) > TOLERANCE else logging.INFO
+                logging.getLogger("penstock").log(level, "%s", self._comparison)
+        return self._comparison
+
+    def _measure(self) -> list[float]:
+        """Medians: the seconds of a step, and in how many of them the ranks of this process were busy together."""
+        seconds = median(self._moments.seconds(start, stop) for start, stop, _ in self._steps)
+        return [seconds, median(self._busy_seconds(start, records) for start, _, records in self._steps)]
+
+    def _busy_seconds(self, start: Mark, records: Iterable[Record]) -> float:
+        spans = []
+        for rank, action, *marks in records:
+            began, ended = (self._moments.seconds(start, mark) for mark in marks)
+            spans.append(Span(rank, str(action), began, ended))
+        timeline = Timeline(tuple(spans), self._plan.ranks)
+        return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
+
+    def _conclude(self, parts: Sequence[Sequence[float]]) -> Comparison:
+        predicted, ranks = self._plan.predicted, self._plan.ranks
+        assert predicted is not None
+        measured_seconds, busy = parts[0][0], sum(part[1] for part in parts)
+        if len(parts) == 1:
+            work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
+            return Comparison(work, measured_seconds, predicted.bubble, None, ranks)
+        bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
+        return Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
+
+
+def forecast_of(plan: Plan, flushes: bool, world: World, moments: Moments) -> Forecast | None:
+    """What compares the prediction of `plan` with the steps to come; None if it has no prediction."""
+    predicted = plan.predicted
+    if predicted is None or not 0 < predicted.minibatch_seconds * (1 - predicted.bubble) < math.inf:
+        return None
+    filling = 0 if flushes else -(-2 * len(plan.stages) // plan.microbatches)
+    return Forecast(plan, max(WARM_UP_STEPS, filling), world, moments)

@@ -1,0 +1,241 @@
+"""What the stages of one rank send and receive: which tensors, to and from which ranks, and when receives are posted.
+
+Where replicas take microbatches in turn, a message goes from one rank to one rank. Where they split every microbatch,
+each holds some of its rows (samples), and a message goes to all replicas of the neighbour stage that hold some of the
+same rows, in pieces: scattered where the neighbour has more replicas, gathered where it has fewer.
+
+Laws of this file:
+  1. What is at hand on this rank is never sent.
+  2. Receives of an edge are posted in the order of the program, a few ahead of their use.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias, assert_never
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.runtime.batches.microbatches import Microbatch, share_spans
+from penstock.runtime.transport.transport import Edge, Message, Ticket, Transport
+from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
+from penstock.scheduling.lowering import nexts, peer, peers
+from penstock.scheduling.norms import carried_norms
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["Mailbox"]
+
+_RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
+
+Rows: TypeAlias = tuple[int, int]
+"""First row, and number of rows."""
+
+
+class Mailbox:
+    """The messages of `rank` while it runs `schedule`, or an evaluation."""
+
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+        self.rank = rank
+        self._schedule, self._placement = schedule, schedule.placement
+        self._transport = transport
+        self._microbatches: Mapping[int, Microbatch] = {}
+        self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
+        """By stage and direction; asked for at every forward and backward."""
+        self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
+        self._awaited: dict[Action, tuple[Edge, ...]] = {}
+        """By receive, where its pieces come from, in the order of their rows."""
+        self._tickets: dict[tuple[Action, Edge], Ticket] = {}
+        self._arrived: dict[tuple[int, int, int], Message] = {}
+        self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
+
+    def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
+        """Prepares for `program`, a part of `schedule`, and posts its first receives. `microbatches`: this rank's."""
+        if schedule is not self._schedule:
+            self._known_nexts.clear()
+        self._schedule, self._placement = schedule, schedule.placement
+        self._microbatches = microbatches
+        self._transport.begin()
+        for action in program:
+            if isinstance(action, _RECEIVES):
+                edges = self._awaited[action] = self._edges_to(action)
+                for edge in edges:
+                    self._due[edge].append(action)
+        for edge, due in self._due.items():
+            if due:
+                for _ in range(min(len(due), self._transport.ahead(edge))):
+                    self._post(edge)
+
+    def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
+        """What came of `microbatch` for `stage`: in their order, one tensor from each of `sources`, which are `later`
+        stages or earlier ones, the neighbour and those of skips.
+        """
+        others = self._nexts(stage, later=later)
+        if len(others) == 1:
+            return self.take(stage, microbatch, others[0])
+        found = {other: iter(self.take(stage, microbatch, other)) for other in others}
+        return tuple(next(found[source]) for source in sources)
+
+    def deal(self, stage: int, microbatch: int, targets: Sequence[int], message: Message, *, later: bool) -> None:
+        """Leaves each tensor of `message` for one of `targets`, which are `later` stages or earlier ones."""
+        others = self._nexts(stage, later=later)
+        if len(others) == 1:
+            self.put(stage, microbatch, others[0], message)
+            return
+        for other in others:
+            part = (tensor for tensor, target in zip(message, targets, strict=True) if target == other)
+            self.put(stage, microbatch, other, tuple(part))
+
+    def take(self, stage: int, microbatch: int, source: int) -> Message:
+        """What stage `source` made of `microbatch` for `stage`; nothing comes from before the first stage."""
+        return self._arrived.pop((stage, microbatch, source)) if source >= 0 else ()
+
+    def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
+        """Leaves `message` for the stage `target`: at hand if it is on this rank, else for a `Send`."""
+        if self.rank in self._placement.stages[target]:
+            self._arrived[target, microbatch, stage] = message
+            return
+        # Now, since a backward of the rank's first stage is the last that is known of a microbatch.
+        form = self._form(stage, target, microbatch)
+        if self._placement.split:
+            parts = self._scatter(stage, microbatch, target, message)
+        else:
+            parts = {self._placement.rank_of(target, microbatch): message}
+        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), form, part) for rank, part in parts.items()]
+
+    def send(self, action: Send) -> None:
+        """Sends what was left for it."""
+        for edge, form, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
+            self._transport.send(edge, form, message)
+
+    def receive(self, action: Receive) -> None:
+        """Waits for a message, which `take` then gives."""
+        edges = self._awaited.pop(action)
+        message = _gather([self._tickets.pop((action, edge)).wait() for edge in edges], self._joins(action))
+        self._arrived[action.stage, action.microbatch, action.source] = message
+        for edge in edges:
+            self._post(edge)
+
+    def send_tied(self, action: SendTied, message: Message) -> None:
+        """Sends the gradients of weights that two stages share."""
+        edge = Edge(self.rank, peer(action, self.rank, self._placement))
+        self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
+
+    def receive_tied(self, action: ReceiveTied) -> Message:
+        """Waits for such gradients."""
+        return self._receive_one(action)
+
+    def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
+        """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
+        for rank in peers(action, self.rank, self._placement):
+            form = ("norms", action.stage, action.target, len(norms))
+            self._transport.send(Edge(self.rank, rank), form, tuple(norms))
+
+    def receive_norms(self, action: ReceiveNorms) -> Message:
+        """Waits to be told."""
+        return self._receive_one(action)
+
+    def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
+        (edge,) = self._awaited.pop(action)
+        message = self._tickets.pop((action, edge)).wait()
+        self._post(edge)
+        return message
+
+    def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
+        """Whether the message has come."""
+        return all(self._tickets[action, edge].ready() for edge in self._awaited[action])
+
+    def _post(self, edge: Edge) -> None:
+        """Posts the next receive that is due on `edge`, if there is one."""
+        if due := self._due[edge]:
+            action = due.popleft()
+            match action:
+                case Receive(stage, microbatch, source):
+                    form = self._form(source, stage, microbatch)
+                case ReceiveTied(stage, version, source):
+                    form = self._tied_form(source, stage, version)
+                case ReceiveNorms(stage, version, source):
+                    norms = carried_norms(self._schedule, source, version, stage)
+                    form = ("norms", source, stage, len(norms))
+                case _:
+                    assert_never(action)
+            self._tickets[action, edge] = self._transport.post(edge, form)
+
+    def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
+        if isinstance(action, Receive) and self._placement.split:
+            sources = self._rows(action.stage, action.source, action.microbatch)
+            return tuple(Edge(source, self.rank) for source in sources)
+        return (Edge(peer(action, self.rank, self._placement), self.rank),)
+
+    def _form(self, source: int, target: int, microbatch: int) -> Hashable:
+        return (source, target, self._schedule.promise.trains, self._microbatches[microbatch].signature)
+
+    def _tied_form(self, source: int, target: int, version: int) -> Hashable:
+        # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.
+        own = source if self.rank in self._placement.stages[source] else target
+        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+
+    def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
+        known = self._known_nexts.get((stage, later))
+        if known is None:
+            known = self._known_nexts[stage, later] = nexts(
+                stage, self._schedule.stages, self._schedule.skips, later=later
+            )
+        return known
+
+    def _joins(self, action: Receive) -> bool:
+        """Whether the pieces of this message are joined on some replica, and then on all.
+
+        Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
+        numbers must not depend on whose rows happen to come in one piece.
+        """
+        if not self._placement.split:
+            return False
+        here, there = (self._placement.replicas(stage) for stage in (action.stage, action.source))
+        return here != there and (there > 1 or action.source > action.stage)
+
+    def _scatter(self, stage: int, microbatch: int, target: int, message: Message) -> dict[int, Message]:
+        """`message` in pieces, by the rank that it goes to."""
+        samples = self._microbatches[microbatch].samples
+        for tensor in message:
+            if tensor is not None and (tensor.ndim == 0 or tensor.shape[0] != samples):
+                raise PenstockError(
+                    f"stage {stage} makes a tensor of shape {tuple(tensor.shape)} for stage {target} out of {samples} "
+                    "sample(s): expected the samples as its dimension 0, since the replicas of the stages split them. "
+                    "Plan with routing 'round-robin', or cut the model elsewhere"
+                )
+        return {
+            rank: tuple(_narrow(tensor, start, size) for tensor in message)
+            for rank, (start, size) in self._rows(stage, target, microbatch).items()
+        }
+
+    def _rows(self, stage: int, other: int, microbatch: int) -> dict[int, Rows]:
+        """The ranks of `other` that hold rows of this rank's part of `microbatch`, and which rows of the part."""
+        here, there = self._placement.stages[stage], self._placement.stages[other]
+        whole = self._microbatches[microbatch].whole
+        (own,) = [span for rank, span in zip(here, share_spans(whole, len(here)), strict=True) if rank == self.rank]
+        return {
+            rank: (max(own.start, span.start) - own.start, size)
+            for rank, span in zip(there, share_spans(whole, len(there)), strict=True)
+            if (size := min(own.stop, span.stop) - max(own.start, span.start)) > 0
+        }
+
+
+def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.detach().narrow(0, start, size).requires_grad_(tensor.requires_grad)
+
+
+def _gather(messages: Sequence[Message], joins: bool) -> Message:
+    """One message out of the pieces of it that came from several ranks; a single one is copied if it `joins`."""
+    if len(messages) == 1 and not joins:
+        return messages[0]
+    columns = zip(*messages, strict=True)
+    return tuple(None if column[0] is None else _join(column) for column in columns)
+
+
+def _join(pieces: Sequence[Tensor | None]) -> Tensor:
+    tensors = [piece for piece in pieces if piece is not None]
+    whole = torch.cat([tensor.detach() for tensor in tensors])
+    return whole.requires_grad_(tensors[0].requires_grad)

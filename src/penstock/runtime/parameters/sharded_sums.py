@@ -1,0 +1,64 @@
+"""Gradients of parameters that `fully_shard` has spread over the replicas: PyTorch sums them, at the right moment.
+
+FSDP2 (Zhao et al., "PyTorch FSDP", VLDB 2023; here PyTorch's per-parameter `fully_shard`) keeps the gradients of a
+module whole until a backward is told to sum them over the replicas, and leaves each its shard of the sum. Here it is
+told so for the last backward before an update only. It would take the mean over the replicas; ours is a sum of
+gradients that are weighted already, so its divisor is one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from penstock.runtime.devices.moments import Mark
+from penstock.runtime.parameters.reductions import Reducer
+from penstock.runtime.transport.transport import Transport
+
+__all__ = ["ShardedReducer"]
+
+
+class ShardedReducer(Reducer):
+    """A `Reducer` for a stage of which `modules` are fully sharded; `sharded` names their parameters.
+
+    `parameters`: the others, which are summed as in any replicated stage.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: tuple[int, ...],
+        rank: int,
+        stage: int,
+        parameters: Mapping[str, nn.Parameter],
+        modules: Sequence[FSDPModule],
+        now: Callable[[], Mark],
+    ) -> None:
+        super().__init__(transport, group, rank, stage, parameters, now=now)
+        self._plain = frozenset(parameters)
+        self._modules = modules
+        self._shards: dict[int, dict[str, Tensor]] = {}
+        """By the version that an update makes: the shards of the sums."""
+        for module in modules:
+            module.set_gradient_divide_factor(1.0)
+            # Else it multiplies while it sums, which Gloo cannot do.
+            module.set_force_sum_reduction_for_comms(True)
+        self._sum_next(False)
+
+    def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
+        self._sum_next(True)
+        super().arm(version, {name: leaf for name, leaf in leaves.items() if name in self._plain})
+
+    def start(self, version: int, gradients: Mapping[str, Tensor]) -> None:
+        self._sum_next(False)
+        self._shards[version] = {name: tensor for name, tensor in gradients.items() if name not in self._plain}
+        super().start(version, {name: tensor for name, tensor in gradients.items() if name in self._plain})
+
+    def finish(self, version: int) -> dict[str, Tensor]:
+        return {**super().finish(version), **self._shards.pop(version)}
+
+    def _sum_next(self, sums: bool) -> None:
+        """Whether the coming backward sums over the replicas."""
+        for module in self._modules:
+            module.set_requires_gradient_sync(sums, recurse=False)
+            module.set_is_last_backward(sums)

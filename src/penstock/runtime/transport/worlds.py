@@ -1,0 +1,204 @@
+"""The processes that a pipeline runs in: this one alone, or all those that ``torchrun`` started.
+
+The pipeline asks its world for ranks, a transport and agreement, and never which world it is. Alone, all ranks live in
+this process and the numbers are the same.
+"""
+
+import json
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from penstock.errors import PlanError, TransportError
+from penstock.runtime.devices.places import prepare_gpu
+from penstock.runtime.devices.staging import staging_for
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.process_group import ProcessGroup
+from penstock.runtime.transport.transport import Edge, Loopback, Transport
+
+__all__ = ["Processes", "SingleProcess", "World", "join_world"]
+
+T = TypeVar("T")
+Groups: TypeAlias = Iterable[tuple[int, ...]]
+
+
+class World(Protocol):
+    """Where the ranks of a pipeline live."""
+
+    processes: int
+    rank: int
+    """Of this process."""
+    group: dist.ProcessGroup | None
+    """For collectives on CPU tensors and Python objects; None for a single process."""
+
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        """Which of a pipeline's `ranks`, of `lanes` processes each, live here. `PlanError` if they do not fit."""
+
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
+        """A transport along `edges`, which sums over `groups` of ranks. Collective."""
+
+    def gather(self, value: T) -> Sequence[T]:
+        """Every process's `value`, by rank of the process. Collective."""
+
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        """Lets all processes read this one's `numbers` on `topic`. Waits for nobody. Once for each topic."""
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        """Every process's numbers on `topic`, by rank; None while some are missing. Waits for nobody."""
+
+    def report(self, place: str, error: BaseException) -> None:
+        """Tells the other processes that this one failed with `error` at `place`."""
+
+    def leave(self) -> None:
+        """Undoes what joining changed in this process."""
+
+
+class SingleProcess:
+    """All ranks in this process."""
+
+    def __init__(self) -> None:
+        self.processes = 1
+        self.rank = 0
+        self.group: dist.ProcessGroup | None = None
+        self._numbers: dict[str, Sequence[float]] = {}
+
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        if lanes > 1:
+            raise PlanError(
+                f"tensor_parallel is {lanes} and this is a single process: expected {ranks * lanes} processes, {lanes} "
+                f"for each rank. Start them with torchrun --nproc-per-node {ranks * lanes}, or set tensor_parallel to 1"
+            )
+        return tuple(range(ranks))
+
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
+        return Loopback(staging_for(device))
+
+    def gather(self, value: T) -> Sequence[T]:
+        return [value]
+
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        self._numbers[topic] = numbers
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        return [self._numbers[topic]] if topic in self._numbers else None
+
+    def report(self, place: str, error: BaseException) -> None:
+        """There is nobody else."""
+
+    def leave(self) -> None:
+        """Nothing was changed."""
+
+
+class Processes:
+    """At most one rank in each process of ``torch.distributed``'s default group. Collective."""
+
+    def __init__(self) -> None:
+        self.processes = dist.get_world_size()
+        self.rank = dist.get_rank()
+        # A group of its own for Python objects: the default group may be NCCL's, which takes GPU tensors only.
+        with _explained():
+            self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        name = self.gather(uuid.uuid4().hex)[0]
+        # There is no public way to the store of the default group (torch 2.11 to 2.13).
+        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        self._store, self._transports = store, 0
+        self._board = FailureBoard(store, self.rank, self.processes)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._report_uncaught
+
+    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
+        needed = ranks * lanes
+        if needed != self.processes:
+            each = f" ({ranks} times tensor_parallel {lanes})" if lanes > 1 else ""
+            raise PlanError(
+                f"the plan is for {needed} rank(s){each} and {self.processes} process(es) were started: start as many "
+                f"processes as the plan has ranks (torchrun --nproc-per-node {needed}), or plan for {self.processes}"
+            )
+        return (self.rank // lanes,)
+
+    def connect(
+        self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
+    ) -> Transport:
+        store = PrefixStore(f"transport {self._transports}", self._store)
+        self._transports += 1
+        with _explained():
+            return ProcessGroup(
+                edges,
+                self.rank,
+                self.processes,
+                device,
+                store,
+                self._board,
+                timeout_seconds,
+                self.gather,
+                groups,
+            )
+
+    def gather(self, value: T) -> Sequence[T]:
+        values: list[T | None] = [None] * self.processes
+        with _explained():
+            dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]  # all_gather_object has filled every entry
+
+    def publish(self, topic: str, numbers: Sequence[float]) -> None:
+        # A store that cannot be reached has gone with its process; whoever waits for that process will say so.
+        with suppress(RuntimeError):
+            self._store.set(f"{topic}/{self.rank}", json.dumps(numbers))
+
+    def published(self, topic: str) -> Sequence[Sequence[float]] | None:
+        names = [f"{topic}/{rank}" for rank in range(self.processes)]
+        with suppress(RuntimeError):
+            if self._store.check(names):
+                return [json.loads(self._store.get(name)) for name in names]
+        return None
+
+    def report(self, place: str, error: BaseException) -> None:
+        self._board.report(place, "".join(traceback.format_exception(error)))
+
+    def leave(self) -> None:
+        if sys.excepthook == self._report_uncaught:
+            sys.excepthook = self._previous_hook
+
+    def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An error of the user's own code ends the other ranks as well, with its traceback."""
+        if not isinstance(error, TransportError):
+            self.report("outside the pipeline", error)
+        self._previous_hook(kind, error, trace)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Gives an error of a collective, which names a socket, a meaning."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(
+            "another rank ended or failed while all ranks were setting up or gathering something: look at the other "
+            f"ranks' logs. torch.distributed says: {error}"
+        ) from error
+
+
+def join_world() -> World:
+    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process
+    alone.
+    """
+    prepare_gpu()
+    if dist.is_available() and dist.is_initialized():
+        return Processes() if dist.get_world_size() > 1 else SingleProcess()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        return Processes()
+    return SingleProcess()

@@ -1,0 +1,154 @@
+"""The verifier: proves that a schedule keeps every law before anything runs.
+
+It reads the programs alone, as the worker will, and recomputes every expectation by counting along them; what it shares
+with the orders is the promise that they made. A broken schedule would train wrongly or hang, in ways that are hard to
+see from inside a run, so nothing runs that is not proved first.
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Receive,
+    ReceiveNorms,
+    ReceiveTied,
+    Reduce,
+    Send,
+    SendNorms,
+    SendTied,
+    Update,
+)
+from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.schedules import Programs, Schedule
+from penstock.scheduling.verification.evidence import Evidence, collect
+from penstock.scheduling.verification.message_laws import MESSAGE_LAWS, require_parts
+from penstock.scheduling.verification.stage_laws import STAGE_LAWS
+
+__all__ = ["Verification", "verify", "verify_programs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was proved, and what the programs reached; the peaks equal the promise once there are minibatches enough.
+
+    `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward, on a replica.
+    `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
+    `halves[stage]`: most microbatches between the input part of their backward and its weight part, on a replica.
+    """
+
+    method: str
+    minibatches: int
+    actions: int
+    in_flight: tuple[int, ...]
+    versions: tuple[int, ...]
+    in_flight_of_rank: tuple[int, ...]
+    halves: tuple[int, ...]
+
+    def __str__(self) -> str:
+        in_flight, versions, halves = (
+            " ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions, self.halves)
+        )
+        return (
+            f"{self.method}: every law holds for {self.actions} actions in {self.minibatches} minibatches; "
+            f"per stage at most {in_flight} in flight"
+            + (f" (waiting for a weight part: {halves})" if any(self.halves) else "")
+            + f", {versions} weight versions"
+        )
+
+
+def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
+    """Prove that `minibatches` steps of `schedule` and their drain keep every law; `ScheduleError` shows a breach.
+
+    Without a number it takes as many as fill the pipe, reach the steady state and reuse every weight version.
+    """
+    if minibatches is None:
+        minibatches = 2 + -(-2 * schedule.stages // schedule.microbatches)
+    _check_minibatches(minibatches)
+    parts: list[Part] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
+    pieces = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
+    evidence = collect(schedule, minibatches, parts, pieces)
+    verification = _examine(evidence)
+    require_parts(evidence)
+    return verification
+
+
+def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) -> Verification:
+    """Prove that `programs`, written by hand or changed, keep every law and the promises of `schedule`.
+
+    `programs`: one row of actions per rank, sends and receives included (see `lower` and `parse_programs`), for
+    `minibatches` whole minibatches and their drain. `ScheduleError` shows the row of a breach.
+    """
+    _check_minibatches(minibatches)
+    return _examine(collect(schedule, minibatches, (), (programs,)))
+
+
+def _check_minibatches(minibatches: int) -> None:
+    if minibatches < 1:
+        raise ScheduleError(
+            f"verify: there is nothing to prove in {minibatches} minibatches; give minibatches=1 or more"
+        )
+
+
+def _examine(evidence: Evidence) -> Verification:
+    for law in (*STAGE_LAWS, *MESSAGE_LAWS):
+        law(evidence)
+    return _measure(evidence)
+
+
+def _measure(evidence: Evidence) -> Verification:
+    shape = evidence.shape
+    in_flight, versions = [0] * shape.stages, [1] * shape.stages
+    of_rank, halves = [0] * shape.ranks, [0] * shape.stages
+    for rank, row in enumerate(evidence.programs):
+        now = dict.fromkeys(shape.stages_of(rank), 0)
+        newest = dict.fromkeys(shape.stages_of(rank), 0)
+        half = dict.fromkeys(shape.stages_of(rank), 0)
+        held = 0
+        for action in row:
+            match action:
+                case Forward(stage=stage) if evidence.promise.trains:
+                    held += 1
+                    now[stage] += 1
+                    in_flight[stage] = max(in_flight[stage], now[stage])
+                    of_rank[rank] = max(of_rank[rank], held)
+                case BackwardInput(stage=stage):
+                    half[stage] += 1
+                    halves[stage] = max(halves[stage], half[stage])
+                case Backward(stage=stage, version=version) | BackwardWeight(stage=stage, version=version):
+                    held -= 1
+                    now[stage] -= 1
+                    half[stage] -= isinstance(action, BackwardWeight)
+                    versions[stage] = max(versions[stage], newest[stage] - version + 1)
+                case Update(stage=stage, version=version):
+                    newest[stage] = version
+                case (
+                    Forward()
+                    | Send()
+                    | Receive()
+                    | SendTied()
+                    | ReceiveTied()
+                    | SendNorms()
+                    | ReceiveNorms()
+                    | Reduce()
+                ):
+                    pass
+                case _:
+                    assert_never(action)
+    for first, *others in evidence.schedule.placement.stages:
+        for other in others if evidence.schedule.placement.split else ():
+            of_rank[other] = of_rank[first]
+    actions = sum(map(len, evidence.programs))
+    return Verification(
+        evidence.schedule.method,
+        evidence.minibatches,
+        actions,
+        tuple(in_flight),
+        tuple(versions),
+        tuple(of_rank),
+        tuple(halves),
+    )

@@ -1,0 +1,9 @@
+"""Timelines: what every rank did and when, predicted or measured, and the pages and traces that show it.
+
+Imports ``values``, and no torch. Start reading in ``timelines.py``.
+"""
+
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
+
+__all__ = ["Span", "Timeline"]

@@ -1,0 +1,133 @@
+"""The bars of one rank's row in an SVG picture: every computation and every transfer at its place.
+
+Where there is room each is a rectangle with its tooltip and its microbatch. In a crowded picture those of one colour
+are one path, and what is narrower than a pixel is merged with its neighbour.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from penstock.timelines.panels import held_stages
+from penstock.timelines.spans import Span
+from penstock.values.quantities import bytes_text
+
+__all__ = ["ROOMY", "Geometry", "draw_row", "painted_classes"]
+
+ROOMY = 16
+"""Up to so many ranks have rows of full height."""
+_LETTER = 7
+_ORDER = ("wait", "forward", "backward", "weight", "reduce", "update", "send")
+"""What is painted later lies on top."""
+_COLOURS = {"forward": "forward", "backward": "backward", "backward input": "backward", "backward weight": "weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Pixels: per second, and of the parts of a row from top to bottom."""
+
+    scale: float
+    crowded: bool
+    bar: int = 26
+    """The computation."""
+    strip: int = 5
+    """The transfers below it."""
+    curve: int = 24
+    """The memory below them."""
+    gap: int = 10
+    left: int = 64
+    """Where second 0 is."""
+
+    def pitch(self, memory: bool) -> int:
+        """From row to row."""
+        return self.bar + self.strip + self.gap + (self.curve + 3 if memory else 0)
+
+
+def painted_classes(row: Sequence[Span]) -> set[str]:
+    """The names of the colours in one row."""
+    stages = held_stages(row)
+    return {_class(span, stages) for span in row}
+
+
+def draw_row(row: Sequence[Span], origin: float, geometry: Geometry, top: int) -> Iterator[str]:
+    """The spans of one rank, ascending by start, with the upper edge at `top`."""
+    stages = held_stages(row)
+    named = [(span, _class(span, stages)) for span in row]
+    named.sort(key=lambda entry: _ORDER.index(entry[1].rstrip("01")))  # stable: by start within each
+    if geometry.crowded:
+        yield from _paths(named, origin, geometry, top)
+        return
+    for span, name in named:
+        yield from _bar(span, name, origin, geometry, top)
+
+
+def _class(span: Span, stages: list[int]) -> str:
+    kind = span.kind
+    if kind in _COLOURS:
+        return f"{_COLOURS[kind]}{stages.index(span.stage) % 2}"
+    return "wait" if kind == "receive" else kind
+
+
+def _bar(span: Span, name: str, origin: float, geometry: Geometry, top: int) -> Iterator[str]:
+    """The rectangle of one span with its tooltip, and its microbatch where that fits."""
+    x = geometry.left + (span.start_seconds - origin) * geometry.scale
+    y, width, height = _place(span, name, geometry, top)
+    if width <= 0:
+        return
+    tooltip = f"<title>{escape(_tooltip(span))}</title>"
+    gap = 0.5 if width > 2 else 0.0  # a hairline between neighbours
+    yield f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{width - gap:.2f}" height="{height}">{tooltip}</rect>'
+    label = str(span.number)
+    if name[-1] in "01" and geometry.bar >= 12 and width >= _LETTER * len(label) + 4:
+        yield f'<text class="on{name[-1]}" x="{x + width / 2:.2f}" y="{y + height // 2 + 4}">{label}</text>'
+
+
+def _place(span: Span, name: str, geometry: Geometry, top: int) -> tuple[int, float, int]:
+    """The upper edge, the width and the height."""
+    width = span.seconds * geometry.scale
+    if name == "update":
+        return top, max(width, 2.0), geometry.bar  # an update may take no time, and must be seen all the same
+    if name == "send":
+        return top + geometry.bar + 2, width, geometry.strip
+    return top, width, geometry.bar
+
+
+def _paths(named: Sequence[tuple[Span, str]], origin: float, geometry: Geometry, top: int) -> Iterator[str]:
+    """One path for each colour of the row, without waits; pieces narrower than a pixel join what is close to them."""
+    pieces: dict[str, list[list[float]]] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for span, name in named:
+        x = geometry.left + (span.start_seconds - origin) * geometry.scale
+        y, width, height = _place(span, name, geometry, top)
+        if name == "wait" or width <= 0:
+            continue
+        places[name] = y, height
+        own = pieces.setdefault(name, [])
+        if own and x - own[-1][1] < 0.5 and (width < 1.5 or own[-1][1] - own[-1][0] < 1.5):
+            own[-1][1] = max(own[-1][1], x + width)
+        else:
+            own.append([x, x + width])
+    for name, own in pieces.items():
+        y, height = places[name]
+        steps, at = [f"M{own[0][0]:.1f} {y}"], round(own[0][0], 1)
+        for start, stop in own:
+            width = max(0.3, stop - start - (0.4 if stop - start > 2 else 0.0))
+            move = "" if round(start, 1) == at else f"m{start - at:.1f} 0"
+            steps.append(f"{move}h{width:.1f}v{height}h-{width:.1f}z")
+            at = round(at + (round(start - at, 1) if move else 0.0), 1)
+        yield f'<path class="{name}" d="{"".join(steps)}"/>'
+
+
+def _tooltip(span: Span) -> str:
+    size = "" if span.size_bytes is None else f", {bytes_text(span.size_bytes)}"
+    match span.kind:
+        case "forward" | "backward" | "backward input" | "backward weight":
+            what = f"{span.words} of stage {span.stage} with version {span.reference}"
+        case "update":
+            what = f"stage {span.stage}: version {span.number} from gradients at version {span.reference}"
+        case _:
+            what = f"stage {span.stage}: {span.words}"
+    return (
+        f"{span.action}  {what}{size}\n"
+        f"{span.seconds:.6g} seconds, from {span.start_seconds:.6g} to {span.stop_seconds:.6g}"
+    )

@@ -1,0 +1,60 @@
+"""A panel of a picture: one timeline with all that the picture says about it, sorted rank by rank.
+
+A picture has one panel, or two above each other (predicted and measured) on one time axis that starts at 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.spans import Span
+from penstock.values.quantities import bytes_text, seconds_text
+
+__all__ = ["Panel", "held_stages", "peak_words"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn of one timeline. Seconds in `rows` and `memory` count from any origin, which `origin` is."""
+
+    name: str
+    """``predicted``, ``measured``, or nothing if there is but one panel."""
+    rows: tuple[tuple[Span, ...], ...]
+    """The spans of every rank, ascending by start."""
+    origin: float
+    seconds: float
+    bubble: float
+    idle_shares: tuple[float, ...]
+    memory: tuple[RankMemory, ...]
+    critical: tuple[Span, ...]
+    """The longest chain of spans of which each waits for the one before it, if it is known."""
+
+    @property
+    def headline(self) -> str:
+        """The figures of the panel in one line."""
+        ranks = len(self.rows)
+        parts = [f"{ranks} rank{'s' if ranks > 1 else ''}", seconds_text(self.seconds)]
+        parts.append(f"bubble {self.bubble:.1%} of wall time")
+        if self.memory:
+            peak = max(memory.peak_bytes for memory in self.memory)
+            rank = next(rank for rank, memory in enumerate(self.memory) if memory.peak_bytes == peak)
+            parts.append(f"peak memory {bytes_text(peak)} on rank {rank}")
+        return (f"{self.name}: " if self.name else "") + ", ".join(parts)
+
+
+def held_stages(row: Sequence[Span]) -> list[int]:
+    """The stages of one rank's spans, in order."""
+    return sorted({span.stage for span in row})
+
+
+def peak_words(memory: RankMemory) -> str:
+    """What a rank holds at most, and its parts."""
+    parts = {
+        "weights": memory.weight_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "master weights": memory.master_bytes,
+        "activations up to": max((size for _, size in memory.activations), default=0.0),
+        "messages and gradients up to": max((size for _, size in memory.buffers), default=0.0),
+    }
+    told = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
+    return f"peak {bytes_text(memory.peak_bytes)}" + (f": {told}" if told else "")

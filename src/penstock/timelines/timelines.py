@@ -1,0 +1,185 @@
+"""A timeline: what every rank did, and when, in seconds; predicted by the simulator or measured by the runtime.
+
+One type for both, so that a prediction and a measurement are drawn, compared and saved by the same code. The bubble is
+defined here and nowhere else.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ScheduleError
+from penstock.timelines.drawings import timeline_svg
+from penstock.timelines.memories import RankMemory
+from penstock.timelines.pages import timeline_page
+from penstock.timelines.panels import Panel
+from penstock.timelines.spans import Span
+from penstock.timelines.traces import read_trace, trace_json
+from penstock.values.documents import write_text
+
+__all__ = ["Span", "Timeline"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline:
+    """Spans of ranks ``0 .. ranks-1``, in any order. `ScheduleError` if a span lies on no such rank.
+
+    Only forwards, backwards and updates count as busy: a rank that waits for a transfer is idle. Spans of computation
+    that overlap (rounding of a device's clock) count once, so that the bubble stays between 0 and 1.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+    memory: tuple[RankMemory, ...] = ()
+    """What every rank holds over time, rank by rank; empty where that is not known."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ScheduleError(f"timeline: expected at least 1 rank, found {self.ranks}")
+        for span in self.spans:
+            if span.rank >= self.ranks:
+                raise ScheduleError(
+                    f"timeline of {self.ranks} ranks: the span of {span.action} lies on rank {span.rank}, expected one "
+                    f"of 0 to {self.ranks - 1}: pass ranks={span.rank + 1} or more"
+                )
+        if self.memory and len(self.memory) != self.ranks:
+            raise ScheduleError(
+                f"timeline of {self.ranks} ranks: expected the memory of each rank or of none, found that of "
+                f"{len(self.memory)}: give one RankMemory for each rank"
+            )
+
+    def __repr__(self) -> str:
+        size = f"{self.ranks} ranks, {len(self.spans)} spans"
+        return f"Timeline({size}, {self.seconds:.6g} seconds, bubble {self.bubble:.1%})"
+
+    @property
+    def seconds(self) -> float:
+        """Wall time: from the first start to the last stop of any span."""
+        start, stop = self._extent
+        return stop - start
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of wall time: 1 - busy seconds / (ranks * seconds). 0 if no time passes.
+
+        It includes the fill and the drain of the pipeline; `steady_bubble` does not. The papers' ``(p-1)/m`` is
+        relative to ideal time instead: that is ``bubble / (1 - bubble)``.
+        """
+        return self._bubble(*self._extent)
+
+    @property
+    def steady_bubble(self) -> float:
+        """Idle share while the first rank both admits and retires microbatches: the fill and the drain do not count.
+
+        The stretch from the start of rank 0's first backward to the stop of its last forward; for an asynchronous
+        schedule, what a long run comes to. Equal to `bubble` where there is no such stretch (one GPipe minibatch).
+        """
+        own = [span for span in self.spans if span.rank == 0]
+        start = min((span.start_seconds for span in own if span.kind.startswith("backward")), default=0.0)
+        stop = max((span.stop_seconds for span in own if span.kind == "forward"), default=0.0)
+        return self._bubble(start, stop) if stop > start else self.bubble
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """Idle share of wall time of every rank; their mean is `bubble`."""
+        return self._idle_shares(*self._extent)
+
+    def busy_seconds(self, rank: int) -> float:
+        """Seconds in which `rank` computes."""
+        return _covered(span for span in self.spans if span.rank == rank)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing, with the memory as counters."""
+        write_text(path, trace_json(self._rows(), self.memory, self._extent[0]), ScheduleError)
+
+    @classmethod
+    def load_trace(cls, path: str | Path) -> "Timeline":
+        """Reads what `save_trace` wrote; its times count from 0, rounded to a float of microseconds.
+
+        `ScheduleError` if the file is another one.
+        """
+        return cls(*read_trace(path))
+
+    def save_svg(self, path: str | Path, *, measured: "Timeline | None" = None, critical: Sequence[Span] = ()) -> None:
+        """Writes a picture that any browser opens: one row per rank, readable on light and dark pages.
+
+        `measured`: drawn below this timeline, which is then called the prediction, on one time axis. `critical`: the
+        spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
+        """
+        write_text(path, timeline_svg(self._panels(measured, critical)), ScheduleError)
+
+    def save_html(
+        self,
+        path: str | Path,
+        *,
+        measured: "Timeline | None" = None,
+        critical: Sequence[Span] = (),
+        title: str = "Timeline",
+    ) -> None:
+        """Writes a page that stands alone, to zoom, to move and to ask every span what it is.
+
+        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
+        """
+        write_text(path, timeline_page(self._panels(measured, critical), title), ScheduleError)
+
+    def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
+        if measured is None:
+            return (self._panel("", critical),)
+        return self._panel("predicted", critical), measured._panel("measured", critical)
+
+    def _panel(self, name: str, critical: Sequence[Span]) -> Panel:
+        own = set(self.spans) if critical else set()
+        start, stop = self._extent
+        return Panel(
+            name,
+            self._rows(),
+            start,
+            stop - start,
+            self.bubble,
+            self.idle_shares,
+            self.memory,
+            tuple(span for span in critical if span in own),
+        )
+
+    def _rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of every rank, in the order in which they start."""
+        return tuple(
+            tuple(sorted(row, key=lambda span: (span.start_seconds, span.stop_seconds))) for row in self._grouped()
+        )
+
+    def _grouped(self) -> list[list[Span]]:
+        """The spans of every rank."""
+        rows: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+        return rows
+
+    @property
+    def _extent(self) -> tuple[float, float]:
+        start = min((span.start_seconds for span in self.spans), default=0.0)
+        stop = max((span.stop_seconds for span in self.spans), default=0.0)
+        return start, stop
+
+    def _bubble(self, start: float, stop: float) -> float:
+        if stop <= start:
+            return 0.0
+        busy = sum(_covered(row, start, stop) for row in self._grouped())
+        return max(0.0, 1.0 - busy / (self.ranks * (stop - start)))
+
+    def _idle_shares(self, start: float, stop: float) -> tuple[float, ...]:
+        if stop <= start:
+            return (0.0,) * self.ranks
+        return tuple(max(0.0, 1.0 - _covered(row, start, stop) / (stop - start)) for row in self._grouped())
+
+
+def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:
+    """Seconds between `start` and `stop` in which at least one of `spans` computes."""
+    intervals = sorted((span.start_seconds, span.stop_seconds) for span in spans if span.computes)
+    total = 0.0
+    reached = start
+    for begin, end in intervals:
+        begin, end = max(begin, reached), min(end, stop)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total

@@ -1,0 +1,174 @@
+"""The trace file of a timeline: Chrome's JSON format, which chrome://tracing and ui.perfetto.dev open.
+
+Each rank is a process of the trace. Its computation is one track; its transfers, which overlap the computation and each
+other, lie on as many tracks below as they need, since the events of one track must not overlap. An event is named
+``forward 3``: Perfetto leaves the digits out when it picks a colour, so all forwards look alike. An arrow leads from
+every send to its receive. The memory of a rank, where it is known, is a counter of its process.
+
+Source of the format: "Trace Event Format", Google, sections "Complete Events", "Flow Events" and "Counter Events".
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.timelines.memories import Course, RankMemory
+from penstock.timelines.spans import Span
+from penstock.values.documents import read_json
+
+__all__ = ["read_trace", "trace_json"]
+
+_MICROSECONDS = 1e6
+_COUNTER = "memory (bytes)"
+_CONSTANTS = ("weight", "optimizer", "master")
+_COURSES = ("activations", "buffers")
+_Event: TypeAlias = dict[str, object]
+_Placed: TypeAlias = tuple[Span, int]
+"""A span and its track."""
+
+
+def trace_json(rows: Sequence[Sequence[Span]], memory: Sequence[RankMemory], origin: float) -> str:
+    """The trace of every rank's spans and memory as JSON text. Times in it are microseconds from `origin` (seconds)."""
+    events: list[_Event] = []
+    placed: list[_Placed] = []
+    for rank, row in enumerate(rows):
+        events.append(_metadata("process_name", rank, 0, {"name": f"rank {rank}"}))
+        events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
+        lanes = [
+            *_lanes("compute", (span for span in row if span.computes)),
+            *_lanes("communication", (span for span in row if not span.computes)),
+        ]
+        for lane, (name, members) in enumerate(lanes):
+            events.append(_metadata("thread_name", rank, lane, {"name": name}))
+            events.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
+            events.extend(_event(span, lane, origin) for span in members)
+            placed.extend((span, lane) for span in members)
+    events.extend(_flows(placed, origin))
+    for rank, held in enumerate(memory):
+        events.extend(_counters(held, rank, origin))
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+
+
+def _lanes(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
+    """`spans`, by start, spread over as few tracks as it takes that none overlap: each goes to the first free one."""
+    lanes: list[list[Span]] = []
+    for span in spans:
+        free = next((lane for lane in lanes if lane[-1].stop_seconds <= span.start_seconds), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return [(name if index == 0 else f"{name} {index + 1}", lane) for index, lane in enumerate(lanes)]
+
+
+def _event(span: Span, lane: int, origin: float) -> _Event:
+    return {
+        "name": span.words,
+        "cat": "compute" if span.computes else "communication",
+        "ph": "X",
+        "ts": (span.start_seconds - origin) * _MICROSECONDS,
+        "dur": span.seconds * _MICROSECONDS,
+        "pid": span.rank,
+        "tid": lane,
+        "args": span.details if span.size_bytes is None else {**span.details, "bytes": span.size_bytes},
+    }
+
+
+def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
+    """An arrow for every message whose send and receive are both there.
+
+    Between replicas the same message exists several times; sends and receives of one name are then paired in the order
+    in which they end, since each receive ends when its own message is there.
+    """
+    sends: dict[tuple[int, int, int, str], deque[_Placed]] = defaultdict(deque)
+    receives: list[_Placed] = []
+    for span, lane in sorted(placed, key=lambda entry: entry[0].stop_seconds):
+        if span.kind == "send":
+            sends[span.stage, span.reference, span.number, span.topic].append((span, lane))
+        elif span.kind == "receive":
+            receives.append((span, lane))
+    number = 0
+    for receive, lane in receives:
+        waiting = sends[receive.reference, receive.stage, receive.number, receive.topic]
+        if not waiting:
+            continue
+        send, track = waiting.popleft()
+        arrow = {"name": "message", "cat": "message", "id": number}
+        number += 1
+        # An arrow starts and ends inside its events: at the start of the send, and where the wait for it ends.
+        start, stop = send.start_seconds - origin, receive.stop_seconds - origin
+        yield {**arrow, "ph": "s", "ts": start * _MICROSECONDS, "pid": send.rank, "tid": track}
+        yield {**arrow, "ph": "f", "bp": "e", "ts": stop * _MICROSECONDS, "pid": receive.rank, "tid": lane}
+
+
+def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
+    """What the rank holds at every moment of change, as bytes of each part, stacked by the viewer."""
+    parts = {name: getattr(held, f"{name}_bytes") for name in _CONSTANTS} | dict.fromkeys(_COURSES, 0.0)
+    yield _counter(parts, rank, 0.0)
+    changes = merge(*([(at, name, size) for at, size in getattr(held, name)] for name in _COURSES))
+    moment: float | None = None
+    for at, name, size in changes:
+        if moment is not None and at > moment:
+            yield _counter(parts, rank, moment - origin)
+        moment, parts[name] = at, size
+    if moment is not None:
+        yield _counter(parts, rank, moment - origin)
+
+
+def _counter(parts: dict[str, float], rank: int, seconds: float) -> _Event:
+    return {"name": _COUNTER, "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(parts)}
+
+
+def _metadata(name: str, rank: int, lane: int, args: dict[str, object]) -> _Event:
+    return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": args}
+
+
+def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemory, ...]]:
+    """The spans, the number of ranks and their memory from what `trace_json` wrote.
+
+    `ScheduleError` if the file is no trace, or one of another program.
+    """
+    place = read_json(path, ScheduleError)
+    found = place.value.get("traceEvents") if isinstance(place.value, dict) else None
+    if not isinstance(found, list):
+        raise ScheduleError(f"{path}: expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote")
+    spans: list[Span] = []
+    ranks = 0
+    memory: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    try:
+        for event in found:
+            ranks = max(ranks, int(event["pid"]) + 1)
+            if event["ph"] == "X":
+                spans.append(_read_span(event))
+            elif event["ph"] == "C":
+                memory[int(event["pid"])].append(event)
+        held = tuple(_read_memory(memory[rank]) for rank in range(ranks)) if memory else ()
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ScheduleError(
+            f"{path}: an event is not as Penstock writes it ({type(error).__name__}: {error}): give a file that "
+            "Timeline.save_trace wrote, not one of another program"
+        ) from error
+    return tuple(spans), max(1, ranks), held
+
+
+def _read_span(event: dict[str, Any]) -> Span:
+    start, args = event["ts"] / _MICROSECONDS, event["args"]
+    return Span(event["pid"], args["action"], start, start + event["dur"] / _MICROSECONDS, args.get("bytes"))
+
+
+def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
+    first = events[0]["args"]
+    weight, optimizer, master = (float(first[name]) for name in _CONSTANTS)
+    activations, buffers = (_read_course(events, name) for name in _COURSES)
+    return RankMemory(weight, optimizer, master, activations, buffers)
+
+
+def _read_course(events: Sequence[dict[str, Any]], name: str) -> Course:
+    """Of one part, without the moments at which it does not change."""
+    course = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
+    before = [(0.0, 0.0), *course]
+    return tuple(entry for last, entry in zip(before, course, strict=False) if entry[1] != last[1])
