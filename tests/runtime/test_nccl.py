@@ -122,13 +122,13 @@ def exchange(device: SimulatedDevice, careful: bool) -> bool:
     return not device.is_stuck() and found == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(SEEDS)
 def test_messages_are_what_was_computed(seed: int) -> None:
     assert exchange(SimulatedDevice(seed), careful=False)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS)
 def test_messages_of_the_first_steps_are_what_was_computed(seed: int) -> None:
     assert exchange(SimulatedDevice(seed), careful=True)
