@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.runtime.transport.carriers import SHARED_MEMORY
+from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
 from penstock.scheduling.schedules import Schedule, schedule
 from penstock.training.precisions import autocasting

@@ -23,7 +23,7 @@ from gpu_tables import legend, line_of, table
 from gpu_turns import Facts
 from launches import conditions
 
-from penstock.runtime.transport.carriers import SHARED_MEMORY
+from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
 RESULTS = Path(__file__).parent / "results"
 

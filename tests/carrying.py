@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.runtime.transport.carriers import SHARED_MEMORY
+from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
 __all__ = ["sharing_memory"]
 

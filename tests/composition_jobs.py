@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 import models
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.assembly.hooks import Parallelize
-from penstock.runtime.transport.lanes import Lanes
+from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.transport.tensor_parallel_transport import Lanes
 
 __all__ = [
     "BATCHES",

@@ -15,8 +15,8 @@ import models
 import penstock
 from composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
 from penstock.capturing.chain import StageModule
-from penstock.runtime.assembly.hooks import Parallelize
-from penstock.runtime.transport.lanes import Lanes, connect_lanes
+from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.transport.tensor_parallel_transport import Lanes, connect_lanes
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import Processes
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.execution.divisions import go_backward_to_inputs
 from penstock.runtime.execution.executor import StageExecutor
+from penstock.runtime.execution.split_backward import go_backward_to_inputs
 
 __all__ = ["CASES", "MICROBATCHES", "SAMPLES", "WIDTH", "B", "Bench", "V", "W", "words"]
 

@@ -13,13 +13,13 @@ import torch
 from torch.distributed import HashStore
 
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.nccl.nccl_ends import Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.notices import Notices
-from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.nccl.endpoints import Line, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import Notices
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Edge, Ticket
 from penstock.scheduling.actions import Action, Receive, Send
+from penstock.scheduling.definitions import Part
 from penstock.scheduling.lowering import peer
-from penstock.scheduling.methods import Part
 from penstock.scheduling.schedules import Schedule
 from simulated_device import SimulatedDevice, SimulatedStream
 from simulated_nccl import SimulatedCommunicator

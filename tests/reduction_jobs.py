@@ -11,8 +11,8 @@ import tardy_backend
 from carrying import sharing_memory
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import connect_gloo
-from penstock.runtime.parameters.reductions import Reducer
-from penstock.runtime.transport.ordered_sums import OrderedSum
+from penstock.runtime.parameters.gradient_buckets import Reducer
+from penstock.runtime.transport.ordered_all_reduce import OrderedSum
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import join_world
 from staging_jobs import members

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.runtime.devices.recorders import RECORDERS, Pool, Work
+from penstock.runtime.devices.graph_capture import RECORDERS, Pool, Work
 
 __all__ = ["GRAPHED", "SimulatedRecorder", "recording"]
 

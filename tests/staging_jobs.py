@@ -8,12 +8,12 @@ import torch.distributed as dist
 from penstock.runtime.devices.communicators import Members, connect_gloo
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.gloo.gloo_inboxes import GlooInbox
-from penstock.runtime.transport.gloo.gloo_outboxes import GlooOutbox
-from penstock.runtime.transport.gloo.group_sums import GroupSum
-from penstock.runtime.transport.nccl.nccl_sums import NcclSum
-from penstock.runtime.transport.ordered_sums import Agreement
-from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.gloo.all_reduce import GroupSum
+from penstock.runtime.transport.gloo.receivers import GlooInbox
+from penstock.runtime.transport.gloo.senders import GlooOutbox
+from penstock.runtime.transport.nccl.all_reduce import NcclSum
+from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Edge
 from simulated_device import SimulatedDevice
 from stream_races import RacingDevice

@@ -190,13 +190,13 @@ def test_imports_follow_the_flow() -> None:
 @pytest.mark.parametrize(
     ("module", "target"),
     [
-        ("penstock.runtime.devices.streams", "penstock.runtime.transport.ends"),
-        ("penstock.runtime.transport.nccl.nccl_ends", "penstock.runtime.engine.worker"),
+        ("penstock.runtime.devices.streams", "penstock.runtime.transport.endpoints"),
+        ("penstock.runtime.transport.nccl.endpoints", "penstock.runtime.engine.worker"),
         ("penstock.runtime.execution.executor", "penstock.runtime.transport.transport"),
-        ("penstock.runtime.execution.executor", "penstock.runtime.parameters.weights"),
-        ("penstock.runtime.parameters.weights", "penstock.runtime.execution.executor"),
-        ("penstock.runtime.batches.results", "penstock.runtime.parameters.weights"),
-        ("penstock.runtime.engine.worker", "penstock.runtime.assembly.setup"),
+        ("penstock.runtime.execution.executor", "penstock.runtime.parameters.weight_versions"),
+        ("penstock.runtime.parameters.weight_versions", "penstock.runtime.execution.executor"),
+        ("penstock.runtime.batches.results", "penstock.runtime.parameters.weight_versions"),
+        ("penstock.runtime.engine.worker", "penstock.runtime.assembly.stages"),
         ("penstock.values.plans", "penstock.timelines.timelines"),
         ("penstock.scheduling.orders.gpipe", "penstock.scheduling.verification.verifier"),
         ("penstock.capturing.export.tracing", "penstock.runtime.devices.streams"),
@@ -278,7 +278,7 @@ def test_every_reader_of_actions_is_complete() -> None:
 
 
 def test_a_schedule_is_one_file() -> None:
-    allowed = {"penstock.errors", "penstock.scheduling.actions", "penstock.scheduling.methods"}
+    allowed = {"penstock.errors", "penstock.scheduling.actions", "penstock.scheduling.definitions"}
     broken = [
         f"{module} imports {target}"
         for module in MODULES

@@ -15,7 +15,7 @@ from penstock.capturing import capture
 from penstock.data import loader, prefetch, shapes_of
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import split
-from penstock.runtime.batches.readings import find_readings
+from penstock.runtime.batches.required_inputs import find_readings
 from processes import Pool
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from initialisation_jobs import BUILDS, draw, on_meta, train_from_nothing
-from penstock.capturing.initialisation import InitFn, initialise, named_tensors, reset_parameters
+from penstock.capturing.initialization import InitFn, initialise, named_tensors, reset_parameters
 from penstock.capturing.weightless import asks_for_weights, capture_weightless, is_weightless
 from penstock.errors import CaptureError, PenstockError
 from processes import Pool

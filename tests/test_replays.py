@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.devices.recorders import RECORDERS
-from penstock.runtime.execution.replays import WARM_UPS, Replays
+from penstock.runtime.devices.graph_capture import RECORDERS
+from penstock.runtime.execution.cuda_graphs import WARM_UPS, Replays
 from simulated_recorder import GRAPHED, SimulatedRecorder, recording
 
 SAMPLES = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(2)).unbind()

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.methods import Method
+from penstock.scheduling.definitions import Method
 from penstock.scheduling.orders import GPIPE, METHODS, one_f_one_b_flush
 from penstock.scheduling.schedules import Schedule, inference, schedule
 from penstock.scheduling.verification.verifier import verify

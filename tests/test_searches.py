@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.planning import Wishes, compare_plans, partition, plan
-from penstock.planning.search.wishes import SYNCHRONOUS
+from penstock.planning.search.constraints import SYNCHRONOUS
 from penstock.scheduling import verify
 from penstock.scheduling.schedules import schedule
 from penstock.simulating.outcomes import evaluate

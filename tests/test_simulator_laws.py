@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from penstock.scheduling.schedules import Schedule, schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
-from penstock.simulating.foldings import fold
-from penstock.simulating.holdings import Sizes, hold
+from penstock.simulating.memory_traces import Sizes, hold
 from penstock.simulating.outcomes import evaluate
+from penstock.simulating.replica_symmetry import fold
 from penstock.simulating.simulator import play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import format_programs, parse_programs
-from penstock.scheduling.methods import Step
+from penstock.scheduling.definitions import Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs

@@ -17,7 +17,7 @@ from penstock.scheduling.actions import (
     format_programs,
     parse_programs,
 )
-from penstock.scheduling.methods import Drain, Method, Part, Shape, Step
+from penstock.scheduling.definitions import Drain, Method, Part, Shape, Step
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs

@@ -18,7 +18,7 @@ from penstock.planning.memory import chunks_in_flight, peak_bytes
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.predictions import foresee, slowest_part
 from penstock.planning.requests import Request
-from penstock.planning.search.wishes import Wishes
+from penstock.planning.search.constraints import Wishes
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
 from penstock.simulating import evaluate, simulate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.capturing import capture
-    from penstock.capturing.initialisation import initialise, reset_parameters
+    from penstock.capturing.initialization import initialise, reset_parameters
     from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
-    from penstock.runtime.devices.places import local_device
+    from penstock.runtime.devices.local_devices import local_device
     from penstock.scheduling.schedules import Schedule, schedule
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
@@ -119,16 +119,16 @@ _HOMES = {
     "WeightPrediction": "training.update_hooks",
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
-    "initialise": "capturing.initialisation",
+    "initialise": "capturing.initialization",
     "loader": "data",
-    "local_device": "runtime.devices.places",
+    "local_device": "runtime.devices.local_devices",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",
     "profile": "profiling.profiler",
     "reference_train": "oracle.references",
     "render": "rendering.pictures",
-    "reset_parameters": "capturing.initialisation",
+    "reset_parameters": "capturing.initialization",
     "schedule": "scheduling.schedules",
     "shapes_of": "data",
     "simulate": "simulating.simulator",

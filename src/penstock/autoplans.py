@@ -20,8 +20,8 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.assembly.setup import make_schedule, stages_per_rank
-from penstock.runtime.transport.agreements import gather_results
+from penstock.runtime.assembly.stages import make_schedule, stages_per_rank
+from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan

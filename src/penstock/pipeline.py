@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.autoplans import Choices, plan_automatically
-from penstock.capturing.initialisation import InitFn
+from penstock.capturing.initialization import InitFn
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.assembly.beginnings import begin
+from penstock.runtime.assembly.captured_models import begin
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
-from penstock.runtime.assembly.guards import Guard
-from penstock.runtime.assembly.hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.failure_guard import Guard
+from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_parts, needs_whole_backwards
-from penstock.runtime.assembly.setup import (
+from penstock.runtime.assembly.stages import (
     build_stages,
     check_agreement,
     check_plan,
@@ -32,17 +32,17 @@ from penstock.runtime.assembly.setup import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.batches.batches import BatchCutter
+from penstock.runtime.batches.batch_splitter import BatchCutter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.readings import Readings, find_readings, held_stages
+from penstock.runtime.batches.required_inputs import Readings, find_readings, held_stages
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.devices.sites import site_of
-from penstock.runtime.engine.engines import Engine, LocalStages, recruit
-from penstock.runtime.engine.forecasts import forecast_of
+from penstock.runtime.devices.device_context import site_of
+from penstock.runtime.engine.engine import Engine, LocalStages, recruit
+from penstock.runtime.engine.prediction_checks import forecast_of
 from penstock.runtime.execution.recomputation import Grain, Recompute, choose_grains
+from penstock.runtime.parameters.optimizer_steps import Updater, exchanged, readings_of
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.parameters.updates import Updater, exchanged, readings_of
-from penstock.runtime.transport.agreements import agreed
+from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.schedules import Schedule

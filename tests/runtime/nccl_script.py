@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bits import assert_same
-from penstock.runtime.transport.nccl.nccl_ends import NcclInbox
+from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
 from training import Case, run_pipeline, run_reference, stages_on_a_rank

@@ -18,8 +18,8 @@ from auto_jobs import (
 from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
-from penstock.runtime.devices.moments import HostMoments
-from penstock.runtime.engine.forecasts import forecast_of
+from penstock.runtime.devices.timestamps import HostMoments
+from penstock.runtime.engine.prediction_checks import forecast_of
 from penstock.runtime.transport.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from processes import Pool

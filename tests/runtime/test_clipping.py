@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import models
 import penstock
 from clipping_jobs import MOST, run_clipped
-from penstock.runtime.parameters.norms import present
+from penstock.runtime.parameters.gradient_norms import present
 from penstock.scheduling import Update, schedule
 from penstock.scheduling.norms import known_norms
 from processes import Pool

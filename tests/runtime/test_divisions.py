@@ -19,9 +19,9 @@ import models
 import penstock
 from division_cases import CASES, MICROBATCHES, SAMPLES, WIDTH, B, Bench, V, W, words
 from live_tensors import forget_what_is_there, live_tensors
-from penstock.runtime.execution import divisions
+from penstock.runtime.execution import split_backward
 from penstock.runtime.execution.executor import StageExecutor
-from penstock.runtime.execution.operators import OPERATORS
+from penstock.runtime.execution.weight_gradients import OPERATORS
 from skip_models import build_web
 
 
@@ -39,7 +39,7 @@ def test_two_parts_have_the_bits_of_one(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if any(word in name for word in ("twice", "tied", "times"))])
 def test_groups_part_no_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where little is computed before it is added, what goes to one weight still comes together."""
-    monkeypatch.setattr(divisions, "GROUP_BYTES", 0)
+    monkeypatch.setattr(split_backward, "GROUP_BYTES", 0)
 
     CASES[name][0].check()
 

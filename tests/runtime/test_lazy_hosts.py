@@ -3,7 +3,7 @@
 import pytest
 
 from lazy_hosts import LazyHosts
-from penstock.scheduling.methods import Drain, Step
+from penstock.scheduling.definitions import Drain, Step
 from penstock.scheduling.schedules import Schedule
 
 

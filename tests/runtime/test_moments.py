@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.runtime.devices.moments import DeviceMoments
+from penstock.runtime.devices.timestamps import DeviceMoments
 from penstock.timelines import Timeline
 from penstock.values import Prediction
 from simulated_device import SimulatedDevice

@@ -14,12 +14,12 @@ from torch.distributed import HashStore
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.transport.carriers import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
+from penstock.runtime.transport.backend_selection import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.nccl.nccl_ends import AHEAD, Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.notices import Notices
-from penstock.runtime.transport.nccl.watches import Watch
-from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.nccl.endpoints import AHEAD, Line, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import Notices
+from penstock.runtime.transport.nccl.watchdog import Watch
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Edge, Ticket
 from processes import Pool
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream

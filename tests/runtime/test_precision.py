@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import models
 import penstock
-from penstock.runtime.parameters.weights import Reading, VersionedWeights
+from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
 from precision_jobs import CAST, cast_options, run_cast, run_low
 from processes import Pool
 

@@ -19,11 +19,11 @@ import penstock
 from live_tensors import forget_what_is_there, live_tensors
 from penstock.errors import TransportError
 from penstock.runtime.devices.staging import DeviceStaging
-from penstock.runtime.parameters.reductions import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
+from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.nccl.nccl_sums import NcclSum
-from penstock.runtime.transport.ordered_sums import Agreement
-from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.nccl.all_reduce import NcclSum
+from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Forms, Loopback, Ticket
 from processes import Pool
 from reduction_jobs import ROWS, SIZES, add_rows, part_of, replicate, row_of, sum_different_sizes, sum_parts

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.shared_memory.rings import Piece, RingReader, RingWriter
+from penstock.runtime.transport.shared_memory.ring_buffers import Piece, RingReader, RingWriter
 
 
 def piece_of(data: bytes) -> tuple[ctypes.Array[ctypes.c_char], Piece]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock.capturing import capture
 from penstock.runtime.assembly.connections import edges_of
-from penstock.runtime.assembly.setup import make_schedule
 from penstock.runtime.assembly.skips import crossings_of
+from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.transport import Edge
 from processes import Pool
 from skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.devices.moments import DeviceMoments
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.devices.streams import DeviceStreams, UpdateOrder
+from penstock.runtime.devices.timestamps import DeviceMoments
 from penstock.runtime.transport.transport import Edge, Loopback
 from simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 

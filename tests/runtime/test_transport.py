@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.rounds import arrange
+from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.transport import Edge, Loopback
 from processes import Pool
 from transport_jobs import (

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock.capturing.chain import Layer, StageModule
-from penstock.runtime.parameters.weights import VersionedWeights
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 
 
 class Scale(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
-from penstock.capturing.initialisation import InitFn, bare, fill, install, named_tensors, place, rooted
+from penstock.capturing.initialization import InitFn, bare, fill, install, named_tensors, place, rooted
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable

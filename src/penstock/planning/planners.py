@@ -7,10 +7,10 @@ from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
-from penstock.planning.search.needs import describe_needs
+from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.explanations import explain_search
+from penstock.planning.search.infeasibility import describe_needs
 from penstock.planning.search.searches import compare_plans
-from penstock.planning.search.verdicts import explain_search
-from penstock.planning.search.wishes import Wishes
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
 from penstock.values.plans import Plan

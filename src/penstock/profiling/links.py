@@ -32,9 +32,9 @@ from torch import Tensor
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
-from penstock.runtime.devices.places import local_device
-from penstock.runtime.transport.agreements import gather_results
-from penstock.runtime.transport.rounds import arrange
+from penstock.runtime.devices.local_devices import local_device
+from penstock.runtime.transport.collective_errors import gather_results
+from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.transport import Edge, Ticket, Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster

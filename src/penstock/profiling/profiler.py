@@ -10,8 +10,8 @@ What the numbers of a layer mean:
   forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
       parameters; it is 0 where no output needs a gradient. The optimizer is not in it. The loss is in the numbers of
       the last layer, as the last stage computes it, if it was given.
-  weight_seconds  the median of the weight part alone where the backward is done in two parts, as `divisions` does it;
-      at most the whole backward, and 0 where the backward is one part or there is nothing to train. Every second
+  weight_seconds  the median of the weight part alone where the backward is done in two parts (`split_backward.py`). It
+      is at most the whole backward, and 0 where the backward is one part or there is nothing to train. Every second
       iteration measures it.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
@@ -56,7 +56,7 @@ from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.assembly.skips import crossings_of
-from penstock.runtime.execution.divisions import go_backward_to_inputs
+from penstock.runtime.execution.split_backward import go_backward_to_inputs
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile

@@ -14,8 +14,8 @@ from penstock.scheduling.actions import (
     parse,
     parse_programs,
 )
+from penstock.scheduling.definitions import Drain, Method, Promise, Shape, Step, VersionRule
 from penstock.scheduling.lowering import lower
-from penstock.scheduling.methods import Drain, Method, Promise, Shape, Step, VersionRule
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs

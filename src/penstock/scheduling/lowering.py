@@ -40,7 +40,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.methods import Entry, Finished, NormRule, Summed
+from penstock.scheduling.definitions import Entry, Finished, NormRule, Summed
 from penstock.scheduling.placements import Placement
 from penstock.values.crossings import Skip
 

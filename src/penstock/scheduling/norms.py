@@ -11,7 +11,7 @@ A weight that stages share counts in the norm of the first of them only.
 
 from typing import TypeAlias
 
-from penstock.scheduling.methods import NormRule
+from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["Norm", "carried_norms", "known_norms"]

@@ -11,8 +11,8 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
+from penstock.scheduling.definitions import Drain, Method, NormRule, Part, Promise, Shape, Step
 from penstock.scheduling.lowering import lower_row
-from penstock.scheduling.methods import Drain, Method, NormRule, Part, Promise, Shape, Step
 from penstock.scheduling.orders import INFERENCE, METHODS
 from penstock.scheduling.placements import Placement
 from penstock.values.crossings import Skip

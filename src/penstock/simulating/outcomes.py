@@ -19,13 +19,13 @@ from math import ceil, gcd, inf, lcm
 from typing import Unpack
 
 from penstock.scheduling.actions import Action
-from penstock.scheduling.methods import Drain, Step
+from penstock.scheduling.definitions import Drain, Step
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import plan_costs
-from penstock.simulating.foldings import fold
-from penstock.simulating.holdings import Sizes, peak_bytes
 from penstock.simulating.loads import Loads, Pair, measure_loads
+from penstock.simulating.memory_traces import Sizes, peak_bytes
+from penstock.simulating.replica_symmetry import fold
 from penstock.simulating.simulator import Played, planned_schedule, play, telling_minibatches
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction

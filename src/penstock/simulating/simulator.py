@@ -19,10 +19,10 @@ from penstock.scheduling.schedules import Programs, Schedule, schedule
 from penstock.scheduling.skips import choose_skips
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
-from penstock.simulating.foldings import Folding, fold
-from penstock.simulating.holdings import Sizes, hold
 from penstock.simulating.instructions import Writer
+from penstock.simulating.memory_traces import Sizes, hold
 from penstock.simulating.player import Player, Track
+from penstock.simulating.replica_symmetry import Folding, fold
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline

@@ -2,7 +2,7 @@
 
 The planners speak of different things: some know replicas, some split microbatches, some want the number of stages.
 Here all of them answer the same question. A new planner is a file of its own, a method here, a line in
-`Proposer.propose`, and its schedules in `wishes`.
+`Proposer.propose`, and its schedules in `constraints`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
-from penstock.planning.search.wishes import Trial
+from penstock.planning.search.constraints import Trial
 from penstock.planning.spp.stage_numbers import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform

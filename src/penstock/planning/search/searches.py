@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
+from penstock.planning.search.constraints import SYNCHRONOUS, Trial, Wishes
 from penstock.planning.search.proposals import Proposer
-from penstock.planning.search.wishes import SYNCHRONOUS, Trial, Wishes
 from penstock.progress import progress_line
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster

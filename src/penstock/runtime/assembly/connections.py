@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.capturing.chain import LayerChain, StageModule
-from penstock.runtime.transport.lanes import connect_lanes
+from penstock.runtime.transport.tensor_parallel_transport import connect_lanes
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule

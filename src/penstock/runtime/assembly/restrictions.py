@@ -6,7 +6,7 @@ import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
-from penstock.runtime.devices.recorders import RECORDERS
+from penstock.runtime.devices.graph_capture import RECORDERS
 from penstock.runtime.execution.recomputation import Grain, Recompute
 from penstock.scheduling.schedules import Schedule
 

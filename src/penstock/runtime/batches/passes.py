@@ -6,7 +6,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from penstock.runtime.batches.results import Figures
-from penstock.runtime.devices.moments import Mark
+from penstock.runtime.devices.timestamps import Mark
 from penstock.scheduling.actions import Action
 
 __all__ = ["Pass", "Record"]

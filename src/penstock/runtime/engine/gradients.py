@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.runtime.devices.moments import Mark
+from penstock.runtime.devices.timestamps import Mark
 from penstock.runtime.engine.local_stages import LocalStage
-from penstock.runtime.parameters.reductions import Reducer
+from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import part_of
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.schedules import Schedule

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.runtime.devices.streams import UpdateOrder
+from penstock.runtime.execution.cuda_graphs import Replays
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.recomputation import Grain
-from penstock.runtime.execution.replays import Replays
-from penstock.runtime.parameters.reductions import Reducer
-from penstock.runtime.parameters.weights import VersionedWeights
+from penstock.runtime.parameters.gradient_buckets import Reducer
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 
 __all__ = ["LocalStage"]
 

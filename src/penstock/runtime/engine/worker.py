@@ -22,15 +22,15 @@ from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.runtime.batches.microbatches import Microbatch, take_part
 from penstock.runtime.batches.passes import Pass, Record
 from penstock.runtime.batches.results import Figures
-from penstock.runtime.devices.moments import HostMoments, Mark
+from penstock.runtime.devices.timestamps import HostMoments, Mark
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.engine.mailboxes import Mailbox
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
-from penstock.runtime.parameters.norms import Norms
+from penstock.runtime.parameters.gradient_norms import Norms
+from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.shards import whole
-from penstock.runtime.parameters.updates import Updater
 from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message, Transport
 from penstock.scheduling.actions import (
@@ -49,7 +49,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.methods import VersionRule
+from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.norms import known_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
-from penstock.runtime.execution.divisions import WeightPart, go_backward_to_inputs
+from penstock.runtime.execution.split_backward import WeightPart, go_backward_to_inputs
 
 __all__ = ["Compute", "StageExecutor"]
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PlanError, TransportError
-from penstock.runtime.devices.places import prepare_gpu
+from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.staging import staging_for
+from penstock.runtime.transport.distributed_transport import ProcessGroup
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.process_group import ProcessGroup
 from penstock.runtime.transport.transport import Edge, Loopback, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]

@@ -1,6 +1,6 @@
 """The scheduling methods, one file each; `METHODS` is the list that names are looked up in."""
 
-from penstock.scheduling.methods import Method
+from penstock.scheduling.definitions import Method
 from penstock.scheduling.orders.forward_only import INFERENCE
 from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Compute, Forward
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
 
 __all__ = ["INFERENCE"]
 

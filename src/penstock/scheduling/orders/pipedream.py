@@ -12,7 +12,7 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.methods import Drain, Entry, Finished, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import Drain, Entry, Finished, Method, Part, Promise, Shape, Step, VersionRule
 
 __all__ = ["PIPEDREAM"]
 

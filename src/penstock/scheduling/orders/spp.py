@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
 
 __all__ = ["SPP"]
 

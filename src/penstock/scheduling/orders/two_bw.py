@@ -11,7 +11,7 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.methods import Drain, Entry, Method, Part, Promise, Shape, Step, Summed, VersionRule
+from penstock.scheduling.definitions import Drain, Entry, Method, Part, Promise, Shape, Step, Summed, VersionRule
 
 __all__ = ["TWO_BW"]
 

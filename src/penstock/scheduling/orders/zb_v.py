@@ -13,7 +13,7 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.methods import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
 
 __all__ = ["ZB_V"]
 

@@ -23,11 +23,11 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.definitions import Drain, Part, Step
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.scheduling.verification.evidence import Evidence, collect
-from penstock.scheduling.verification.message_laws import MESSAGE_LAWS, require_parts
-from penstock.scheduling.verification.stage_laws import STAGE_LAWS
+from penstock.scheduling.verification.message_invariants import MESSAGE_LAWS, require_parts
+from penstock.scheduling.verification.stage_invariants import STAGE_LAWS
+from penstock.scheduling.verification.violations import Evidence, collect
 
 __all__ = ["Verification", "verify", "verify_programs"]
 

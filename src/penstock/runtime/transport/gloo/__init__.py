@@ -1,6 +1,6 @@
 """Messages and sums over Gloo, which works everywhere; tensors of a GPU pass through host memory.
 
-May import ``devices`` and the files of ``transport`` itself. Start reading in ``gloo_outboxes.py``.
+May import ``devices`` and the files of ``transport`` itself. Start reading in ``senders.py``.
 """
 
 __all__: list[str] = []

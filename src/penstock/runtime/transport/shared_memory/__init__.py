@@ -1,6 +1,6 @@
 """Messages between processes of one host that compute on CPUs, through memory that they share.
 
-May import ``devices`` and the files of ``transport`` itself. Start reading in ``shared_ends.py``.
+May import ``devices`` and the files of ``transport`` itself. Start reading in ``endpoints.py``.
 """
 
 __all__: list[str] = []

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update, WeightGradients
-from penstock.scheduling.methods import VersionRule
-from penstock.scheduling.verification.evidence import Evidence, Replica, report_breach
+from penstock.scheduling.definitions import VersionRule
+from penstock.scheduling.verification.violations import Evidence, Replica, report_breach
 
 __all__ = ["STAGE_LAWS"]
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.transport.patience import POLL_SECONDS, TELLING_SECONDS, Patience
+from penstock.runtime.transport.timeouts import POLL_SECONDS, TELLING_SECONDS, Patience
 
 __all__ = ["End", "Task", "Underway", "Watch"]
 

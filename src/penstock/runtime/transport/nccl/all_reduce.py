@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Accelerator
 from penstock.runtime.devices.communicators import Communicator
 from penstock.runtime.devices.staging import Staged, Staging
-from penstock.runtime.transport.nccl.watches import Underway
-from penstock.runtime.transport.ordered_sums import WHOLE_BYTES, Agreement, OrderedSum
+from penstock.runtime.transport.nccl.watchdog import Underway
+from penstock.runtime.transport.ordered_all_reduce import WHOLE_BYTES, Agreement, OrderedSum
 from penstock.runtime.transport.transport import Forms, Message, Ticket
 
 __all__ = ["NcclSum"]

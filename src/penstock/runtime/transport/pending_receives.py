@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from penstock.runtime.devices.staging import NOTHING, Staged, Staging
-from penstock.runtime.transport.patience import POLL_SECONDS, Patience
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Patience
 from penstock.runtime.transport.transport import Message
 
 __all__ = ["Posted", "Receipt"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
+from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.explanations import shape_text
 from penstock.planning.search.searches import Search, compare_plans
-from penstock.planning.search.verdicts import shape_text
-from penstock.planning.search.wishes import Wishes
 from penstock.values.clusters import Cluster, LinkLevels
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

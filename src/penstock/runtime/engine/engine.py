@@ -15,22 +15,22 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.runtime.batches.loss_reports import Reports
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.passes import Pass, Record
-from penstock.runtime.batches.reports import Reports
 from penstock.runtime.batches.results import Loss
-from penstock.runtime.devices.sites import Site
+from penstock.runtime.devices.device_context import Site
 from penstock.runtime.engine.buffers import share_buffers
-from penstock.runtime.engine.forecasts import Forecast
+from penstock.runtime.engine.cooperative_scheduler import run_programs
 from penstock.runtime.engine.local_stages import LocalStage
-from penstock.runtime.engine.turns import run_programs
+from penstock.runtime.engine.prediction_checks import Forecast
 from penstock.runtime.engine.worker import Worker
-from penstock.runtime.parameters.norms import Norms
-from penstock.runtime.parameters.updates import Updater
+from penstock.runtime.parameters.gradient_norms import Norms
+from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
-from penstock.scheduling.methods import Drain, Part, Step
+from penstock.scheduling.definitions import Drain, Part, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.timelines.spans import Span

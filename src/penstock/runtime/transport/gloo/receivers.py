@@ -26,10 +26,10 @@ from torch import Tensor
 
 from penstock.runtime.devices.communicators import Communicator, Work
 from penstock.runtime.devices.staging import Staged, Staging
-from penstock.runtime.transport.forms import Spec, Specs, read_header
-from penstock.runtime.transport.gloo.gloo_outboxes import HEADER_BYTES
-from penstock.runtime.transport.patience import Looking, Patience
-from penstock.runtime.transport.tickets import Posted, Receipt
+from penstock.runtime.transport.gloo.senders import HEADER_BYTES
+from penstock.runtime.transport.message_headers import Spec, Specs, read_header
+from penstock.runtime.transport.pending_receives import Posted, Receipt
+from penstock.runtime.transport.timeouts import Looking, Patience
 from penstock.runtime.transport.transport import Edge, Ticket
 
 __all__ = ["GlooInbox"]

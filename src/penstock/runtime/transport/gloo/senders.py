@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Event
 from penstock.runtime.devices.communicators import Communicator, Work
 from penstock.runtime.devices.staging import Staged, Staging, on_host
-from penstock.runtime.transport.forms import SentForms
+from penstock.runtime.transport.message_headers import SentForms
 from penstock.runtime.transport.transport import Edge
 
 __all__ = ["HEADER_BYTES", "GlooOutbox"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.runtime.batches.passes import Record
-from penstock.runtime.devices.moments import Mark, Moments
+from penstock.runtime.devices.timestamps import Mark, Moments
 from penstock.runtime.transport.worlds import World
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline

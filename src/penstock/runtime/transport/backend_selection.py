@@ -20,7 +20,7 @@ import torch
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import accelerator_of
-from penstock.runtime.devices.places import CONNECTIONS, count_queues
+from penstock.runtime.devices.local_devices import CONNECTIONS, count_queues
 from penstock.runtime.transport.transport import Edge
 
 __all__ = [

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.devices.moments import Moments, moments_of
 from penstock.runtime.devices.staging import Staging, staging_for
 from penstock.runtime.devices.streams import Streams, streams_for
+from penstock.runtime.devices.timestamps import Moments, moments_of
 
 __all__ = ["Site", "site_of"]
 

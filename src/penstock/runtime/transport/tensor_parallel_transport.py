@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.meshes import processes_of
+from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Edge, Forms, Message, Ticket, Transport
 from penstock.runtime.transport.worlds import World
 

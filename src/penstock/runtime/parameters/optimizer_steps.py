@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.parameters.weights import Reading, VersionedWeights
+from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
 from penstock.training.optimizers import MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage

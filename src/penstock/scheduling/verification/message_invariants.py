@@ -31,10 +31,10 @@ from penstock.scheduling.actions import (
     Update,
     WeightGradients,
 )
+from penstock.scheduling.definitions import Drain, NormRule, Step
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
-from penstock.scheduling.methods import Drain, NormRule, Step
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
-from penstock.scheduling.verification.evidence import Evidence, report_breach, show_row
+from penstock.scheduling.verification.violations import Evidence, report_breach, show_row
 
 __all__ = ["MESSAGE_LAWS", "require_parts"]
 

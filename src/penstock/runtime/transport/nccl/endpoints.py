@@ -7,7 +7,7 @@ both directions shared a communicator.
 
 While it waits for the other rank, a message keeps some of the GPU busy, and whatever waits for the whole GPU, such as
 CUDA where it loads a kernel at its first use, waits for that rank as well. So NCCL is told of a receive when the
-message is wanted, or in the first steps when it is known to be on its way (see notices.py), and never before.
+message is wanted, or in the first steps when it is known to be on its way (see send_notices.py), and never before.
 
 A message is received into memory of the computing stream, which is the one that uses it and drops it.
 
@@ -29,11 +29,11 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event
 from penstock.runtime.devices.communicators import Communicator, Work, together
-from penstock.runtime.transport.forms import SentForms, Specs, read_header
-from penstock.runtime.transport.nccl.notices import Notices
-from penstock.runtime.transport.nccl.watches import Underway
-from penstock.runtime.transport.patience import Patience
-from penstock.runtime.transport.tickets import Posted
+from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
+from penstock.runtime.transport.nccl.send_notices import Notices
+from penstock.runtime.transport.nccl.watchdog import Underway
+from penstock.runtime.transport.pending_receives import Posted
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Edge, Ticket
 
 __all__ = ["Line", "NcclInbox", "NcclOutbox"]

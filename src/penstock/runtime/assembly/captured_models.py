@@ -12,12 +12,12 @@ from torch import nn
 
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.initialisation import InitFn
+from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.restrictions import check_graphs
 from penstock.runtime.execution.compilation import Compilation, compile_chain, read_compilation
 from penstock.runtime.execution.recomputation import Grain
-from penstock.runtime.transport.agreements import agreed
+from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.training.precisions import first_device

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.batches.microbatches import Microbatch, chunks, split
-from penstock.runtime.batches.readings import Readings, find_readings
+from penstock.runtime.batches.required_inputs import Readings, find_readings
 from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossWeight
 

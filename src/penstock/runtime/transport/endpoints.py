@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from penstock.runtime.devices.accelerators import Accelerator, accelerator_of
 from penstock.runtime.devices.communicators import Communicator, Members, connect_gloo
 from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
-from penstock.runtime.transport.carriers import (
+from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
     Carrier,
     card_of,
@@ -30,19 +30,19 @@ from penstock.runtime.transport.carriers import (
     warn_of_many,
     warn_of_sharing,
 )
-from penstock.runtime.transport.gloo.gloo_inboxes import GlooInbox
-from penstock.runtime.transport.gloo.gloo_outboxes import GlooOutbox
-from penstock.runtime.transport.gloo.group_sums import GroupSum
-from penstock.runtime.transport.nccl.nccl_ends import Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.nccl_sums import NcclSum
-from penstock.runtime.transport.nccl.notices import Notices
-from penstock.runtime.transport.nccl.watches import Watch
-from penstock.runtime.transport.ordered_sums import Agreement
-from penstock.runtime.transport.patience import Patience
-from penstock.runtime.transport.rounds import arrange
-from penstock.runtime.transport.shared_memory.rendezvous import Acquaintances, Gather, meet
-from penstock.runtime.transport.shared_memory.rings import can_share
-from penstock.runtime.transport.shared_memory.shared_ends import Pusher, SharedInbox, SharedOutbox
+from penstock.runtime.transport.connection_rounds import arrange
+from penstock.runtime.transport.gloo.all_reduce import GroupSum
+from penstock.runtime.transport.gloo.receivers import GlooInbox
+from penstock.runtime.transport.gloo.senders import GlooOutbox
+from penstock.runtime.transport.nccl.all_reduce import NcclSum
+from penstock.runtime.transport.nccl.endpoints import Line, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import Notices
+from penstock.runtime.transport.nccl.watchdog import Watch
+from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.shared_memory.endpoints import Pusher, SharedInbox, SharedOutbox
+from penstock.runtime.transport.shared_memory.handshake import Acquaintances, Gather, meet
+from penstock.runtime.transport.shared_memory.ring_buffers import can_share
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Edge
 
 __all__ = ["Ends", "Inbox", "Outbox", "Sum"]

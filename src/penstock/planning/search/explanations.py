@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
+from penstock.planning.search.constraints import SYNCHRONOUS
 from penstock.planning.search.searches import EQUAL, Refusal, Search
-from penstock.planning.search.wishes import SYNCHRONOUS
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.runtime.devices.communicators import Communicator
 from penstock.runtime.devices.staging import Staged, Staging
-from penstock.runtime.transport.ordered_sums import Agreement, OrderedSum
-from penstock.runtime.transport.patience import Patience
-from penstock.runtime.transport.tickets import Receipt
+from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.pending_receives import Receipt
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Forms, Ticket
 
 __all__ = ["GroupSum"]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.runtime.devices.moments import Mark
-from penstock.runtime.parameters.reductions import Reducer
+from penstock.runtime.devices.timestamps import Mark
+from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.transport.transport import Transport
 
 __all__ = ["ShardedReducer"]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.execution.operators import OPERATORS, kinds_of
+from penstock.runtime.execution.weight_gradients import OPERATORS, kinds_of
 
 __all__ = ["WeightPart", "go_backward_to_inputs"]
 

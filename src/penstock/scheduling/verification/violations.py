@@ -27,7 +27,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.methods import Part, Promise, Shape
+from penstock.scheduling.definitions import Part, Promise, Shape
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 

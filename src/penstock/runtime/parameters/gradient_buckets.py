@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.runtime.devices.moments import Mark
+from penstock.runtime.devices.timestamps import Mark
 from penstock.runtime.parameters.shards import of_part, part_of, settled
 from penstock.runtime.transport.transport import Ticket, Transport
 

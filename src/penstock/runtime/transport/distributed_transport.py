@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from penstock.runtime.transport.ends import Ends
+from penstock.runtime.transport.endpoints import Ends
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.gloo.gloo_inboxes import GlooInbox
-from penstock.runtime.transport.nccl.nccl_ends import NcclInbox
-from penstock.runtime.transport.nccl.nccl_sums import NcclSum
-from penstock.runtime.transport.patience import POLL_SECONDS, Patience
-from penstock.runtime.transport.shared_memory.rendezvous import Gather
+from penstock.runtime.transport.gloo.receivers import GlooInbox
+from penstock.runtime.transport.nccl.all_reduce import NcclSum
+from penstock.runtime.transport.nccl.endpoints import NcclInbox
+from penstock.runtime.transport.shared_memory.handshake import Gather
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Patience
 from penstock.runtime.transport.transport import ALL, Edge, Forms, Ticket
 
 __all__ = ["ProcessGroup"]

@@ -22,9 +22,9 @@ from penstock.capturing.chain import LayerChain, StageModule
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weights import VersionedWeights
-from penstock.runtime.transport.agreements import agreed
-from penstock.runtime.transport.meshes import stage_mesh
+from penstock.runtime.parameters.weight_versions import VersionedWeights
+from penstock.runtime.transport.collective_errors import agreed
+from penstock.runtime.transport.device_meshes import stage_mesh
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.values.plans import Plan

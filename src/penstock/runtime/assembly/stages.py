@@ -14,19 +14,19 @@ from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
-from penstock.runtime.assembly.hooks import InPlace, sharded_modules
+from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
-from penstock.runtime.devices.recorders import RECORDERS
-from penstock.runtime.devices.sites import Site
+from penstock.runtime.devices.device_context import Site
+from penstock.runtime.devices.graph_capture import RECORDERS
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
+from penstock.runtime.execution.cuda_graphs import Replays
 from penstock.runtime.execution.recomputation import Grain
-from penstock.runtime.execution.replays import Replays
-from penstock.runtime.parameters.reductions import Reducer
-from penstock.runtime.parameters.sharded_sums import ShardedReducer
+from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
+from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weights import Reading, VersionedWeights
-from penstock.runtime.transport.meshes import processes_of
+from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
+from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.lowering import partners

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, together
-from penstock.runtime.transport.patience import Patience
+from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Forms
 
 __all__ = ["WHOLE_BYTES", "Agreement", "OrderedSum"]

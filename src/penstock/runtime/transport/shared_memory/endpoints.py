@@ -23,11 +23,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.forms import SentForms, Specs, read_header
-from penstock.runtime.transport.patience import POLL_SECONDS, Looking, Patience
-from penstock.runtime.transport.shared_memory.rendezvous import Acquaintances
-from penstock.runtime.transport.shared_memory.rings import RingReader, RingWriter
-from penstock.runtime.transport.tickets import Posted
+from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
+from penstock.runtime.transport.pending_receives import Posted
+from penstock.runtime.transport.shared_memory.handshake import Acquaintances
+from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Looking, Patience
 from penstock.runtime.transport.transport import Edge, Ticket
 
 __all__ = ["Pusher", "SharedInbox", "SharedOutbox"]

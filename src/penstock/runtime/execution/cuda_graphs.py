@@ -31,7 +31,7 @@ from torch.func import functional_call
 from penstock.capturing.chain import Around, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.errors import PenstockError
-from penstock.runtime.devices.recorders import Pool, Recorder
+from penstock.runtime.devices.graph_capture import Pool, Recorder
 
 __all__ = ["Replays"]
 
