@@ -12,13 +12,13 @@ from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
-from ideals import lengthening
-from jobs import FLOAT_BYTES, Setting
-from launches import outside_the_launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
+from ideals import lengthening
+from jobs import FLOAT_BYTES, Setting
+from launches import outside_the_launch
 from penstock.errors import PenstockError
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import convergence_report
 import torch
+
+import convergence_report
+import penstock
 from convergence_tasks import STAGES, TASKS, Task, straight_plan
 from convergence_training import METHODS, MICROBATCHES, QUICK, Run, train
-
-import penstock
 
 ROOT = Path(__file__).parents[1]
 NETWORKS = {"2 GB/s": 2e9, "1 Gbit/s": 1.25e8}

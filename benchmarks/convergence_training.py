@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from convergence_tasks import STAGES, TASKS, Task, straight_plan
-from convergence_unstashed import Unstashed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
+from convergence_tasks import STAGES, TASKS, Task, straight_plan
+from convergence_unstashed import Unstashed
 
 __all__ = ["METHODS", "MICROBATCHES", "QUICK", "Method", "Run", "train"]
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
-from convergence_tasks import Task, straight_plan
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
+from convergence_tasks import Task, straight_plan
 from penstock.scheduling.actions import Backward, Forward, Update
 
 __all__ = ["Unstashed"]

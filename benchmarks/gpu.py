@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+
 from cards import driver_version, sharing_of
 from gpu_figures import Missing, Row, agreement, parameters_of, step_flops, tokens_of, value_of, with_versions
 from gpu_lineup import COMPILED, LAUNCHES, SIZES, contenders_of
@@ -22,7 +23,6 @@ from gpu_series import Series
 from gpu_tables import legend, line_of, table
 from gpu_turns import Facts
 from launches import conditions
-
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+
 from gpu_probe import Notes, parser_of
 
 __all__: list[str] = []

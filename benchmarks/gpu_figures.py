@@ -12,6 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 import torch
+
 from contenders import Absent, Entry
 from gpu_lineup import Contender, Launch, Size
 from gpu_turns import Facts, Taken

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
+
 from contenders import ONE_STAGE, Absent, Entry, one_stage, penstock_entries, plain_loop
 from jobs import Job, Language, Placed, Setting
-from torch import nn
-from torch_contenders import torch_entries, torch_entries_in_turn
-
 from penstock.scheduling import METHODS
+from torch_contenders import torch_entries, torch_entries_in_turn
 
 LEARNING_RATE = 1e-4
 PLAIN = "plain loop"

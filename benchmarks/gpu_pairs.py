@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
 from gpu_parts import MEETING, PAIRS
 from gpu_probe import Notes, parser_of
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__: list[str] = []
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+
 from gpu_probe import Notes, Spinner, new_stream, parser_of
 
 __all__: list[str] = []

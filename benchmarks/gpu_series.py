@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
+
 from cards import sharing_of
 from contenders import Absent
 from crews import Crew, Failed

@@ -13,12 +13,12 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
+
+import penstock
 from cards import Card, Memory, matrix_rate
 from contenders import Entry, Running, plain_loop
 from gpu_lineup import Contender, Launch, Size, Variant, contenders_of, setting_of, variants_of
 from jobs import Language
-
-import penstock
 from penstock.scheduling import Step
 from penstock.timelines.timelines import Timeline
 

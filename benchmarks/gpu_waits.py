@@ -12,9 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from torch import nn
+
 from gpu_parts import WAITING
 from gpu_probe import Notes, Spinner, new_stream, parser_of
-from torch import nn
 
 __all__ = ["CALLS", "verdict"]
 

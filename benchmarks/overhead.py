@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from contenders import GLOO, ONE_PROCESS, Absent, Entry, Running, pipeline, running_pipeline
 from ideals import ideal_seconds, overhead
 from jobs import JOBS, Setting, sgd
 from launches import conditions, everywhere, launch, outside_the_launch, timed
 from lineup import entries_of
 from parts import Parts, parts_of
-from rounds import TURN_SECONDS, joined, measure
-from torch import nn
-
 from penstock.scheduling import Step
+from rounds import TURN_SECONDS, joined, measure
 
 PROCESSES = 2
 STEPS = 8

@@ -20,6 +20,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
+
 from jobs import Setting
 from lineup import find_entry
 from residents import ALLOCATOR, forget_peak, resident_bytes

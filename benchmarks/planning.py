@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from planning_profiles import join, load_profiles
 
 import penstock
 from penstock.errors import PenstockError
@@ -40,6 +39,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
+from planning_profiles import join, load_profiles
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {

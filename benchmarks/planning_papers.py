@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from planning import table
-from planning_profiles import load_profiles
-
 from penstock.errors import PlanError
 from penstock.planning.costs import AllReduce, chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
@@ -26,6 +23,8 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from planning import table
+from planning_profiles import load_profiles
 
 FLAT_A = Cluster.uniform(16, 1.25e9)
 FLAT_B = Cluster.uniform(16, 3.125e9)

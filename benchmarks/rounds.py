@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
 from contenders import Entry, Running
 from jobs import MICROBATCH_SIZE, Setting
 from launches import everywhere

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
+
 from launches import alone, everywhere, timed
 
 BETWEEN_BARRIERS = 0.02

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from comparisons import LEGEND, Row, findings, rows_of, table
 from contenders import Absent, Entry
 from jobs import JOBS, Setting

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
 from contenders import Absent, Entry, Running
 from ideals import flush_lengthening
 from jobs import Setting
-from torch import Tensor, nn
-from torch.distributed import pipelining
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from nursery import Nursery
-from processes import Pool
+from support.nursery import Nursery
+from support.processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # Without it cuBLAS refuses PyTorch's deterministic algorithms, which the tests of GPUs ask for.
@@ -17,9 +17,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # A linear layer with a bias would go through cublasLt on a GPU. That chooses its kernel by the alignment of what it is
 # given, among others, and so may take another one for a part of a batch than for a tensor of its own: another last bit.
 os.environ.setdefault("DISABLE_ADDMM_CUDA_LT", "1")
-pytest_plugins = ["deadlines"]
+pytest_plugins = ["support.deadlines"]
 # Their comparisons of outcomes say what differs, as the tests themselves do.
-pytest.register_assert_rewrite("bits", "training")
+pytest.register_assert_rewrite("support.bits", "support.training")
 # A busy machine is slow to generate inputs, too; that says nothing of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -30,7 +30,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """``--dist loadgroup`` keeps together what shares something expensive."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from groups import GroupScheduling  # pytest-xdist need not be there
+    from support.groups import GroupScheduling  # pytest-xdist need not be there
 
     return GroupScheduling(config, log)
 

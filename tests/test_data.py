@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-import models
 import penstock
-from data_jobs import make_batches, train_where_read
 from penstock.capturing import capture
 from penstock.data import loader, prefetch, shapes_of
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import split
 from penstock.runtime.batches.required_inputs import find_readings
-from processes import Pool
+from support import models
+from support.jobs.data_jobs import make_batches, train_where_read
+from support.processes import Pool
 
 
 class Noisy(Dataset[Any]):

@@ -1,0 +1,61 @@
+"""The benchmark of the planners runs, and its tables say what they claim; the times it measures are not tested."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROOT
+
+
+def run(*arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tables of VGG-16 on one server of four; the same as JSON lines beside them."""
+    path = tmp_path_factory.mktemp("planning") / "planning.txt"
+    options = ["--profiles", "vgg16", "--machines", "1x4", "--repeats", "1", "--quick"]
+    run("benchmarks/planning.py", *options, "--save", str(path))
+    return path
+
+
+def rows_of(report: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in report.with_suffix(".json").read_text().splitlines()]
+
+
+def test_every_planner_is_timed_and_judged(report: Path) -> None:
+    rows = rows_of(report)
+    assert {row["table"] for row in rows} == {"times", "planners", "small"}
+    assert all(row["wall_min"] <= row["wall_median"] for row in rows if "wall_min" in row)
+    planned = {row["planner"]: row for row in rows if row["table"] == "planners"}
+    assert len(planned) == 12
+    assert not [row for row in planned.values() if "refused" in row]
+    # No plan is faster than all devices without a pause, and none of the planners beats the search.
+    assert all(row["over_bound"] >= 1 - 1e-9 for row in planned.values())
+    assert max(row["of_search"] for row in planned.values()) <= 1.001
+    assert all(name in report.read_text() for name in planned)
+
+
+def test_the_search_is_the_best_of_all_plans_of_a_small_instance(report: Path) -> None:
+    rows = [row for row in rows_of(report) if row["table"] == "small"]
+    assert len(rows) == 4
+    assert all(row["plans"] > 400 for row in rows)
+    # Nothing is better than the best of everything, and for VGG-16 nothing is lost.
+    assert all(abs(row[key] - 1) < 1e-3 for row in rows for key in ("search_of_best", "synchronous_of_best"))
+
+
+def test_the_tables_of_the_papers_are_printed() -> None:
+    text = run("benchmarks/planning_papers.py")
+
+    assert "SPP, table III" in text
+    assert [line for line in text.splitlines() if line.split()[:1] == ["vgg16"] and " 15-1 " in line]

@@ -1,0 +1,109 @@
+"""The benchmarks run and report every contender; what they measure is not tested."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import JOBS, Linears, Setting
+from peaks import measure_peaks
+from support.jobs.benchmark_jobs import run_worker
+from support.paths import ROOT
+from support.processes import Pool
+
+QUICK = 0.01
+"""Seconds of a turn."""
+
+
+def run(pool: Pool, benchmark: str, report: Path, *arguments: Any) -> Any:
+    """What the processes of a launch write to `report`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    pool.run(2, run_worker, benchmark, port, *arguments)
+    return json.loads(report.read_text())
+
+
+def test_overlap(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "rows.json"
+    options = Namespace(size="nano", microbatches=2, repeats=1, turn_seconds=QUICK, worker=report)
+    rows = {row["name"]: row for row in run(pool, "overlap", report, options)}
+
+    assert list(rows) == ["one process", "penstock", "penstock, sum afterwards", "torch DDP"]
+    assert rows["penstock, sum afterwards"]["speedup_over_afterwards"] == 1.0
+    # Nothing leaves before the backward is over, which is how the comparison is made.
+    assert rows["penstock, sum afterwards"]["share_below_backward"] == 0.0
+    assert 0.0 <= rows["penstock"]["share_below_backward"] <= 1.0
+    assert [name for name in rows if rows[name]["share_below_backward"] is None] == ["one process", "torch DDP"]
+    assert all(row["least"] <= row["median"] <= row["most"] for row in rows.values())
+
+
+def test_throughput(pool: Pool, tmp_path: Path) -> None:
+    """Every contender steps, and all whose updates are not delayed train alike."""
+    report = tmp_path / "rounds.json"
+    told = run(pool, "throughput", report, Setting(JOBS["nano"], 2, 4), None, 1, QUICK, report)
+
+    delayed = {name for name in told["times"] if name.startswith(("penstock 2bw", "penstock pipedream"))}
+    delayed -= {name for name in delayed if "flush" in name}
+    assert len(delayed) == 4
+    assert len(told["times"]) - len(delayed) > 15
+    moved = told["distances"]
+    for name in moved.keys() - delayed:
+        assert moved[name] == pytest.approx(moved["one process"], rel=1e-4), name
+    assert all(len(times["wall"]) == len(times["processor"]) == 1 for times in told["times"].values())
+    assert len(told["slowdowns"]) == 1
+
+
+def test_overhead(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "tables.json"
+    options = Namespace(sizes=["nano"], microbatches=2, rounds=1, turn_seconds=QUICK, repeats=1, worker=report)
+    told = run(pool, "overhead", report, options)
+
+    names = [row["name"] for row in told["costs"]]
+    assert "penstock 1f1b-flush, one process" in names
+    assert "torch 1f1b" in names
+    assert [row["rank"] for row in told["divisions"]] == [0, 1] * 4
+    for row in told["divisions"]:
+        assert row["layers_forward"] > 0
+        assert row["neighbour"] >= 0
+        assert row["message"] >= 0
+
+
+def test_scale(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "starts.json"
+    starts = run(pool, "scale", report, report, False)
+
+    assert {row["equal"] for row in starts} == {True}
+    assert {"1f1b-flush", "2bw", "data parallel", "1f1b-flush, two replicas"} <= {row["name"] for row in starts}
+    assert all(seconds >= 0 for row in starts for seconds in row["seconds"].values())
+
+
+def test_what_a_contender_keeps_is_in_its_peak() -> None:
+    """The weights and the gradients of its stage, at least, and not the processes' own hundreds of megabytes."""
+    setting = Setting(Linears(512, 4), 2, 2)
+    stage = 4 * 2 * (512**2 + 512)
+    peaks = measure_peaks("penstock 1f1b-flush", setting)
+
+    assert len(peaks) == 2
+    assert all(2 * stage < peak < 10 * stage for peak in peaks)
+
+
+def test_one_command_starts_its_processes_and_prints_rows_and_tables(tmp_path: Path) -> None:
+    lines, report = tmp_path / "rows.jsonl", tmp_path / "report.txt"
+    options = ["--sizes", "nano", "--microbatches", "4", "--rounds", "1", "--turn-seconds", str(QUICK), "--no-peaks"]
+    files = ["--json", str(lines), "--save", str(report)]
+    command = [sys.executable, "benchmarks/throughput.py", *options, "--only", "gpipe", *files]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    assert list(rows) == ["one process", "torch gpipe", "penstock gpipe", "penstock gpipe, gloo"]
+    assert all(row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"] for row in rows.values())
+    assert rows["penstock gpipe"]["over_peer"] > 0.0
+    assert f"penstock gpipe: {rows['penstock gpipe']['over_peer']:.2f}x torch's same schedule" in report.read_text()
+    assert lines.read_text() in done.stdout

@@ -1,0 +1,448 @@
+"""Capture of models that this file defines: every front door, every kind of input and output, every refusal."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.capturing import LayerChain, capture
+from penstock.capturing.samples import Call
+from penstock.errors import CaptureError
+from support.pieces import assert_equals_model, every_split, run_pieces
+
+WIDTH = 4
+
+
+def data(samples: int, *sizes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, *sizes, generator=generator, dtype=torch.float64)
+
+
+def positive(samples: int) -> Tensor:
+    return data(samples, WIDTH).gt(0).long()
+
+
+def double(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64) / 2
+    return model.double()
+
+
+class Residual(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+        self.normalization = nn.BatchNorm2d(3)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x + self.dropout(self.normalization(self.convolution(x))))
+
+
+class Images(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 3, 1)
+        self.blocks = nn.ModuleList(Residual(dropout) for _ in range(3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.stem(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h.mean((2, 3)))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.two = nn.Linear(WIDTH, WIDTH)
+        self.three = nn.Linear(WIDTH, WIDTH)
+        self.four = nn.Linear(WIDTH, WIDTH)
+        self.five = nn.Linear(WIDTH, WIDTH)
+        self.six = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.one(x).tanh()
+        b = self.two(a).tanh()
+        c = self.three(b).tanh()
+        d = self.four(c + x)
+        return self.six(F.gelu(self.five(d) + a))
+
+
+class Masked(nn.Module):
+    """Keywords, an integer mask, a constant, None; a dict with an early result and an input in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.three, self.four = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+        self.five = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, bias: Tensor | None = None) -> Any:
+        h = self.one(x)
+        chosen = h > 0
+        auxiliary = h.square().mean()
+        if mask is not None:
+            h = h.masked_fill(mask == 0, 0.0)
+        h = self.two(h) * scale
+        h = torch.where(chosen, self.three(h), h)
+        h = self.five(self.four(h))
+        return {"logits": h, "auxiliary": auxiliary, "x": x, "kind": "masked", "bias": bias}
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    scale: Tensor
+
+
+@dataclass
+class Result:
+    value: Tensor
+    parts: dict[str, Tensor]
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, batch: Batch) -> Result:
+        h = batch.x
+        parts = {}
+        for index, layer in enumerate(self.layers):
+            h = layer(h) * batch.scale
+            parts[str(index)] = h.sum(-1)
+        return Result(h, parts)
+
+
+class Shared(nn.Module):
+    """One block called twice, out of order."""
+
+    def __init__(self, normalized: bool) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if normalized else nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.blocks[1](self.blocks[0](x)))
+        return self.last(h)
+
+
+class ThreeLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.three = nn.Linear(WIDTH, WIDTH)
+
+
+class WritesInput(ThreeLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.three(self.two(self.one(x) + x) + x)
+
+
+class WritesPieces(ThreeLayers):
+    """A tensor made of nothing but sizes, filled by one layer after the other; a mask that is written on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, mask = torch.zeros_like(x), torch.zeros_like(x)
+        mask[:, 1] = 1
+        for index, layer in enumerate((self.one, self.two, self.three)):
+            x = layer(x) + mask
+            mask[:, index] = 2
+            result[:, index] = x[:, index]
+        return result
+
+
+class WritesBuffer(ThreeLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.one(x)
+        self.count.add_(h.detach().mean(0))
+        h = self.two(h) * self.scale
+        return self.three(h.relu_() + self.count) * self.scale, self.scale
+
+
+class WritesView(ThreeLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        flat = h.view(-1)
+        g = self.two(x)
+        h.relu_()
+        return self.three(g) + flat.view(-1, WIDTH)
+
+
+class Numbers(ThreeLayers):
+    """A number that no cut can carry, and an unused, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        number = h.sum().item()
+        return self.three(self.two(h) * number) / number
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)[0])[0])
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 3),
+    )
+
+
+CASES: list[Any] = [
+    pytest.param(sequential, lambda n: Call((data(n, WIDTH),), {}), id="sequential"),
+    pytest.param(Images, lambda n: Call((data(n, 3, 6, 6),), {}), id="images"),
+    pytest.param(Plain, lambda n: Call((data(n, WIDTH),), {}), id="long skips"),
+    pytest.param(Masked, lambda n: Call((), {"x": data(n, WIDTH), "mask": positive(n), "scale": 0.5}), id="keywords"),
+    pytest.param(Masked, lambda n: Call((data(n, WIDTH), None), {}), id="none"),
+    pytest.param(Structured, lambda n: Call((Batch(data(n, WIDTH), torch.tensor(0.5).double()),), {}), id="dataclass"),
+    pytest.param(WritesInput, lambda n: Call((data(n, WIDTH),), {}), id="writes its input"),
+    pytest.param(WritesPieces, lambda n: Call((data(n, WIDTH),), {}), id="writes pieces"),
+    pytest.param(WritesBuffer, lambda n: Call((data(n, WIDTH),), {}), id="writes a buffer"),
+    pytest.param(WritesView, lambda n: Call((data(n, WIDTH),), {}), id="writes a view"),
+    pytest.param(Numbers, lambda n: Call((data(n, WIDTH),), {}), id="numbers"),
+    pytest.param(Stacked, lambda n: Call((data(n, 5, 8),), {}), id="torch's own encoder"),
+    pytest.param(Recurrent, lambda n: Call((data(n, 5, WIDTH),), {}), id="recurrent"),
+    pytest.param(lambda: Shared(False), lambda n: Call((data(n, WIDTH),), {}), id="shared block"),
+    pytest.param(lambda: Shared(True), lambda n: Call((data(n, WIDTH),), {}), id="shared statistics"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "call"), CASES)
+def test_the_chain_equals_the_model_at_every_cut(build: Callable[[], nn.Module], call: Callable[[int], Call]) -> None:
+    model = double(build())
+    chain = capture(model, call(3).kwargs or call(3).args)
+
+    assert len(chain.layers) >= 2
+    for samples in (3, 5):
+        assert_equals_model(chain, model, call(samples))
+    evaluation = chain.evaluation()
+    assert evaluation is chain.evaluation()
+    assert evaluation.evaluation() is evaluation
+    assert [layer.name for layer in evaluation.layers] == [layer.name for layer in chain.layers]
+    model.eval()
+    assert_equals_model(evaluation, model, call(4))
+
+
+def names(chain: LayerChain) -> list[str]:
+    return [layer.name for layer in chain.layers]
+
+
+def test_a_sample_of_one_serves_any_batch() -> None:
+    model = double(Plain())
+
+    assert_equals_model(capture(model, (data(1, WIDTH),)), model, Call((data(4, WIDTH),), {}))
+
+
+def test_layers_are_named_after_blocks() -> None:
+    assert names(capture(double(Images()), (data(2, 3, 6, 6),))) == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert names(capture(double(sequential()), (data(2, WIDTH),))) == ["0", "1.0", "1.1", "2", "3", "4"]
+    assert names(capture(double(Plain()), (data(2, WIDTH),))) == ["one", "two", "three", "four", "five", "six"]
+    shared = capture(double(Shared(False)), (data(2, WIDTH),))
+    assert names(shared) == ["blocks.0", "blocks.1", "blocks.0@1", "last"]
+    assert shared.readers["blocks.0.0.weight"] == (0, 2)
+
+
+def test_layers_that_write_the_same_statistics_are_one() -> None:
+    assert names(capture(double(Shared(True)), (data(2, WIDTH),))) == ["blocks.0", "last"]
+
+
+def test_a_list_of_layers_passes_tuples_and_dicts_as_arguments() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    layers = [
+        first,
+        lambda h: (h, h.relu()),
+        lambda h, positive: {"sign": "plus", "right": positive, "left": second(h)},
+        lambda left, right, sign: left + right if sign == "plus" else left,
+    ]
+    x = data(3, WIDTH)
+    chain = capture(layers, (x,))
+    stage = chain.stage(0, 4)
+
+    assert list(chain.parameters) == ["0.weight", "0.bias"]
+    assert [len(chain.cut(index)) for index in range(5)] == [0, 1, 2, 2, 1]
+    assert torch.equal(stage((), chain.inputs.bind((x,), {}))[0], second(first(x)) + first(x).relu())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.layer(x)
+        return -self.layer(x)
+
+
+class Item(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        width = int(self.layer(x).sum().item())
+        return self.layer(x)[:, :width]
+
+
+class Numpy(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.from_numpy(numpy.sort(x.detach().numpy()))
+
+
+class FixedBatch(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).view(3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "reason"),
+    [
+        (Branching, "if x.sum() > 0:", "control flow depends on the values"),
+        (Item, "width = int(self.layer(x).sum().item())", "control flow depends on the values"),
+        (Numpy, "numpy.sort(x.detach().numpy())", "NumPy"),
+        (FixedBatch, "self.layer(x).view(3, 2, 2)", "fixes the batch size"),
+    ],
+)
+def test_a_refusal_names_the_line(kind: type[nn.Module], line: str, reason: str, capfd: Any) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(kind().double(), (data(3, WIDTH),))
+
+    message = str(caught.value)
+    assert "test_capturing.py:" in message
+    assert line in message
+    assert reason in message
+    assert "list of layers" in message
+    assert len(message) < 700
+    assert "def forward" not in "".join(capfd.readouterr())
+
+
+def test_eager_layers_may_branch_on_the_data() -> None:
+    model = double(nn.Sequential(nn.Linear(WIDTH, WIDTH), Branching()))
+    chain = capture(model, (data(3, WIDTH),))
+
+    for x in (data(3, WIDTH).abs() * 9, -data(3, WIDTH).abs() * 9):
+        assert_equals_model(chain, model, Call((x,), {}))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Quantized(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(self.layer(x)).square()
+
+
+def test_the_check_finds_a_lost_backward() -> None:
+    with pytest.raises(CaptureError, match=r"differs from the model in .*layer\.(weight|bias)"):
+        capture(double(Quantized()), (data(3, WIDTH),))
+
+
+def test_capture_leaves_no_trace() -> None:
+    for model, x in ((double(Images(0.5)), data(3, 3, 6, 6)), (double(sequential()), data(3, WIDTH))):
+        next(iter(model.children())).eval()
+        flags = [module.training for module in model.modules()]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        capture(model, (x,)).evaluation()
+
+        assert torch.equal(torch.rand(3), expected)
+        assert flags == [module.training for module in model.modules()]
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_dropout_draws_by_seed_and_layer() -> None:
+    model = double(Images(0.5))
+    chain = capture(model, (data(3, 3, 6, 6),))
+    call = Call((data(3, 3, 6, 6),), {})
+    expected = run_pieces(chain, model, call, (0, 5), seed=3)
+
+    assert [layer.random for layer in chain.layers] == [False, True, True, True, False]
+    assert not any(layer.random for layer in chain.evaluation().layers)
+    for bounds in every_split(5):
+        found = run_pieces(chain, model, call, bounds, seed=3)
+        assert torch.equal(found.outputs[0], expected.outputs[0])
+        assert all(torch.equal(found.buffers[name], expected.buffers[name]) for name in expected.buffers)
+    assert not torch.equal(run_pieces(chain, model, call, (0, 5), seed=4).outputs[0], expected.outputs[0])
+
+
+@pytest.mark.parametrize("build", [Images, lambda: Images().blocks])
+def test_a_stage_copies_over_other_parameters_and_the_same_buffers(build: Callable[[], Any]) -> None:
+    """So the runtime makes the replica of a weight version."""
+    model = build()
+    chain = capture(double(model), (data(3, 3, 6, 6),))
+    stage = chain.stage(1, 3)
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in stage.buffers()}
+    others = {id(p): nn.Parameter(p.detach() + 1) for p in stage.parameters()}
+    twin = copy.deepcopy(stage, memo | others)
+
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in others.values()}
+    assert {id(b) for b in twin.buffers()} == {id(b) for b in stage.buffers()}
+    received = [data(3, 3, 6, 6)]
+    (result,) = twin(received, {})
+    result.sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in stage.parameters())
+
+
+def test_inputs_are_checked_against_the_capture() -> None:
+    chain = capture(double(Masked()), {"x": data(3, WIDTH), "scale": 0.5})
+
+    with pytest.raises(CaptureError, match=r"kwargs\['scale'\] was 0.5 .* now 0.25"):
+        chain.inputs.bind((), {"x": data(3, WIDTH), "scale": 0.25})
+    with pytest.raises(CaptureError, match=r"kwargs\['x'\] has shape \(3, 5\).*\(any, 4\)"):
+        chain.inputs.bind((), {"x": data(3, 5), "scale": 0.5})
+    with pytest.raises(CaptureError, match="keywords"):
+        chain.inputs.bind((), {"x": data(3, WIDTH)})

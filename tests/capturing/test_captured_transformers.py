@@ -1,0 +1,199 @@
+"""Models that nobody here wrote: transformers, captured unchanged."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from penstock.capturing import LayerChain, capture
+from penstock.capturing.samples import Call
+from support.pieces import assert_equals_model, every_split, run_pieces
+
+VOCABULARY, LENGTH, WIDTH = 50, 8, 16
+
+
+def tokens(samples: int) -> Tensor:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+
+
+def gpt2(dropout: float) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=3, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(dropout: float) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, attention_dropout=dropout,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert(dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def vit(dropout: float) -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def t5(dropout: float) -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def resnet(dropout: float) -> nn.Module:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic")
+    return transformers.ResNetForImageClassification(config)
+
+
+def text(samples: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(samples)}
+
+
+def padded(samples: int) -> dict[str, Tensor]:
+    mask = torch.ones(samples, LENGTH, dtype=torch.long)
+    mask[0, 5:] = 0
+    mask[-1, 2:] = 0
+    return {"input_ids": tokens(samples), "attention_mask": mask}
+
+
+def pair(samples: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(samples), "decoder_input_ids": tokens(samples)[:, :6].clone()}
+
+
+def image(samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return {"pixel_values": torch.randn(samples, 3, 16, 16, generator=generator, dtype=torch.float64)}
+
+
+Build = Callable[[float], nn.Module]
+Inputs = Callable[[int], dict[str, Tensor]]
+
+# Llama gets no mask: it would then compute attention in another way (and order of additions) if it knew of the trace.
+MODELS: list[Any] = [
+    pytest.param(gpt2, text, ["transformer.wte", *(f"transformer.h.{i}" for i in range(3)), "lm_head"], id="gpt2"),
+    pytest.param(llama, text, ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"], id="llama"),
+    pytest.param(bert, padded, ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"], id="bert"),
+    pytest.param(vit, image, ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"], id="vit"),
+    pytest.param(
+        t5,
+        pair,
+        [
+            "encoder.embed_tokens", "encoder.block.0", "encoder.block.1",
+            "decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "lm_head",
+        ],
+        id="t5",
+    ),
+    pytest.param(
+        resnet,
+        image,
+        [
+            "resnet.embedder", *(f"resnet.encoder.stages.{s}.layers.{b}" for s in range(2) for b in range(2)),
+            "classifier.1",
+        ],
+        id="resnet",
+    ),
+]  # fmt: skip
+
+
+def build(model: Build, dropout: float) -> nn.Module:
+    torch.manual_seed(0)
+    return model(dropout).double().train()
+
+
+def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
+    """Shapes of what crosses every inner cut."""
+    inputs = chain.inputs.bind(call.args, call.kwargs)
+    shapes = []
+    with torch.no_grad():
+        for cut in range(1, len(chain.layers)):
+            shapes.append([tuple(value.shape) for value in chain.stage(0, cut)((), inputs)])
+    return shapes
+
+
+@pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
+def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:
+    whole = build(model, 0.0)
+    chain = capture(whole, inputs(3))
+    uses = Counter(id(parameter) for parameter in chain.parameters.values())
+    summed = frozenset(name for name, parameter in chain.parameters.items() if uses[id(parameter)] > 2)
+
+    assert [layer.name for layer in chain.layers] == names
+    assert_equals_model(chain, whole, Call((), inputs(3)), summed)
+    assert_equals_model(chain, whole, Call((), inputs(5)), summed)
+    whole.eval()
+    assert_equals_model(chain.evaluation(), whole, Call((), inputs(4)), summed)
+    assert [layer.name for layer in chain.evaluation().layers] == names
+
+
+@pytest.mark.parametrize(("model", "inputs", "names"), MODELS[:4])
+def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, names: list[str]) -> None:
+    chain = capture(build(model, 0.0), inputs(3), check=False)
+
+    for shapes in crossing(chain, Call((), inputs(3))):
+        assert len(shapes) == 1
+        assert shapes[0][0] == 3
+        assert shapes[0][-1] == WIDTH
+
+
+def test_t5_sends_what_its_blocks_pass() -> None:
+    chain = capture(build(t5, 0.0), pair(3), check=False)
+    hidden, bias = (3, LENGTH, WIDTH), (3, 2, LENGTH, LENGTH)
+    decoded, decoded_bias = (3, 6, WIDTH), (3, 2, 6, 6)
+
+    found = [sorted(shapes) for shapes in crossing(chain, Call((), pair(3)))]
+
+    # The encoder's result is an output of the model, and rides along to the end.
+    assert [len(shapes) for shapes in found] == [1, 2, 1, 2, 3, 2]
+    assert found[0] == [hidden]
+    assert found[2] == [hidden]
+    assert hidden in found[1]
+    assert found[3] == sorted([decoded, hidden])
+    assert {decoded, hidden} <= set(found[4])
+    assert found[5] == sorted([decoded, hidden])
+    assert all(
+        s in (hidden, bias, decoded, decoded_bias, (1, *bias[1:]), (1, *decoded_bias[1:])) for f in found for s in f
+    )
+
+
+@pytest.mark.parametrize(("model", "inputs", "names"), MODELS[:2])
+def test_dropout_does_not_depend_on_the_cut(model: Build, inputs: Inputs, names: list[str]) -> None:
+    whole = build(model, 0.3)
+    chain = capture(whole, inputs(3))
+    call = Call((), inputs(3))
+    expected = run_pieces(chain, whole, call, (0, len(chain.layers)), seed=7)
+
+    assert any(layer.random for layer in chain.layers)
+    assert not any(layer.random for layer in chain.evaluation().layers)
+    for bounds in every_split(len(chain.layers)):
+        found = run_pieces(chain, whole, call, bounds, seed=7)
+        assert all(map(torch.equal, expected.outputs, found.outputs))
+        assert all(torch.equal(expected.gradients[n], found.gradients[n]) for n in expected.gradients)
+
+
+def test_the_tied_weights_of_gpt2_are_one_parameter() -> None:
+    model = build(gpt2, 0.0)
+    chain = capture(model, text(3), check=False)
+
+    assert chain.parameters["lm_head.weight"] is model.get_parameter("transformer.wte.weight")
+    assert chain.readers["lm_head.weight"] == (0, len(chain.layers) - 1)
+    assert chain.readers["transformer.h.1.mlp.c_fc.weight"] == (2,)

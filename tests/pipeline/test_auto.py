@@ -1,0 +1,216 @@
+"""``plan="auto"``: one plan on every rank, run as exactly as any other, and compared with what it promised."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.autoplans import Choices, fastest_plan
+from penstock.capturing import capture
+from penstock.capturing.export.guards import takes_statistics
+from penstock.runtime.devices.timestamps import HostMoments
+from penstock.runtime.engine.prediction_checks import forecast_of
+from penstock.runtime.transport.worlds import SingleProcess
+from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
+from support import models
+from support.jobs.auto_jobs import (
+    Automatic,
+    build_with_a_layer_that_cannot_be_measured,
+    build_with_other_wishes,
+    listening,
+    run_automatically,
+)
+from support.processes import Pool
+
+STEPS = 14
+"""Enough for a comparison."""
+
+
+def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
+    """Every rank has the losses and weights that the oracle finds for the plan that was chosen."""
+    chosen = models.SUBJECTS[subject]
+    reference = penstock.reference_train(
+        chosen.build(),
+        [chosen.batches[step % len(chosen.batches)] for step in range(STEPS)],
+        sample=chosen.sample,
+        loss_fn=chosen.loss_fn,
+        optimizer=models.momentum,
+        plan=outcomes[0].plan,
+        seed=3,
+    )
+    for outcome in outcomes:
+        assert outcome.losses == reference.losses
+        for name, tensor in outcome.state.items():
+            assert torch.equal(tensor, reference.state[name]), name
+    assert {name for outcome in outcomes for name in outcome.state} == set(reference.state)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (3, {"microbatches": 4}),
+        (2, {"schedule": "2bw", "microbatches": 4}),
+        (2, {"schedule": "interleaved", "microbatches": 4}),
+        (3, {"schedule": "pipedream", "vertical_sync": True}),
+    ],
+)
+def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, object]) -> None:
+    outcomes = pool.run(ranks, run_automatically, "normalized", STEPS, options)
+    first, *rest = outcomes
+
+    for other in rest:
+        assert (other.plan, other.profile, other.cluster) == (first.plan, first.profile, first.cluster)
+        assert other.plan.explain() == first.plan.explain()
+    assert first.plan.ranks == ranks
+    assert first.plan.predicted is not None
+    assert first.plan.schedule == options.get("schedule", first.plan.schedule)
+    assert first.plan.microbatches == options.get("microbatches", first.plan.microbatches)
+    assert first.cluster is not None
+    assert first.cluster.devices == ranks
+    assert first.cluster.latency(0, 1) > 0
+    assert_equals_the_oracle("normalized", outcomes)
+
+
+def test_microbatches_with_statistics_stay_whole() -> None:
+    plans = {}
+    for name in ("perceptron", "normalized"):
+        subject = models.SUBJECTS[name]
+        chain = capture(subject.build(), subject.sample)
+        even = profile(*[1.0] * len(chain.layers))
+        # A single microbatch keeps both devices busy only if they split it.
+        plans[name] = fastest_plan(even, Cluster.uniform(2, math.inf), chain, Choices(microbatches=1))
+
+    assert plans["perceptron"].routing == "split"
+    assert plans["normalized"].routing != "split"
+    batch_norm = penstock.capture([nn.BatchNorm1d(3), nn.Linear(3, 3)], (torch.ones(4, 3),))
+    assert [takes_statistics(layer.module) for layer in batch_norm.layers] == [True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])
+def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, object]) -> None:
+    outcome = run_automatically("skipping", STEPS, options)
+
+    assert len(outcome.plan.stages) == options.get("stages", 1)
+    assert outcome.cluster == Cluster.uniform(outcome.plan.ranks, math.inf)
+    assert_equals_the_oracle("skipping", [outcome])
+
+
+def test_an_error_of_the_measurement_reaches_every_rank_as_that_error(pool: Pool) -> None:
+    first, *rest = pool.run(3, build_with_a_layer_that_cannot_be_measured)
+
+    assert first.startswith("ProfileError: layer 1")
+    assert "ValueError" in first
+    for message in rest:
+        prefix, _, rest_of_it = message.partition("rank 0, while it measured the model and planned: ")
+        assert prefix == "ProfileError: "
+        assert rest_of_it == first.removeprefix("ProfileError: ")
+
+
+def test_an_error_of_the_planner_reaches_every_rank_as_that_error(pool: Pool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        pool.run(2, run_automatically, "perceptron", STEPS, {"schedule": "fastest"})
+
+    assert str(caught.value).count("PlanError: schedule: expected one of") == 1
+    assert str(caught.value).count("PlanError: rank 0, while it measured the model and planned: schedule: exp") == 1
+
+
+def test_ranks_that_want_different_things_all_raise(pool: Pool) -> None:
+    first, second = pool.run(2, build_with_other_wishes)
+
+    contradiction = "schedule='1f1b-flush' contradicts the plan, which has schedule 'gpipe'"
+    assert second.startswith(f"PlanError: {contradiction}")
+    assert first.startswith(f"PlanError: rank 1, while it read its plan: {contradiction}")
+
+
+def profile(*seconds: float) -> Profile:
+    """Layers of so many seconds, forward and backward together, whose cuts cost nothing."""
+    return Profile(tuple(LayerProfile(f"layer{i}", s / 3, 2 * s / 3, 0.0, 1.0, 1.0) for i, s in enumerate(seconds)), 4)
+
+
+def test_the_fastest_schedule_that_flushes_is_taken() -> None:
+    subject = models.SUBJECTS["perceptron"]
+    chain = capture(subject.build(), subject.sample)
+    even, links = profile(*[1.0] * 8), Cluster.uniform(2, math.inf)
+    # Replicas would sum gradients for longer than they compute; what crosses a cut costs nothing.
+    slow = Cluster.uniform(2, 0.001)
+
+    assert fastest_plan(even, links, chain, Choices(microbatches=2)).replicas == (2,)
+    assert fastest_plan(even, slow, chain, Choices(microbatches=2)).schedule == "interleaved"
+    # 3 microbatches do not deal out; the other schedules that flush are equally fast here, and one byte apart.
+    assert fastest_plan(even, links, chain, Choices(microbatches=3)).schedule in ("gpipe", "1f1b-flush", "spp")
+    assert fastest_plan(even, links, chain, Choices(microbatches=2, stages=2)).schedule == "1f1b-flush"
+    assert fastest_plan(even, links, chain, Choices(schedule="2bw", microbatches=2)).schedule == "2bw"
+    assert fastest_plan(profile(1, 1, 1, 5, 1, 1, 1, 1), slow, chain, Choices("gpipe")).stages[0].stop == 4
+    assert fastest_plan(even, slow, chain, Choices(microbatches=4)).schedule == "zb-v"
+    assert fastest_plan(even, slow, chain, Choices(microbatches=4, whole_backwards=True)).schedule == "interleaved"
+    # More devices than layers: some have replicas.
+    assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, Choices()).ranks == 9
+    with pytest.raises(penstock.PlanError):
+        fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, Choices())
+
+
+def planned(seconds: float, ranks: int, bubble: float, size: int | None = 4) -> Plan:
+    """A plan of the subjects' 8 layers that promises `seconds`."""
+    cuts = [8 * rank // ranks for rank in range(ranks + 1)]
+    stages = tuple(Stage(cuts[rank], cuts[rank + 1], (rank,)) for rank in range(ranks))
+    prediction = Prediction(seconds, 1.0, 1.0, (0.0,) * ranks, bubble)
+    return Plan(stages, microbatches=4, microbatch_size=size, predicted=prediction)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_learns_how_far_the_prediction_is_off_and_one_says_it(pool: Pool, ranks: int) -> None:
+    first, *rest = pool.run(ranks, run_automatically, "normalized", STEPS, {"plan": planned(1e3, ranks, 0.25)})
+
+    assert first.error is not None
+    assert -1 < first.error < -0.5
+    assert {other.error for other in rest} == {first.error}
+    assert all(other.lines == () for other in rest)
+    (line,) = first.lines
+    assert line.startswith("WARNING a step takes ")
+    assert "and 1000 s was predicted (0.00 times; bubble " in line
+    assert "predicted 25.0%). That is more than 20% off, so another plan may be better: profile and probe" in line
+
+
+def test_a_single_process_is_compared_with_the_work_of_all_ranks() -> None:
+    outcome = run_automatically("normalized", STEPS, {"plan": planned(1e3, 2, 0.25)})
+
+    assert outcome.error is not None
+    assert "1500 s was predicted for the 2 ranks in turn (0.00 times)" in outcome.lines[0]
+    assert len(outcome.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "plan"),
+    [
+        (STEPS, Plan.uniform(8, 2, microbatches=4)),
+        (STEPS, planned(0.0, 2, 0.0)),
+        (STEPS, planned(1e3, 2, 0.25, size=5)),
+        (10, planned(1e3, 2, 0.25)),
+    ],
+    ids=["no prediction", "nothing predicted", "of other microbatches", "too few steps"],
+)
+def test_there_is_nothing_to_say(steps: int, plan: Plan) -> None:
+    outcome = run_automatically("normalized", steps, {"plan": plan})
+
+    assert (outcome.error, outcome.lines) == (None, ())
+
+
+def test_a_good_prediction_is_no_warning() -> None:
+    for factor, level in ((1.0, "INFO"), (1.15, "INFO"), (1.3, "WARNING"), (0.7, "WARNING")):
+        assert log_of_steps(factor).startswith(f"{level} a step takes ")
+
+
+def log_of_steps(factor: float) -> str:
+    """What is logged where every step takes `factor` times what was predicted."""
+    forecast = forecast_of(planned(2.0, 1, 0.0), True, SingleProcess(), HostMoments())
+    assert forecast is not None
+    with listening() as lines:
+        for step in range(STEPS):
+            if forecast.wants(step, [4, 4]):
+                forecast.add(float(step), step + 2.0 * factor, [])
+            forecast.compare()
+    (line,) = lines
+    return line

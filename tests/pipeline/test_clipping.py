@@ -1,0 +1,169 @@
+"""Clipping by the norm over all stages: PyTorch's own number where an update can wait, the latest known where not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.runtime.parameters.gradient_norms import present
+from penstock.scheduling import Update, schedule
+from penstock.scheduling.norms import known_norms
+from support import models
+from support.jobs.clipping_jobs import MOST, run_clipped
+from support.processes import Pool
+from support.training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
+
+FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
+CASES = [
+    *(
+        Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
+        for schedule in (*FLUSHING, "pipedream", "vertical", "2bw")
+        for ranks in (1, 2, 4)
+    ),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(Case("layered", schedule, 2, 6, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "2bw")),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,))
+        for schedule in ("1f1b-flush", "pipedream", "2bw")
+    ),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(1, 2), split=True)
+        for schedule in ("spp", "zb-h1", "pipedream", "2bw")
+    ),
+    Case("layered", "pipedream", 2, 3, replicas=(2, 2), drain_after=(0, 1)),
+]
+
+
+def reference(case: Case, most: float | None = MOST) -> Outcome:
+    return run_reference(case, clip_grad_norm=most)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clipping_equals_the_oracle(case: Case) -> None:
+    assert_equal(reference(case), run_clipped(case))
+    assert reference(case).losses != reference(case, None).losses
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_clipping_in_several_processes(pool: Pool, ranks: int) -> None:
+    cases = {
+        2: [
+            *(Case("layered", schedule, 2, 4, stages_per_rank=2) for schedule in ("interleaved", "zb-v")),
+            Case("skipping", "pipedream", 2, 4),
+        ],
+        3: [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "pipedream", "2bw")],
+        4: [Case("layered", schedule, 2, 4, replicas=(2, 2)) for schedule in ("1f1b-flush", "pipedream", "2bw")],
+    }
+    for case in cases[ranks]:
+        for outcome in pool.run(ranks, run_clipped, case):
+            assert_equal(reference(case), outcome)
+
+
+@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> None:
+    ranks = max(1, stages // stages_on_a_rank(schedule))
+    stages = max(stages, stages_on_a_rank(schedule)) if schedule == "zb-v" else stages
+    case = Case("perceptron", schedule, ranks, 1, stages_per_rank=stages // ranks)
+    case = replace(case, microbatches=ranks) if schedule == "interleaved" else case
+    model, options = case.build(), case.options
+    optimizer = models.momentum(list(model.parameters()))
+    losses, norms = [], []
+    for x, y in case.batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for xs, ys in zip(x.tensor_split(case.microbatches), y.tensor_split(case.microbatches), strict=True):
+            loss = options["loss_fn"](model(xs), ys)
+            loss.backward(torch.full_like(loss, len(xs) / len(x)))
+            total += loss.item() * (len(xs) / len(x))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MOST))
+        optimizer.step()
+        losses.append(total)
+
+    assert run_clipped(case).losses == tuple(losses)
+    assert max(norms) > MOST
+
+
+def test_large_norms_change_nothing() -> None:
+    case = Case("layered", "2bw", 3, 4)
+
+    assert_equal(reference(case, None), run_clipped(case, 1e9))
+
+
+def test_under_1f1b_earlier_stages_are_known_with_a_lag() -> None:
+    made = replace(schedule(penstock.Plan.uniform(8, 4, schedule="pipedream", microbatches=1)), norms=True)
+
+    assert known_norms(made, 0, 9) == ((0, 9), (1, 9), (2, 9), (3, 9))
+    assert known_norms(made, 2, 9) == ((0, 5), (1, 7), (2, 9), (3, 9))
+    assert known_norms(made, 3, 3) == ((2, 1), (3, 3))
+    updates = [action for row in made.program(12) for action in row if isinstance(action, Update)]
+    assert len(updates) == 4 * 12
+
+
+def test_unequal_replicas_under_1f1b_are_refused() -> None:
+    case = Case("layered", "pipedream", 2, 4, replicas=(2, 1))
+    with pytest.raises(penstock.ScheduleError, match="norms need equally many replicas of every stage"):
+        run_clipped(case)
+
+
+@pytest.mark.parametrize("most", [0, -1.0, "1", float("nan")])
+def test_a_wrong_norm_is_explained(most: object) -> None:
+    with pytest.raises(penstock.PenstockError, match="expected the largest norm that gradients may have"):
+        run_clipped(Case("layered", "gpipe", 2, 4), most)
+
+
+def test_the_norm_can_be_read() -> None:
+    case = Case("perceptron", "gpipe", 2, 1)
+    model, pipe = case.build(), penstock.Pipeline(case.build(), **case.options, clip_grad_norm=MOST)
+    x, y = case.batches[0]
+
+    assert pipe.gradient_norm is None
+    pipe.step(x, y)
+    case.options["loss_fn"](model(x), y).backward()
+    assert pipe.gradient_norm == torch.nn.utils.clip_grad_norm_(model.parameters(), MOST).item()
+
+
+def test_gradients_that_are_not_there_count_nothing() -> None:
+    norms = torch.tensor([3.0, -1.0, 0.0, 4.0, -1.0])
+
+    assert present(norms, shorter=True).tolist() == [3.0, 0.0, 4.0]
+    assert present(norms, shorter=False).tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]
+
+
+class Shared(nn.Module):
+    """Multiplies with a weight that another layer has as well, and of which it may make no gradient."""
+
+    def __init__(self, weight: nn.Parameter, trains: bool) -> None:
+        super().__init__()
+        self.weight, self.trains = weight, trains
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.weight if self.trains else self.weight.detach()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "interleaved", "2bw"])
+@pytest.mark.parametrize("trains", [(True, False), (False, True)], ids=str)
+def test_a_gradient_that_two_stages_step_with_is_changed_once_in_each(schedule: str, trains: tuple[bool, bool]) -> None:
+    """Only one of them makes a gradient of the weight that they share, and both scale it down, in one process."""
+    torch.manual_seed(0)
+    each = 2 if schedule == "interleaved" else 1
+    weight = nn.Parameter(torch.randn(6, 6))
+    model = nn.Sequential(Shared(weight, trains[0]), nn.Linear(6, 6), nn.Linear(6, 6), Shared(weight, trains[1]))
+    model.double()
+    batches = [(torch.randn(8, 6).double(), torch.randn(8, 6).double()) for _ in range(4)]
+    options = {
+        "sample": (batches[0][0][:2],),
+        "loss_fn": F.mse_loss,
+        "optimizer": models.momentum,
+        "clip_grad_norm": 0.05,
+        "loss_scale": 1024.0,
+        "plan": penstock.Plan.uniform(4, 4, schedule=schedule, microbatches=4, stages_per_rank=each),
+    }
+    reference = penstock.reference_train(model, batches, **options)
+    pipe = penstock.Pipeline(model, **options)
+    losses = [float(pipe.step(*batch).loss) for batch in batches]
+
+    assert_equal(Outcome(reference.losses, reference.state), Outcome(tuple(losses), pipe.state_dict()["model"]))

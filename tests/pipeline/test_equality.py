@@ -1,0 +1,114 @@
+"""The runtime equals the oracle bit for bit: every schedule, in one process and in several."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support import models
+from support.processes import Pool
+from support.training import Case, assert_equal, run_cases, run_pipeline, run_reference, stages_on_a_rank
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw", "zb-h1", "zb-v")
+OPTIMIZERS = ("momentum", "adamw")
+
+reference = cache(run_reference)
+
+
+def case(subject: str, schedule: str, ranks: int, **more: object) -> Case:
+    """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule has more than one.
+
+    The optimizers take turns, so that each meets every schedule.
+    """
+    optimizer = OPTIMIZERS[(ranks + SCHEDULES.index(schedule)) % 2]
+    if schedule == "interleaved":
+        return Case(subject, schedule, ranks, 2 * ranks, optimizer, stages_per_rank=2, **more)
+    return Case(subject, schedule, ranks, 4, optimizer, stages_per_rank=stages_on_a_rank(schedule), **more)
+
+
+@pytest.mark.parametrize("subject", models.SUBJECTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_process(subject: str, schedule: str) -> None:
+    for ranks in (1, 2, 3, 4):
+        tried = case(subject, schedule, ranks)
+        actual = run_pipeline(tried)
+
+        assert_equal(reference(tried), actual)
+        assert set(reference(tried).state) == set(actual.state)
+
+
+@pytest.mark.parametrize("subject", models.SUBJECTS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_several_processes(pool: Pool, subject: str, ranks: int) -> None:
+    cases = [case(subject, schedule, ranks) for schedule in SCHEDULES]
+    outcomes = pool.run(ranks, run_cases, cases)
+    for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
+        for part in parts:
+            assert_equal(reference(tried), part)
+
+        assert set(reference(tried).state) == {name for part in parts for name in part.state}
+
+
+def test_stages_may_be_on_any_rank(pool: Pool) -> None:
+    """The first stage on the last rank, and so on: a planner that orders devices puts stages where links are fast."""
+    cases = [replace(case("layered", schedule, 3), turned=True) for schedule in SCHEDULES]
+    outcomes = pool.run(3, run_cases, cases)
+    for tried, parts in zip(cases, zip(*outcomes, strict=True), strict=True):
+        alone = run_pipeline(tried)
+        for part in (*parts, alone):
+            assert_equal(reference(replace(tried, turned=False)), part)
+            assert part.evaluated == alone.evaluated is not None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drained_runs_start_anew(schedule: str) -> None:
+    tried = case("layered", schedule, 2, drain_after=(0, 2))
+
+    assert_equal(reference(tried), run_pipeline(tried))
+
+
+def test_flush_is_plain_training() -> None:
+    """The oracle itself against a training loop that knows nothing of pipelines."""
+    subject = models.SUBJECTS["skipping"]
+    model = subject.build()
+    optimizer = models.adamw(list(model.parameters()))
+    losses = []
+    for x, y in subject.batches:
+        total = 0.0
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            loss = F.cross_entropy(model(part), target)
+            (loss * 0.25).backward()
+            total += loss.item() * 0.25
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+
+    outcome = run_pipeline(Case("skipping", "1f1b-flush", 3, 4, "adamw"))
+
+    assert tuple(losses) == outcome.losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, outcome.state[name]), name
+
+
+def test_two_bw_is_delayed_training() -> None:
+    """PipeDream-2BW is W(t+1) = W(t) - lr * mean gradient at W(t-1), written out by hand."""
+    subject = models.SUBJECTS["perceptron"]
+    model = subject.build()
+    weights = [p.detach().clone() for p in model.parameters()]
+    older, newer = weights, weights
+    for x, y in subject.batches:
+        for parameter, value in zip(model.parameters(), older, strict=True):
+            parameter.data = value
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            (F.cross_entropy(model(part), target) * 0.25).backward()
+        older, newer = (
+            newer,
+            [value.add(p.grad, alpha=-0.05) for value, p in zip(newer, model.parameters(), strict=True)],
+        )
+        model.zero_grad()
+    outcome = run_pipeline(Case("perceptron", "2bw", 2, 4, "plain"))
+
+    for value, (name, _) in zip(newer, model.named_parameters(), strict=True):
+        assert torch.equal(value, outcome.state[name]), name

@@ -1,0 +1,332 @@
+"""Whatever a model takes and returns, it trains in stages, with the numbers of the oracle.
+
+The captured sample has 3 samples of length 5; hardly any batch here has either.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from support import models
+from support.jobs.input_jobs import (
+    PLAIN,
+    POSITIONS,
+    WAYS,
+    Partial,
+    build,
+    draw,
+    run_partial,
+    run_partials,
+    run_partly_by_oracle,
+    run_steps,
+    train_and_look,
+)
+from support.paths import ROOT
+from support.processes import Pool
+from support.training import Case, run_cases, run_pipeline, run_reference
+
+SIZES = ((10, 5), (7, 8), (3, 3), (12, 16), (10, 5))
+"""Samples and lengths: not all divide by 3; one has a sample for each microbatch; shorter, and longer."""
+SUBJECT = models.SUBJECTS["perceptron"]
+
+
+@cache
+def reference(schedule: str, sizes: tuple[tuple[int, int], ...] = SIZES) -> Any:
+    """The oracle's numbers for the plain way; all others must have the same."""
+    drawn = [draw(*size) for size in sizes]
+    return penstock.reference_train(
+        build(PLAIN),
+        [(PLAIN.sample(tokens, mask), target) for tokens, mask, target in drawn],
+        sample=PLAIN.sample(*draw(3, 5)[:2]),
+        loss_fn=PLAIN.loss_fn,
+        optimizer=models.momentum,
+        schedule=schedule,
+        stages=3,
+        microbatches=3,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_pass_inputs_and_every_length(way: str) -> None:
+    losses, state, pipe = run_steps(WAYS[way], SIZES, schedule="2bw", stages=3, microbatches=3)
+    expected = reference("2bw")
+
+    assert tuple(losses) == expected.losses
+    assert state.keys() == expected.state.keys()
+    assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+    # Mask and positions are each rank's own; only hidden states cross.
+    assert [len(pipe._chain.cut(index)) for index in range(1, 6)] == [1] * 5
+
+
+def test_lengths_change_in_several_processes_too(pool: Pool) -> None:
+    alone = train_and_look("one dataclass", "2bw", SIZES, stages=3)
+    expected = reference("2bw")
+
+    assert tuple(alone["losses"]) == expected.losses
+    for seen in pool.run(3, train_and_look, "one dataclass", "2bw", SIZES):
+        assert seen["losses"] == alone["losses"]
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in seen["state"].items())
+        for when in ("before", "after"):
+            for (loss, logits), (own_loss, own_logits) in zip(seen[when], alone[when], strict=True):
+                assert loss == own_loss
+                assert torch.equal(logits, own_logits)
+
+
+@pytest.mark.parametrize("way", ["keywords", "one named tuple"])
+def test_predictions_before_training_are_the_models_own(way: str) -> None:
+    chosen, model = WAYS[way], build(PLAIN).eval()
+    _, _, pipe = run_steps(chosen, (), stages=2, microbatches=8)
+    for size in ((1, 2), (2, 16), (3, 5), (11, 7)):
+        tokens, mask, target = draw(*size)
+        inputs = chosen.inputs(tokens, mask)
+        output, whole = pipe.predict(inputs), model(tokens, mask, POSITIONS)
+
+        torch.testing.assert_close(chosen.logits(output), whole, rtol=0, atol=1e-12)
+        assert float(pipe.evaluate(inputs, target).loss) == pytest.approx(
+            PLAIN.loss_fn(whole, target).item(), rel=1e-12
+        )
+
+
+def test_what_a_model_returns_comes_back_as_it_is() -> None:
+    tokens, mask, _ = draw(2, 5)
+    _, _, pipe = run_steps(WAYS["one dict"], (), stages=2)
+    output = pipe.predict(WAYS["one dict"].inputs(tokens, mask))
+
+    assert (list(output), output["kind"], output["none"]) == (["logits", "kind", "none"], "words", None)
+    _, _, pipe = run_steps(WAYS["one dataclass"], (), stages=2)
+    answer = pipe.predict(WAYS["one dataclass"].inputs(tokens, mask))
+
+    assert (type(answer).__name__, answer.length, answer.extra) == ("Answer", 7, None)
+
+
+def test_lengths_that_must_agree_are_named() -> None:
+    tokens, mask, target = draw(6, 5)
+    _, _, pipe = run_steps(PLAIN, (), stages=2)
+    with pytest.raises(penstock.CaptureError) as caught:
+        pipe.step((tokens, mask[:, :4], POSITIONS), target)
+
+    assert "equal sizes only" in str(caught.value)
+    assert "{'dimension 1 of args[0]': 5, 'dimension 1 of args[1]': 4}" in str(caught.value)
+    assert pipe.step((tokens, mask, POSITIONS), target).loss.item() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 2.0}, r"kwargs\['scale'\] was 1.0 when the model was captured and is now 2.0"),
+        ({"extra": POSITIONS}, r"kwargs\['extra'\] was None .* now a tensor of shape \(16,\)"),
+        ({"mask": None}, r"kwargs\['mask'\] was a tensor in sample= and is now None"),
+        ({"mask": torch.ones(4, 5).double()}, r"disagree on the number of samples .*mask.*: 4"),
+        ({"more": 1}, "captured with 0 positional"),
+    ],
+    ids=str,
+)
+def test_another_form_than_the_samples_is_refused(change: dict[str, Any], message: str) -> None:
+    tokens, mask, target = draw(6, 5)
+    _, _, pipe = _keywords()
+    with pytest.raises(penstock.PenstockError, match=message):
+        pipe.step({**WAYS["keywords"].inputs(tokens, mask), **change}, target)
+
+
+@cache
+def _keywords() -> tuple[Any, Any, penstock.Pipeline]:
+    return run_steps(WAYS["keywords"], (), stages=2)
+
+
+@dataclass
+class Task:
+    label: Tensor
+    weight: Tensor
+    options: dict[str, float]
+
+
+def weighted(output: Tensor, label: Tensor, weight: Tensor, smoothing: float) -> Tensor:
+    """A loss of two targets and a constant."""
+    losses = F.cross_entropy(output, label, reduction="none", label_smoothing=smoothing)
+    return (losses * weight).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [
+        (lambda y, w: (y, w, 0.1), lambda output, target: weighted(output, *target)),
+        (
+            lambda y, w: {"label": y, "of": {"weight": w, "smoothing": 0.1}},
+            lambda output, target: weighted(output, target["label"], **target["of"]),
+        ),
+        (
+            lambda y, w: Task(y, w, {"smoothing": 0.1}),
+            lambda output, target: weighted(output, target.label, target.weight, target.options["smoothing"]),
+        ),
+    ],
+    ids=["tuple", "dict", "dataclass"],
+)
+def test_a_target_of_several(make: Callable[[Tensor, Tensor], Any], loss_fn: Callable[[Any, Any], Tensor]) -> None:
+    options = {"sample": SUBJECT.sample, "optimizer": models.momentum, "stages": 2, "microbatches": 3}
+    targets = [torch.rand(16, generator=torch.Generator().manual_seed(i)).double() for i in range(5)]
+    batches = [(x, (y, w)) for (x, y), w in zip(SUBJECT.batches, targets, strict=True)]
+    expected = penstock.reference_train(
+        SUBJECT.build(), batches, loss_fn=lambda output, target: weighted(output, *target, 0.1), **options
+    )
+    pipe = penstock.Pipeline(SUBJECT.build(), loss_fn=loss_fn, **options)
+
+    assert tuple(float(pipe.step(x, make(y, w)).loss) for x, (y, w) in batches) == expected.losses
+    x, (y, w) = batches[0]
+    whole = loss_fn(pipe.predict(x), make(y, w)).item()
+    assert float(pipe.evaluate(x, make(y, w)).loss) == pytest.approx(whole, rel=1e-12)
+
+
+FEW = [
+    *(
+        Case("layered", schedule, 4, microbatches)
+        for schedule in ("1f1b-flush", "pipedream")
+        for microbatches in (1, 2, 3)
+    ),
+    *(Case("layered", schedule, 4, 2) for schedule in ("gpipe", "spp", "vertical")),
+]
+
+
+def test_fewer_microbatches_than_stages(pool: Pool) -> None:
+    outcomes = pool.run(4, run_cases, FEW)
+    for case, parts in zip(FEW, zip(*outcomes, strict=True), strict=True):
+        expected = run_reference(case)
+        for outcome in (run_pipeline(case), *parts):
+            assert outcome.losses == expected.losses
+            assert all(torch.equal(tensor, expected.state[name]) for name, tensor in outcome.state.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [("2bw", "need at least 4 microbatches"), ("interleaved", "multiple")],
+)
+def test_schedules_that_need_more_microbatches_say_so(schedule: str, message: str) -> None:
+    with pytest.raises(penstock.ScheduleError, match=message):
+        run_pipeline(Case("layered", schedule, 4, 3, stages_per_rank=2 if schedule == "interleaved" else 1))
+
+
+def test_a_last_batch_that_is_too_small_says_what_to_do() -> None:
+    pipe = penstock.Pipeline(
+        SUBJECT.build(), SUBJECT.sample, loss_fn=SUBJECT.loss_fn, optimizer=models.plain, stages=2, microbatches=8
+    )
+    (x, y), _, *_ = SUBJECT.batches
+    pipe.step(x, y)
+    with pytest.raises(penstock.PenstockError) as caught:
+        pipe.step(x[:5], y[:5])
+
+    assert "a minibatch of 5 sample(s) cannot be cut into 8 microbatches: pass at least 8 samples" in str(caught.value)
+    assert "drop_last=True" in str(caught.value)
+    assert "microbatches=5 or fewer" in str(caught.value)
+    # Nothing was lost: evaluation takes the same batch, and training goes on.
+    assert float(pipe.evaluate(x[:5], y[:5]).loss) > 0
+    pipe.step(x, y)
+
+
+class Crowd(nn.Module):
+    """Does something else with four samples or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        return self.two(hidden.tanh() if x.shape[0] < 4 else hidden)
+
+
+def test_the_number_of_samples_that_counts_is_a_microbatchs() -> None:
+    """The capture is for fewer than 4; of 6 in two microbatches each has 3, of 8 each has 4."""
+    pipe = penstock.Pipeline(
+        Crowd().double(), SUBJECT.sample, loss_fn=F.cross_entropy, optimizer=models.plain, stages=2, microbatches=2
+    )
+    (x, y), *_ = SUBJECT.batches
+    expected = F.cross_entropy(pipe.predict(x[:6]), y[:6]).item()
+
+    assert float(pipe.step(x[:6], y[:6]).loss) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(penstock.CaptureError, match=r"has 4 sample\(s\) in a microbatch, but the capture holds for at"):
+        pipe.step(x[:8], y[:8])
+
+
+def test_batchnorm_refuses_a_single_sample_as_it_does_without_a_pipeline() -> None:
+    """In training; traced, PyTorch would write NaN in the running variance without a word."""
+    subject = models.SUBJECTS["normalized"]
+    pipe = penstock.Pipeline(
+        subject.build(), subject.sample, loss_fn=F.cross_entropy, optimizer=models.plain, stages=2, microbatches=4
+    )
+    (x, y), *_ = subject.batches
+
+    assert torch.isfinite(pipe.predict(x[:1])).all()
+    with pytest.raises(penstock.PenstockError, match=r"several values per channel .* shape \(1, 6\)"):
+        pipe.step(x[:5], y[:5])
+
+
+FROZEN = [
+    Partial(schedule, frozen, traced)
+    for schedule, frozen, traced in (
+        ("1f1b-flush", (0,), True),
+        ("2bw", (0, 1), False),
+        ("2bw", (1,), True),
+        ("pipedream", (2,), False),
+        ("pipedream", (1, 2), False),
+        ("gpipe", (0, 2), False),
+    )
+]
+
+
+def test_stages_may_have_nothing_to_train(pool: Pool) -> None:
+    outcomes = pool.run(3, run_partials, FROZEN)
+    for run, parts in zip(FROZEN, zip(*outcomes, strict=True), strict=True):
+        expected, start = run_partly_by_oracle(run), dict(run.build().state_dict())
+        for outcome in (run_partial(run), *parts):
+            assert outcome.losses == expected.losses
+            for name, tensor in outcome.state.items():
+                assert torch.equal(tensor, expected.state[name]), name
+                still = int(name.removeprefix("layers.")[0]) in run.frozen or name.endswith("unused")
+                assert torch.equal(tensor, start[name]) == still, name
+
+
+def test_a_model_may_have_nothing_to_train() -> None:
+    outcome = run_partial(Partial("1f1b-flush", (0, 1, 2)))
+    start = Partial("1f1b-flush", (0, 1, 2)).build().state_dict()
+
+    assert all(torch.equal(tensor, start[name]) for name, tensor in outcome.state.items())
+    assert all(loss > 0 for loss in outcome.losses)
+
+
+def test_the_documentation_runs() -> None:
+    text = (ROOT / "docs" / "inputs.md").read_text()
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        exec(block, names)
+
+    assert isinstance(names["pipe"], penstock.Pipeline)
+
+
+class Switching(nn.Module):
+    """Its code looks at the length in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if self.training or x.shape[1] < 8 else -x
+
+
+def test_an_evaluation_holds_for_the_sizes_of_its_own_trace() -> None:
+    x = torch.randn(2, 5, 6)
+    pipe = penstock.Pipeline(Switching(), sample=(x,), loss_fn=F.mse_loss, optimizer=models.momentum, stages=2)
+
+    assert pipe.predict(torch.randn(2, 7, 6)).shape == (2, 7, 6)
+    with pytest.raises(penstock.CaptureError, match="the capture holds for"):
+        pipe.predict(torch.randn(2, 10, 6))

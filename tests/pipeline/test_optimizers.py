@@ -1,0 +1,109 @@
+"""What `optimizer=` and `lr_scheduler=` may be: groups by name, several optimizers, schedulers that step per update."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from support import models
+from support.jobs.optimizer_jobs import RECIPES, reload, run_recipe, warm
+from support.processes import Pool
+from support.training import Case, Outcome, assert_equal, run_reference
+
+CASES = [
+    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "1f1b-flush", "pipedream", "vertical", "2bw")),
+    Case("layered", "interleaved", 2, 4, stages_per_rank=2),
+    Case("layered", "pipedream", 2, 4, replicas=(2, 1), scaled=True, drain_after=(1,)),
+    Case("skipping", "1f1b-flush", 3, 4),
+]
+
+
+def reference(case: Case, recipe: str) -> Outcome:
+    return run_reference(case, **RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_recipe_equals_the_oracle(case: Case, recipe: str) -> None:
+    expected = reference(case, recipe)
+
+    assert_equal(expected, run_recipe(case, recipe))
+    assert expected.losses != reference(case, "plain").losses or recipe == "plain"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_in_several_processes(pool: Pool, recipe: str) -> None:
+    case = Case("layered", "2bw", 3, 4)
+    for outcome in pool.run(3, run_recipe, case, recipe):
+        assert_equal(reference(case, recipe), outcome)
+
+
+def test_a_plain_loop_with_the_same_scheduler_gives_the_same_numbers() -> None:
+    case = Case("perceptron", "gpipe", 2, 1)
+    model, options = case.build(), case.options
+    optimizer = models.momentum(list(model.parameters()))
+    scheduler = warm(optimizer)
+    losses = []
+    for x, y in case.batches:
+        loss = options["loss_fn"](model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+
+    assert run_recipe(case, "warming").losses == tuple(losses)
+
+
+@pytest.mark.parametrize("recipe", ["warming", "cycling", "several"])
+def test_training_goes_on_from_a_state_dict(recipe: str) -> None:
+    case = Case("layered", "2bw", 3, 4)
+    whole, resumed = reload(case, recipe)
+
+    assert_equal(whole, resumed)
+
+
+@dataclass
+class Refusal:
+    """A wrong `optimizer=` and what is said of it."""
+
+    make: Any
+    said: str
+
+
+REFUSALS = {
+    "no optimizer": Refusal(lambda params: None, "returned None: expected a torch.optim.Optimizer"),
+    "a list of something else": Refusal(lambda params: [params], "expected a torch.optim.Optimizer, or several"),
+    "a parameter twice": Refusal(
+        lambda params: [torch.optim.SGD(params, lr=0.1), torch.optim.SGD(params[:1], lr=0.1)],
+        "gave 0.linear.weight to two optimizers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_wrong_optimizer_is_explained(name: str) -> None:
+    case = Case("layered", "gpipe", 2, 1)
+    with pytest.raises(penstock.PenstockError, match=REFUSALS[name].said):
+        penstock.Pipeline(case.build(), **{**case.options, "optimizer": REFUSALS[name].make})
+
+
+def test_parameters_are_named_as_in_the_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    seen: list[penstock.NamedParameters] = []
+
+    def make(params: penstock.NamedParameters) -> torch.optim.Optimizer:
+        seen.append(params)
+        return torch.optim.SGD(params, lr=0.1)
+
+    penstock.Pipeline(model, sample=(torch.randn(2, 3),), loss_fn=nn.functional.mse_loss, optimizer=make, stages=2)
+    (params,) = seen
+
+    assert params.names == ("0.weight", "1.weight", "1.bias")
+    assert [name for name, p in params.items() if p is model[1].bias] == ["1.bias"]
+    assert params.where(lambda name, p: p.ndim > 1).names == ("0.weight", "1.weight")
+    assert list(params) == [model[0].weight, model[1].weight, model[1].bias]

@@ -1,0 +1,270 @@
+"""What a user of `Pipeline` relies on, beyond the numbers of a training step."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from support import models
+from support.jobs.pipeline_jobs import (
+    build_with_other_plans,
+    build_with_other_weights,
+    evaluate_and_predict,
+    load_checkpoint,
+    losses_everywhere,
+    save_checkpoint,
+)
+from support.processes import Pool
+
+SUBJECT = models.SUBJECTS["normalized"]
+
+
+def make(model: nn.Module | None = None, **options: object) -> penstock.Pipeline:
+    """A pipeline of two stages over the subject."""
+    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum, "stages": 2}
+    return penstock.Pipeline(model or SUBJECT.build(), **{**arguments, **options})
+
+
+def train(pipe: penstock.Pipeline, start: int = 0, stop: int = 5) -> list[float]:
+    """The losses of some steps."""
+    return [float(pipe.step(x, y).loss) for x, y in SUBJECT.batches[start:stop]]
+
+
+def test_the_loss_is_a_handle_that_prints_as_a_number() -> None:
+    loss = make().step(*SUBJECT.batches[0]).loss
+
+    assert f"{loss:.3f}" == f"{float(loss):.3f}"
+    assert loss.item() == float(loss)
+    assert str(loss) == str(float(loss))
+    assert repr(loss) == f"Loss({float(loss)})"
+
+
+def test_the_loss_is_on_every_rank(pool: Pool) -> None:
+    first, *rest = pool.run(3, losses_everywhere, "2bw")
+
+    assert all(other == first for other in rest)
+    assert first == train(make(stages=3, schedule="2bw", microbatches=3))
+
+
+def test_evaluation_before_training_with_any_batch_size() -> None:
+    pipe, model = make(microbatches=4), SUBJECT.build().eval()
+    x, y = SUBJECT.batches[0]
+    for samples in (1, 2, 3, 5, 16):
+        whole = model(x[:samples])
+
+        torch.testing.assert_close(pipe.predict(x[:samples]), whole, rtol=0, atol=1e-12)
+        loss = F.cross_entropy(whole, y[:samples]).item()
+        assert float(pipe.evaluate(x[:samples], y[:samples]).loss) == pytest.approx(loss, rel=1e-12)
+
+
+def test_evaluation_between_steps_changes_no_flushing_run() -> None:
+    plain, evaluated = make(microbatches=4), make(microbatches=4)
+    losses = []
+    for x, y in SUBJECT.batches:
+        losses.append(float(evaluated.step(x, y).loss))
+        evaluated.evaluate(x[:5], y[:5])
+
+    assert losses == train(plain)
+    for name, tensor in plain.state_dict()["model"].items():
+        assert torch.equal(tensor, evaluated.state_dict()["model"][name]), name
+
+
+def test_evaluation_and_prediction_on_every_rank(pool: Pool) -> None:
+    here = evaluate_and_predict()
+    for loss, output in pool.run(3, evaluate_and_predict):
+        assert loss == here[0]
+        assert torch.equal(output, here[1])
+
+
+def test_another_batch_size_in_the_next_step() -> None:
+    pipe = make(microbatches=2)
+    (x, y), model = SUBJECT.batches[0], SUBJECT.build()
+    reference = penstock.reference_train(
+        model,
+        [(x, y), (x[:7], y[:7]), (x[:4], y[:4]), (x, y)],
+        sample=SUBJECT.sample,
+        loss_fn=F.cross_entropy,
+        optimizer=models.momentum,
+        stages=2,
+        microbatches=2,
+    )
+    losses = [float(pipe.step(x[:size], y[:size]).loss) for size in (16, 7, 4, 16)]
+
+    assert tuple(losses) == reference.losses
+
+
+def test_the_model_is_trained_in_place() -> None:
+    model = SUBJECT.build()
+    pipe = make(model, schedule="2bw", microbatches=2)
+    train(pipe)
+    state = pipe.state_dict()["model"]
+
+    assert set(state) == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    assert dict(model.named_parameters()).keys() == pipe.named_parameters().keys()
+    assert all(p is pipe.named_parameters()[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+def test_a_state_dict_continues_a_run_on_other_stages(schedule: str) -> None:
+    pipe = make(schedule=schedule, microbatches=4, optimizer=models.adamw)
+    train(pipe, stop=2)
+    state = copy.deepcopy(pipe.state_dict())
+    expected = train(pipe, start=2)
+
+    torch.manual_seed(99)
+    same = make(schedule=schedule, microbatches=4, optimizer=models.adamw, seed=42)
+    same.load_state_dict(state)
+    assert train(same, start=2) == expected
+    if schedule != "pipedream":
+        # Under pipedream the staleness, and so the numbers, depend on the number of stages.
+        other = make(schedule=schedule, microbatches=4, optimizer=models.adamw, stages=3)
+        other.load_state_dict(state)
+        assert train(other, start=2) == expected
+
+
+def test_a_checkpoint_of_three_processes_continues_on_two_and_one(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(3, save_checkpoint, str(tmp_path / "saved"))
+
+    assert pool.run(2, load_checkpoint, str(tmp_path / "saved"))[0] == expected[0]
+    pipe = make(schedule="2bw", microbatches=4, optimizer=models.adamw, stages=1)
+    pipe.load(tmp_path / "saved")
+    assert train(pipe, start=2) == expected[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def test_state_that_does_not_fit() -> None:
+    pipe = make()
+    state = pipe.state_dict()
+    whole = {name: tensor.clone() for name, tensor in state["model"].items()}
+    with pytest.raises(penstock.CheckpointError, match="the state dict has no part 'model'"):
+        pipe.load_state_dict({})
+    lacking = {name: tensor for name, tensor in whole.items() if name != "head.bias"}
+    with pytest.raises(penstock.CheckpointError, match=r"the state dict has no 'head\.bias', which this rank holds"):
+        pipe.load_state_dict({**state, "model": lacking})
+    with pytest.raises(penstock.CheckpointError, match=r"head\.bias has shape \(4,\) in the state dict and \(3,\)"):
+        pipe.load_state_dict({**state, "model": {**whole, "head.bias": torch.zeros(4)}})
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with pytest.raises(penstock.CheckpointError, match=r"the optimizer's state has no 'blocks\.0\.linear\.weight'"):
+        pipe.load_state_dict({**state, "model": zeros, "optimizer": {}})
+    with pytest.raises(penstock.CheckpointError, match="the state dict has no part 'pipeline'"):
+        pipe.load_state_dict({"model": zeros, "optimizer": state["optimizer"]})
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_no_checkpoint_there(tmp_path: Path) -> None:
+    with pytest.raises(penstock.CheckpointError, match="there is no checkpoint"):
+        make().load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stages": 9}, penstock.PlanError, "at least one layer per stage"),
+        ({"schedule": "2bw", "stages": 3, "microbatches": 2}, penstock.ScheduleError, "need at least 3 microbatches"),
+        ({"schedule": "one"}, penstock.PlanError, "expected one of gpipe, 1f1b-flush"),
+        ({"plan": "best"}, penstock.PlanError, "expected a penstock.Plan or 'auto'"),
+        ({"plan": penstock.Plan.uniform(7, 2), "stages": None}, penstock.PlanError, "the plan is for 7 layers and"),
+        ({"plan": penstock.Plan.uniform(8, 3)}, penstock.PlanError, "stages=2 contradicts the plan"),
+        ({"vertical_sync": True}, penstock.ScheduleError, "vertical_sync=True belongs to 'pipedream' only"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        make(**options)
+
+    assert message in str(caught.value)
+
+
+def test_a_batch_that_does_not_fit_harms_nothing() -> None:
+    pipe, (x, y) = make(microbatches=4), SUBJECT.batches[0]
+    with pytest.raises(penstock.PenstockError, match="cannot be cut into 4 microbatches"):
+        pipe.step(x[:3], y[:3])
+
+    assert train(pipe) == train(make(microbatches=4))
+
+
+def test_a_loss_that_is_no_number() -> None:
+    pipe = make(loss_fn=lambda output, target: output)
+    with pytest.raises(penstock.PenstockError, match="must return one number as a tensor") as caught:
+        pipe.step(*SUBJECT.batches[0])
+
+    assert "penstock: this was action 1F0@0 of rank 1" in caught.value.__notes__[0]
+    with pytest.raises(penstock.PenstockError, match="this pipeline failed before"):
+        pipe.step(*SUBJECT.batches[0])
+
+
+def test_the_timeline_holds_what_was_run() -> None:
+    pipe = make(schedule="1f1b-flush", microbatches=4)
+    train(pipe)
+    timeline = pipe.timeline()
+    expected = pipe.schedule.step(4)
+
+    for rank, program in enumerate(expected):
+        assert [span.action for span in timeline.spans if span.rank == rank] == [str(action) for action in program]
+    assert len(pipe.timeline(minibatches=3).spans) == 3 * sum(map(len, expected))
+    assert 0 <= timeline.bubble < 1
+
+
+def test_the_profile_is_of_the_models_layers() -> None:
+    pipe = make()
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    profile = pipe.profile
+
+    assert [layer.name for layer in profile.layers] == [*(f"blocks.{index}" for index in range(7)), "head"]
+    assert profile.layers[-1].parameter_bytes == 8 * (6 * 3 + 3)
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_timeline_before_the_first_step() -> None:
+    timeline = make().timeline()
+
+    assert timeline.spans == ()
+    assert timeline.seconds == 0
+
+
+def test_processes_must_agree(pool: Pool) -> None:
+    for message in pool.run(2, build_with_other_weights):
+        assert "start from different weights" in message
+        assert "call torch.manual_seed(...) with one seed before building it" in message
+    for message in pool.run(2, build_with_other_plans):
+        assert "have different plans" in message
+
+
+def test_a_plan_for_another_number_of_processes(pool: Pool) -> None:
+    from support.jobs.pipeline_jobs import build_for_three
+
+    for message in pool.run(2, build_for_three):
+        assert "the plan is for 3 rank(s) and 2 process(es) were started" in message
+
+
+def test_frozen_parameters_stay() -> None:
+    model = SUBJECT.build()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad = False
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(make(model, schedule="2bw", microbatches=2))
+
+    for name, parameter in model.named_parameters():
+        # A bias before BatchNorm has no gradient.
+        if name.endswith("weight"):
+            assert torch.equal(parameter, before[name]) == name.startswith("blocks.0."), name
+
+
+def test_a_scheduler_of_the_learning_rate() -> None:
+    pipe = make(optimizer=models.plain)
+    assert pipe.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer, step_size=1, gamma=0.0)
+    train(pipe, stop=1)
+    scheduler.step()
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters().items()}
+    train(pipe, start=1)
+
+    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters().items())

@@ -1,0 +1,114 @@
+"""Replicated stages equal the oracle bit for bit: any counts, both ways to share microbatches, every schedule."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from support.jobs.pipeline_jobs import load_replicated, train_replicated
+from support.processes import Pool
+from support.training import Case, assert_equal, run_cases, run_pipeline, run_reference
+
+COUNTS = ((2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 1), (2, 3), (2, 2), (3,))
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
+
+reference = cache(run_reference)
+
+
+def cases(counts: tuple[int, ...], subject: str, split: bool = False) -> Iterator[Case]:
+    """Every schedule that allows these counts. Five microbatches leave a remainder for all of them."""
+    for schedule in SCHEDULES:
+        yield Case(subject, schedule, len(counts), 5, replicas=counts, split=split)
+    if len(set(counts)) == 1 or split:
+        yield Case(subject, "vertical", len(counts), 5, replicas=counts, split=split)
+    if len(set(counts)) == 1:
+        yield Case(subject, "zb-v", len(counts), 5, stages_per_rank=2, replicas=counts, split=split)
+        per_pipeline = 2 * len(counts)
+        yield Case(
+            subject,
+            "interleaved",
+            len(counts),
+            per_pipeline if split else counts[0] * per_pipeline,
+            stages_per_rank=2,
+            replicas=counts,
+            split=split,
+        )
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
+def test_one_process(counts: tuple[int, ...], split: bool) -> None:
+    for tried in cases(counts, "layered", split):
+        actual = run_pipeline(tried)
+
+        assert_equal(reference(tried), actual)
+        assert set(reference(tried).state) == set(actual.state)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
+def test_skip_connections_pass_replicas(split: bool) -> None:
+    for schedule in ("1f1b-flush", "pipedream", "2bw"):
+        tried = Case("skipping", schedule, 3, 4 if split else 6, "adamw", replicas=(2, 3, 1), split=split)
+
+        assert_equal(reference(tried), run_pipeline(tried))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "vertical"])
+def test_drains_end_rounds_early(schedule: str) -> None:
+    counts = (2, 2) if schedule == "vertical" else (2, 3)
+    tried = Case("layered", schedule, 2, 5, "adamw", replicas=counts, drain_after=(0, 2))
+
+    assert_equal(reference(tried), run_pipeline(tried))
+
+
+def test_replicas_without_a_microbatch_take_part_in_updates() -> None:
+    """Two microbatches for three replicas, in minibatches of different sizes."""
+    for schedule in SCHEDULES[:5]:
+        tried = Case("layered", schedule, 2, 2, "adamw", replicas=(3, 1), samples=(16, 7, 3))
+
+        assert_equal(reference(tried), run_pipeline(tried))
+
+
+def test_batchnorm_sees_the_microbatches_of_its_replica() -> None:
+    tried = Case("normalized", "1f1b-flush", 2, 4, replicas=(2, 2))
+
+    assert_equal(reference(tried), run_pipeline(tried))
+
+
+def test_learning_rates_scale_with_replicas_if_asked() -> None:
+    tried = Case("layered", "pipedream", 3, 4, replicas=(1, 3, 2), scaled=True)
+
+    assert_equal(reference(tried), run_pipeline(tried))
+    assert reference(tried).losses != reference(replace(tried, scaled=False)).losses
+    flush = replace(tried, schedule="1f1b-flush")
+    assert reference(flush).losses == reference(replace(flush, scaled=False)).losses == run_pipeline(flush).losses
+
+
+@pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts) <= 4], ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["in turn", "split"])
+def test_several_processes(pool: Pool, counts: tuple[int, ...], split: bool) -> None:
+    tried = list(cases(counts, "layered", split))
+    outcomes = pool.run(sum(counts), run_cases, tried)
+    for one, parts in zip(tried, zip(*outcomes, strict=True), strict=True):
+        for part in parts:
+            assert_equal(reference(one), part)
+
+        assert set(reference(one).state) == {name for part in parts for name in part.state}
+
+
+def test_predictions_evaluations_and_checkpoints_of_replicas(pool: Pool, tmp_path: Path) -> None:
+    """The buffers are the first replica's everywhere, whoever evaluates or writes."""
+    losses, output, evaluated, rest = train_replicated(str(tmp_path / "alone"))
+    for other in pool.run(3, train_replicated, str(tmp_path / "saved")):
+        assert (other[0], other[2], other[3]) == (losses, evaluated, rest)
+        assert torch.equal(other[1], output)
+    for directory in (tmp_path / "saved", tmp_path / "alone"):
+        assert load_replicated(str(directory)) == (evaluated, rest)
+        assert pool.run(3, load_replicated, str(directory)) == [(evaluated, rest)] * 3
+        # Without replicas it goes on with other numbers, since a stage's mean then sees all microbatches.
+        straight = penstock.Plan.uniform(8, 2, "2bw", 4)
+        assert pool.run(2, load_replicated, str(directory), straight)[0][0] == evaluated

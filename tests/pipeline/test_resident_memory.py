@@ -1,0 +1,27 @@
+"""The bytes that a process has resident: those of the microbatches in flight, however many there are in a minibatch."""
+
+import pytest
+
+from penstock.scheduling.schedules import Schedule
+from support.nursery import Nursery
+from support.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "resident_script.py"
+
+
+def measure(nursery: Nursery, schedule: str, microbatches: int) -> list[tuple[int, int]]:
+    """By rank of two: the peak, and the gradients of weights."""
+    processes = nursery.start_ranks([str(SCRIPT), schedule, str(microbatches)], 2)
+    outputs = [process.communicate()[0].split() for process in processes]
+    return [(int(peak), int(gradients)) for peak, gradients in outputs]
+
+
+def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(nursery: Nursery) -> None:
+    single, double = (measure(nursery, "gpipe", microbatches) for microbatches in (1, 2))
+    made = Schedule("1f1b-flush", 2, 16)
+    for rank, (peak, gradients) in enumerate(measure(nursery, "1f1b-flush", 16)):
+        one = double[rank][0] - single[rank][0]
+        # From the second microbatch on there are gradients beside the activations.
+        expected = single[rank][0] + (made.in_flight(rank) - 1) * one + gradients
+
+        assert peak == pytest.approx(expected, rel=0.1)

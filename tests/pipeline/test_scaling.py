@@ -1,0 +1,128 @@
+"""Loss scaling: updates with gradients that overflow are skipped on every stage, and the scale follows its rule."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import penstock
+from penstock.training.scaling import LossScale, ScaleCourse
+from support import models
+from support.jobs.precision_jobs import CAST, cast_options
+from support.jobs.scaling_jobs import RISKY, run_scaled, scaled_options
+from support.processes import Pool
+from support.training import Case, Outcome, assert_equal, stages_on_a_rank
+
+CASES = [
+    *(
+        Case("layered", schedule, ranks, 4, stages_per_rank=stages_on_a_rank(schedule))
+        for schedule in ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
+        for ranks in (1, 3, 4)
+        if schedule != "interleaved" or ranks != 3
+    ),
+    *(Case("skipping", schedule, 3, 5, "adamw", drain_after=(1,)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(
+        Case("layered", schedule, 2, 4, replicas=(2, 2), drain_after=(0,))
+        for schedule in ("1f1b-flush", "pipedream", "2bw")
+    ),
+    *(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True) for schedule in ("spp", "pipedream", "2bw")),
+]
+
+
+def reference(case: Case, **options: object) -> Outcome:
+    given = {**scaled_options(case), **options}
+    found = penstock.reference_train(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
+    return Outcome(found.losses, found.state)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
+    found, scales = run_scaled(case)
+
+    assert_equal(reference(case), found)
+    # Some updates overflowed and were skipped; after some that were not, the scale grew again.
+    assert min(scales) < RISKY.initial
+    assert any(after > before for before, after in pairwise(scales))
+    assert found.losses != reference(case, loss_scale=1.0).losses
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_scaling_and_clipping_together(case: Case) -> None:
+    found, _ = run_scaled(case, clip_grad_norm=500.0)
+
+    assert_equal(reference(case, clip_grad_norm=500.0), found)
+
+
+def test_scaling_in_several_processes(pool: Pool) -> None:
+    cases = [Case("layered", "interleaved", 3, 6, stages_per_rank=2)]
+    cases += [Case("layered", schedule, 3, 4) for schedule in ("1f1b-flush", "pipedream", "2bw")]
+    for case in cases:
+        for outcome, _ in pool.run(3, run_scaled, case):
+            assert_equal(reference(case), outcome)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
+def test_a_power_of_two_that_does_not_overflow_changes_no_bit(schedule: str) -> None:
+    case = Case("layered", schedule, 3, 4)
+
+    assert_equal(reference(case, loss_scale=None), run_scaled(case, loss_scale=2.0**10)[0])
+
+
+def test_float16_equals_a_plain_loop_with_the_scaler_of_pytorch() -> None:
+    rule = {"init_scale": 2.0**30, "growth_interval": 2}
+    options = cast_options("gpipe", 3, 1, torch.float16)
+    pipe = penstock.Pipeline(CAST["linear"](), **options, loss_scale=LossScale(2.0**30, interval=2))
+    model = CAST["linear"]()
+    optimizer, scaler = models.momentum(list(model.parameters())), torch.amp.GradScaler("cpu", **rule)
+    for x, y in models.LAYERED.batches * 6:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(x.float()), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+        assert float(pipe.step(x.float(), y).loss) == loss.item()
+        assert pipe.loss_scale == scaler.get_scale()
+    # It fell until nothing overflowed.
+    assert scaler.get_scale() < 2.0**25
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+def test_the_scale_is_in_the_state_dict(schedule: str) -> None:
+    case = Case("layered", schedule, 3, 4)
+    pipe = penstock.Pipeline(case.build(), **scaled_options(case))
+    for x, y in case.batches[:2]:
+        pipe.step(x, y)
+    resumed = penstock.Pipeline(case.build(), **scaled_options(case))
+    resumed.load_state_dict(pipe.state_dict())
+
+    assert resumed.loss_scale == pipe.loss_scale != RISKY.initial
+    for x, y in case.batches[2:]:
+        assert float(resumed.step(x, y).loss) == float(pipe.step(x, y).loss)
+
+
+def test_an_overflow_lowers_only_the_scale_that_it_was_made_with() -> None:
+    course = ScaleCourse(LossScale(16.0, interval=2))
+    assert [course.used(update) for update in (1, 2)] == [16.0, 16.0]
+    course.settle([1], keep=0)
+    assert course.scale == 8.0
+    course.settle([2], keep=0)  # made with 16 too
+    assert (course.scale, course.used(3)) == (8.0, 8.0)
+    course.settle([], keep=0)
+    course.settle([], keep=0)
+    assert course.scale == 16.0
+
+
+def test_what_a_loss_scale_may_be() -> None:
+    case = Case("perceptron", "gpipe", 2, 1)
+    for wish, scale in (("dynamic", 65536.0), (8, 8.0)):
+        assert penstock.Pipeline(case.build(), **case.options, loss_scale=wish).loss_scale == scale
+    assert penstock.Pipeline(case.build(), **case.options).loss_scale is None
+    for wrong in ("static", -1.0, True, 0):
+        with pytest.raises(penstock.PenstockError, match='expected "dynamic", a number above 0'):
+            penstock.Pipeline(case.build(), **case.options, loss_scale=wrong)
+    for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"interval": -1}):
+        with pytest.raises(penstock.PenstockError, match="expected initial above 0"):
+            replace(LossScale(), **wrong)

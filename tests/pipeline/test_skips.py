@@ -1,0 +1,144 @@
+"""Values that go directly past stages: the bits of one device, whatever the schedule, and nothing held on the way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.capturing import capture
+from penstock.runtime.assembly.connections import edges_of
+from penstock.runtime.assembly.skips import crossings_of
+from penstock.runtime.assembly.stages import make_schedule
+from penstock.runtime.transport.transport import Edge
+from support.processes import Pool
+from support.skip_models import Run, build_web, count_tensors, run_pipeline, run_reference, run_several
+from support.training import Outcome, assert_equal
+
+SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
+REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
+"""Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
+
+
+def plan_of(layers: int, stages: int, schedule: str, **more: object) -> penstock.Plan:
+    per_rank = 2 if schedule == "interleaved" else 1
+    microbatches = 2 * stages if schedule in ("2bw", "interleaved") else 3
+    plan = penstock.Plan.uniform(layers, stages, schedule=schedule, microbatches=microbatches, stages_per_rank=per_rank)
+    return replace(plan, **more)
+
+
+def check(run: Run, outcome: tuple[list[float], dict[str, torch.Tensor], float | None]) -> None:
+    losses, state = run_reference(run)
+    assert_equal(Outcome(tuple(losses), state), Outcome(tuple(outcome[0]), outcome[1]))
+
+
+@st.composite
+def webs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """What the blocks read: one early value is read at once and by the last block, the others by any."""
+    blocks = draw(st.integers(4, 6))
+    far = draw(st.integers(0, blocks - 4))
+    reads = [
+        draw(st.lists(st.sampled_from([i for i in range(index + 1) if i != far] or [index]), max_size=2, unique=True))
+        for index in range(blocks - 2)
+    ]
+    return (*map(tuple, reads), (far, far))
+
+
+@given(webs(), st.sampled_from(SCHEDULES))
+@settings(max_examples=8)
+def test_random_models_have_the_bits_of_one_device(reads: tuple[tuple[int, ...], ...], schedule: str) -> None:
+    layers = len(reads) + 1
+    run = Run(plan_of(layers, layers, schedule), reads)
+
+    check(run, run_pipeline(run))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
+def test_a_u_net_has_the_bits_of_one_device(schedule: str) -> None:
+    run = Run(plan_of(8, 4, schedule))
+
+    check(run, run_pipeline(run))
+
+
+def test_several_processes_have_the_bits_of_one_device(pool: Pool) -> None:
+    runs = [Run(plan_of(8, 4, "2bw")), Run(plan_of(8, 8, "interleaved"), REACHING, evaluates=True)]
+    for run, parts in zip(runs, zip(*pool.run(4, run_several, runs), strict=True), strict=True):
+        alone = run_pipeline(run)
+        check(run, alone)
+        for part in parts:
+            check(run, part)
+            assert part[2] == alone[2]
+            assert (part[2] is not None) == run.evaluates
+
+
+def test_replicas_that_take_turns_send_past_stages(pool: Pool) -> None:
+    groups = ((0, 1), (2,), (3,))
+    stages = [penstock.Stage(*cut, ranks) for cut, ranks in zip(((0, 2), (2, 4), (4, 7)), groups, strict=True)]
+    plan = penstock.Plan(tuple(stages), "1f1b-flush", 4)
+    run = Run(plan, ((), (), (), (), (0,), ()))
+    for part in pool.run(4, run_pipeline, run):
+        check(run, part)
+
+
+@pytest.mark.parametrize("more", [{"recompute": True}, {"compile": True}])
+def test_stages_that_recompute_or_are_compiled_send_past_others(more: dict[str, bool]) -> None:
+    run = Run(plan_of(8, 8, "pipedream"), REACHING, **more)
+
+    check(run, run_pipeline(run))
+
+
+def test_stages_hold_nothing_of_what_passes_them() -> None:
+    pipe = Run(plan_of(8, 4, "gpipe")).pipeline()
+    modules = [pipe._stages[rank][rank].weights.module(0) for rank in range(4)]
+    pipe.close()
+
+    assert pipe.schedule.skips == ((0, 3),)
+    # The picture of the stem goes to the last level up; stage 1 reads that of the first level down, and passes it on.
+    assert [(module.received, module.sources) for module in modules] == [
+        ((), ()),
+        (("relu",), (1,)),
+        (("relu", "relu_1", "relu_2"), (1, 1, 1)),
+        (("conv2d", "cat_1"), (3, 1)),
+    ]
+    assert [(module.sent, module.targets) for module in modules] == [
+        (("conv2d", "relu"), (3, 1)),
+        (("relu", "relu_1", "relu_2"), (1, 1, 1)),
+        (("cat_1",), (1,)),
+        (("movedim",), (1,)),
+    ]
+
+
+def test_tensors_do_not_pile_up(pool: Pool) -> None:
+    run = Run(plan_of(4, 4, "pipedream"), ((), (), (0, 0)))
+    for counts in pool.run(4, count_tensors, run):
+        assert counts[-1] <= counts[2], counts
+
+
+def test_crossings_of_a_model_name_makers_readers_and_outputs() -> None:
+    chain = capture(build_web(((), (0,), ())), (torch.zeros(3, 6, dtype=torch.float64),))
+    found = [(crossing.made, crossing.read) for crossing in crossings_of(chain)]
+
+    # What the first block makes; what the second makes, and the mask; the third's. The model's output crosses no cut.
+    assert found == [(0, (1, 2)), (1, (2,)), (1, (2,)), (2, (3,))]
+
+
+def test_a_choice_of_the_user_decides() -> None:
+    chain = capture(build_web(REACHING), (torch.zeros(3000, 6, dtype=torch.float64),))
+    plan = plan_of(8, 8, "gpipe")
+
+    assert make_schedule(plan, chain, skips="relayed").skips == ()
+    assert make_schedule(plan, chain, skips="direct").skips == ((2, 4), (2, 7), (3, 5), (4, 6), (4, 7))
+    assert make_schedule(plan, chain).skips == make_schedule(plan, chain, skips="direct").skips
+    with pytest.raises(penstock.PlanError, match=r"skips='never': expected 'auto'"):
+        make_schedule(plan, chain, skips="never")
+
+
+def test_there_are_edges_for_what_passes_stages() -> None:
+    chain = capture(build_web(((), (), (0,))), (torch.zeros(3000, 6, dtype=torch.float64),))
+    schedule = make_schedule(plan_of(4, 4, "gpipe"), chain)
+    more = set(edges_of(schedule, ())) - set(edges_of(replace(schedule, skips=()), ()))
+
+    assert schedule.skips
+    assert more == {edge for a, b in schedule.skips for edge in (Edge(a, b), Edge(b, a))}

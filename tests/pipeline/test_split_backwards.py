@@ -1,0 +1,171 @@
+"""Pipelines whose backwards are in two parts: the bits of the oracle with everything that pipelines do."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.scheduling import BackwardInput, BackwardWeight
+from penstock.scheduling.actions import Reduce
+from support import models
+from support.jobs.precision_jobs import CAST, cast_options, run_cast
+from support.processes import Pool
+from support.skip_models import Run as SkipRun
+from support.skip_models import run_pipeline as run_skips
+from support.skip_models import run_reference as run_skips_reference
+from support.skip_models import run_several as run_several_skips
+from support.split_backward_cases import CASES
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+
+SCHEDULES = ("zb-h1", "zb-v")
+
+
+@cache
+def reference(subject: str, microbatches: int) -> Outcome:
+    """Where a schedule flushes, stages change no number."""
+    return run_reference(Case(subject, "gpipe", 1, microbatches))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
+    for microbatches in (1, 2, 3, 5, 9):
+        case = Case("layered", schedule, ranks, microbatches, stages_per_rank=stages_on_a_rank(schedule))
+
+        assert_equal(reference("layered", microbatches), run_pipeline(case))
+
+
+def plan_of(stages: int, schedule: str) -> penstock.Plan:
+    per_rank = stages_on_a_rank(schedule)
+    return penstock.Plan.uniform(8, stages, schedule=schedule, microbatches=3, stages_per_rank=per_rank)
+
+
+REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
+"""What the blocks of a web read beside the last one."""
+SKIPS = [
+    SkipRun(plan_of(4, "zb-h1")),
+    SkipRun(plan_of(8, "zb-v"), REACHING),
+    SkipRun(plan_of(8, "zb-h1"), REACHING, recompute=True),
+]
+
+
+def check_skips(run: SkipRun, outcome: tuple[list[float], dict[str, Tensor], float | None]) -> None:
+    losses, state = run_skips_reference(run)
+    assert_equal(Outcome(tuple(losses), state), Outcome(tuple(outcome[0]), outcome[1]))
+
+
+@pytest.mark.parametrize("run", SKIPS, ids=lambda run: f"{run.plan.schedule}-{len(run.plan.stages)}")
+def test_values_that_pass_stages(run: SkipRun) -> None:
+    check_skips(run, run_skips(run))
+
+
+def test_values_that_pass_stages_in_several_processes(pool: Pool) -> None:
+    for run, parts in zip(SKIPS[:2], zip(*pool.run(4, run_several_skips, SKIPS[:2]), strict=True), strict=True):
+        for part in parts:
+            check_skips(run, part)
+
+
+@pytest.mark.parametrize("subject", CAST)
+@pytest.mark.parametrize("options", [{}, {"version_dtype": torch.bfloat16}], ids=["autocast", "low versions"])
+def test_precisions(subject: str, options: dict[str, object]) -> None:
+    batches = [(x.float(), y) for x, y in models.LAYERED.batches]
+    for schedule, recompute in (("zb-h1", None), ("zb-h1", True)):
+        losses, state = run_cast(subject, schedule, 3, 4, recompute, **options)
+        expected = penstock.reference_train(
+            CAST[subject](), batches, **{**cast_options(schedule, 3, 4, torch.bfloat16), **options}
+        )
+
+        assert tuple(losses) == expected.losses
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in state.items())
+
+
+def test_replicas_sum_up_when_the_last_weight_part_is_done() -> None:
+    case = Case("layered", "zb-h1", 2, 5, replicas=(1, 2))
+    for row in penstock.schedule(case.options["plan"]).step(0)[1:]:
+        last = max(index for index, action in enumerate(row) if isinstance(action, BackwardWeight))
+
+        assert isinstance(row[last + 1], Reduce)
+    assert_equal(run_reference(case), run_pipeline(case))
+
+
+def test_hooks_of_weights_run_with_their_last_gradient() -> None:
+    """So that sums over replicas can begin while the weight part goes on; on what is added before no hook is needed."""
+    bench, _ = CASES["block"]
+    made: list[Tensor] = []
+    hooks = [leaf.register_post_accumulate_grad_hook(made.append) for leaf in bench.leaves]
+    bench.run(divided=True, hooked=True)
+    counts = {id(leaf): sum(leaf is other for other in made) for leaf in bench.leaves}
+    for hook in hooks:
+        hook.remove()
+
+    assert set(counts.values()) == {3}
+
+
+class Breaking(nn.Module):
+    """Its backward fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.fail) if x.requires_grad else None
+        return x * 2
+
+    def fail(self, gradient: Tensor) -> None:
+        """Instead of a gradient."""
+        raise ValueError("the gradient is broken")
+
+
+def test_an_error_names_the_part() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Breaking(), nn.Linear(6, 3)).double()
+    x, y = models.LAYERED.batches[0]
+    pipe = penstock.Pipeline(model, (x[:2],), models.LAYERED.loss_fn, models.plain, "zb-h1", 2, stages=2)
+    with pytest.raises(ValueError, match="the gradient is broken") as caught:
+        pipe.step(x, y)
+
+    assert caught.value.__notes__[0] == ("penstock: this was action 1I0@0 of rank 1; stage 1 holds the layers 2 to 3")
+
+
+REFUSED = {
+    "compile": (
+        {"compile": {"backend": "eager"}},
+        "compile= makes one function of a stage's backward, which computes both: expected stages whose backward "
+        "autograd can do in two parts. Leave compile= out, or choose '1f1b-flush'",
+    ),
+    "layers": (
+        {"recompute": "layers"},
+        'recompute="layers" (stages 0, 1, 2) forgets a layer as soon as its gradients are there, and would have to '
+        "compute it a third time for its weights: expected stages whose backward autograd can do in two parts. Use "
+        "recompute=True, or a set of stages, or choose '1f1b-flush'",
+    ),
+    "parallelize": (
+        {"parallelize": lambda module, mesh: None},
+        "the modules of parallelize= exchange weights and gradients around whole backwards: expected stages whose "
+        "backward autograd can do in two parts. Leave parallelize= out, or choose '1f1b-flush'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_divided_is_refused(what: str) -> None:
+    options, reason = REFUSED[what]
+    case = Case("layered", "zb-h1", 3, 4)
+    with pytest.raises(penstock.PlanError) as caught:
+        run_pipeline(case, **options)
+
+    assert str(caught.value) == (
+        "schedule 'zb-h1' computes the gradients of inputs and those of weights apart, and " + reason
+    )
+    # One stage sends no gradients, and its backwards are whole.
+    if what == "layers":
+        alone = replace(case, ranks=1)
+        assert_equal(run_reference(alone), run_pipeline(alone, **options))
+
+
+def test_programs_have_both_parts() -> None:
+    """What this file is about does happen."""
+    for schedule in SCHEDULES:
+        case = Case("layered", schedule, 3, 4, stages_per_rank=stages_on_a_rank(schedule))
+        actions = [action for row in penstock.schedule(case.options["plan"]).step(0) for action in row]
+        for kind in (BackwardInput, BackwardWeight):
+            assert sum(isinstance(action, kind) for action in actions) >= 8

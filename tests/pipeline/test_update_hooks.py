@@ -1,0 +1,228 @@
+"""Hooks at the update: corrections of staleness and averages equal the oracle, and the formulas written out by hand."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import penstock
+from support import models
+from support.jobs.hook_jobs import HOOKED, run_hooked
+from support.processes import Pool
+from support.training import Case, assert_equal, run_pipeline, run_reference
+
+CASES = [
+    *(Case("layered", schedule, 3, 4) for schedule in ("gpipe", "pipedream", "vertical", "2bw")),
+    Case("layered", "interleaved", 2, 4, stages_per_rank=2),
+    Case("layered", "pipedream", 2, 4, replicas=(2, 2), drain_after=(1,)),
+    Case("normalized", "2bw", 2, 4, drain_after=(0, 2)),
+    Case("layered", "2bw", 2, 4, replicas=(2, 1)),
+]
+
+
+@pytest.mark.parametrize("recipe", HOOKED)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_hooks_equal_the_oracle(case: Case, recipe: str) -> None:
+    assert_equal(run_reference(case, **HOOKED[recipe]), run_hooked(case, recipe))
+
+
+@pytest.mark.parametrize("recipe", HOOKED)
+def test_hooks_change_what_is_computed(recipe: str) -> None:
+    case = Case("layered", "2bw", 3, 4)
+    plain = {key: value for key, value in HOOKED[recipe].items() if key != "update_hooks"} if recipe != "nadam" else {}
+
+    assert run_hooked(case, recipe).losses != run_pipeline(case, **plain).losses
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_hooks_in_several_processes(pool: Pool, schedule: str) -> None:
+    case = Case("layered", schedule, 3, 4)
+    for recipe in HOOKED:
+        for outcome in pool.run(3, run_hooked, case, recipe):
+            assert_equal(run_reference(case, **HOOKED[recipe]), outcome)
+
+
+@pytest.mark.parametrize("recipe", ["prediction", "feedback", "clipped", "scaled"])
+def test_a_schedule_that_flushes_needs_no_correction(recipe: str) -> None:
+    case = Case("layered", "gpipe", 3, 4)
+    plain = {key: value for key, value in HOOKED[recipe].items() if key != "update_hooks"}
+
+    assert_equal(run_pipeline(case, **plain), run_hooked(case, recipe))
+
+
+Weights = list[Tensor]
+Correct = Callable[[list[Weights], Weights], tuple[Weights, Weights]]
+"""From the weights so far (one per update) and the optimizer's step, the new weights and what forwards read of them."""
+
+
+def delayed_by_hand(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], correct: Correct) -> Weights:
+    """PipeDream-2BW written out, with a correction: the final weights."""
+    subject = models.SUBJECTS["perceptron"]
+    model = subject.build()
+    parameters = list(model.parameters())
+    stepped = [nn.Parameter(p.detach().clone()) for p in parameters]
+    made = optimizer(stepped)
+    weights, read = [[p.detach().clone() for p in parameters]], [[p.detach().clone() for p in parameters]]
+    for number, (x, y) in enumerate(subject.batches):
+        for parameter, value in zip(parameters, read[max(number - 1, 0)], strict=True):
+            parameter.data = value.clone()
+            parameter.grad = None
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            (F.cross_entropy(model(part), target) * 0.25).backward()
+        for own, value, parameter in zip(stepped, weights[-1], parameters, strict=True):
+            own.data = value.clone()
+            own.grad = parameter.grad
+        made.step()
+        new, seen = correct(weights, [p.detach().clone() for p in stepped])
+        weights.append(new)
+        read.append(seen)
+    return weights[-1]
+
+
+def final_weights(optimizer: Any, hooks: Sequence[penstock.UpdateHook]) -> Weights:
+    """Of the pipeline under `2bw`."""
+    options = {"update_hooks": hooks, "optimizer": optimizer}
+    state = run_pipeline(Case("perceptron", "2bw", 2, 4), **options).state
+    return [state[name] for name, _ in models.SUBJECTS["perceptron"].build().named_parameters()]
+
+
+def assert_close(expected: Weights, actual: Weights) -> None:
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("optimizer", [models.momentum, models.adamw])
+def test_prediction_reads_one_step_ahead(optimizer: Any) -> None:
+    def ahead(weights: list[Weights], new: Weights) -> tuple[Weights, Weights]:
+        return new, [2 * after - before for before, after in zip(weights[-1], new, strict=True)]
+
+    assert_close(delayed_by_hand(optimizer, ahead), final_weights(optimizer, [penstock.WeightPrediction()]))
+
+
+def test_feedback_adds_the_difference_of_two_steps() -> None:
+    steps: list[Weights] = []
+
+    def feed(weights: list[Weights], new: Weights) -> tuple[Weights, Weights]:
+        steps.append([after - before for before, after in zip(weights[-1], new, strict=True)])
+        if len(steps) > 1:
+            new = [w + 0.7 * (u - old) for w, u, old in zip(new, steps[-1], steps[-2], strict=True)]
+        return new, new
+
+    assert_close(delayed_by_hand(models.momentum, feed), final_weights(models.momentum, [penstock.ErrorFeedback(0.7)]))
+
+
+def test_look_ahead_is_nesterovs_method_with_discounted_steps() -> None:
+    """Without a delay, SGD with Nesterov momentum and a smaller rate is the same method."""
+    case = Case("perceptron", "gpipe", 2, 4)
+    expected = run_pipeline(
+        case, optimizer=lambda params: torch.optim.SGD(params, lr=0.05 * 0.1, momentum=0.9, nesterov=True)
+    )
+    actual = run_pipeline(case, optimizer=models.plain, update_hooks=[penstock.LookAhead(0.9)])
+
+    assert_close(list(expected.state.values()), list(actual.state.values()))
+
+
+def test_an_average_is_that_of_pytorch() -> None:
+    case = Case("perceptron", "gpipe", 3, 1)
+    model, options = case.build(), case.options
+    optimizer = models.momentum(list(model.parameters()))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    # PyTorch's begins with the weights after the first update.
+    averaged.update_parameters(model)
+    for x, y in case.batches:
+        optimizer.zero_grad()
+        options["loss_fn"](model(x), y).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+
+    pipe = penstock.Pipeline(case.build(), **options, update_hooks=[penstock.WeightAverage(0.9)])
+    for x, y in case.batches:
+        pipe.step(x, y)
+    averages = pipe.averages()
+
+    assert_close([p.detach() for p in averaged.module.parameters()], [averages[n] for n, _ in model.named_parameters()])
+
+
+def test_evaluation_with_averages_leaves_the_weights_as_they_were() -> None:
+    case = Case("layered", "2bw", 3, 4)
+    pipe = penstock.Pipeline(case.build(), **case.options, update_hooks=[penstock.WeightAverage(0.5)])
+    x, y = case.batches[0]
+    pipe.step(x, y)
+    pipe.step(*case.batches[1])
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    plain = float(pipe.evaluate(x, y).loss)
+    with pipe.averaged():
+        averaged = float(pipe.evaluate(x, y).loss)
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    alone = case.build()
+    alone.load_state_dict(state)
+
+    assert averaged != plain
+    assert averaged == pytest.approx(F.cross_entropy(alone.eval()(x), y).item(), rel=1e-12)
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert torch.equal(before[name], tensor), name
+
+
+@pytest.mark.parametrize("recipe", ["prediction", "several", "own"])
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_training_goes_on_from_a_checkpoint_of_other_stages(recipe: str, schedule: str, tmp_path: Any) -> None:
+    """Under 2bw, whose numbers do not depend on the stages; under pipedream on as many."""
+    case = Case("layered", schedule, 3, 4)
+    other = Case("layered", schedule, 3 if schedule == "pipedream" else 2, 4)
+    whole = penstock.Pipeline(case.build(), **case.options, **HOOKED[recipe])
+    resumed = penstock.Pipeline(case.build(), **other.options, **HOOKED[recipe])
+    for x, y in case.batches[:2]:
+        whole.step(x, y)
+    whole.save(tmp_path / "state")
+    # What it has seen so far is forgotten.
+    resumed.step(*case.batches[3])
+    resumed.load(tmp_path / "state")
+    for x, y in case.batches[2:]:
+        assert float(whole.step(x, y).loss) == float(resumed.step(x, y).loss)
+    if recipe == "several":
+        one, two = whole.averages(), resumed.averages()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    case = Case("layered", "2bw", 3, 4)
+    model = case.build()
+    frozen = [p for number, p in enumerate(model.parameters()) if number % 2]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    seen: set[str] = set()
+
+    class Noting(penstock.UpdateHook):
+        def after_step(self, update: penstock.WeightUpdate) -> None:
+            seen.add(update.name)
+
+    pipe = penstock.Pipeline(model, **case.options, update_hooks=[Noting()])
+    pipe.step(*case.batches[0])
+    pipe.drain()
+
+    assert seen == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+REFUSALS = {
+    "no hook": ([lambda update: None], "expected objects of a class derived from penstock.UpdateHook"),
+    "two that predict": ([penstock.WeightPrediction(), penstock.WeightPrediction(0.5)], "both say what forwards read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_wrong_hooks_are_refused(name: str) -> None:
+    hooks, said = REFUSALS[name]
+    case = Case("layered", "gpipe", 2, 4)
+    with pytest.raises(penstock.PenstockError, match=said):
+        penstock.Pipeline(case.build(), **case.options, update_hooks=hooks)
+
+
+def test_averages_that_nobody_keeps_are_refused() -> None:
+    case = Case("layered", "gpipe", 2, 4)
+    pipe = penstock.Pipeline(case.build(), **case.options)
+    with pytest.raises(penstock.PenstockError, match=r"expected a penstock\.WeightAverage"):
+        pipe.averages()

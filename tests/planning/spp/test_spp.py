@@ -1,0 +1,553 @@
+"""SPP's planner against brute force, against its own bounds, and its schedule against the algorithm as printed.
+
+The oracles are in `pipeline_execution`; they share no code with the planner. Numbers are whole where ties matter.
+"""
+
+import random
+from functools import cache
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+
+from penstock.errors import PlanError
+from penstock.planning.costs import chain_costs
+from penstock.planning.requests import Request
+from penstock.planning.spp.device_orders import device_order, link_speeds
+from penstock.planning.spp.mappings import Machine, cheapest_mappings
+from penstock.planning.spp.stage_numbers import evaluate_for, plan_spp, spp_candidates
+from penstock.scheduling import Backward, Forward, schedule
+from penstock.scheduling.definitions import Step
+from penstock.simulating.outcomes import evaluate
+from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
+from support.pipeline_execution import busiest, execute, execution_orders, lemma_1, makespan, plan_costs
+
+
+def profile_of(layers, saved=1.0, size=12):
+    """(forward, backward, bytes over the cut behind, weights) per layer."""
+    rows = [LayerProfile(str(i), f, b, cut, saved, w) for i, (f, b, cut, w) in enumerate(layers)]
+    return Profile(tuple(rows), size)
+
+
+def random_layers(generator, count, heaviest=40, widest=30):
+    def number(most):
+        return generator.choice((0, generator.randint(1, most)))
+
+    return [(generator.randint(0, 9), generator.randint(1, 9), number(widest), number(heaviest)) for _ in range(count)]
+
+
+def random_cluster(generator, devices, memory_bytes=None):
+    """A measured matrix, a machine of servers, or equal links."""
+    kind = generator.randrange(3)
+    if kind == 0:
+        rows = [[generator.randint(1, 9) for _ in range(devices)] for _ in range(devices)]
+        return Cluster.from_matrix(rows, memory_bytes)
+    if kind == 1 and devices % 2 == 0:
+        return Cluster.hierarchical(
+            [(2, generator.randint(5, 20)), (devices // 2, generator.randint(1, 5))], memory_bytes
+        )
+    return Cluster.uniform(devices, generator.randint(1, 9), memory_bytes)
+
+
+def slower(cluster):
+    return lambda a, b: min(cluster.bandwidth(a, b), cluster.bandwidth(b, a))
+
+
+def shape(plan):
+    return [(stage.start, stage.stop, stage.ranks) for stage in plan.stages]
+
+
+def compositions(total, parts):
+    for marks in combinations(range(1, total), parts - 1):
+        yield list(pairwise((0, *marks, total)))
+
+
+def all_plans(layers, order, count):
+    """Every cut into `count` stages and every way to hand all devices out in this order."""
+    for cuts in compositions(layers, count):
+        for shares in compositions(len(order), count):
+            yield [(a, b, order[i:j]) for (a, b), (i, j) in zip(cuts, shares, strict=True)]
+
+
+def fits(layers, plan, microbatches, saved, memory, copies):
+    for index, (a, b, devices) in enumerate(plan):
+        in_flight = min(microbatches, 4 * (len(plan) - 1 - index) + 1)
+        weights = sum(layers[i][3] for i in range(a, b))
+        if in_flight * saved * (b - a) / len(devices) + (2 + copies) * weights > memory:
+            return False
+    return True
+
+
+def mappings_of(layers, cluster, order, microbatches):
+    speeds = link_speeds(cluster)[np.ix_(order, order)]
+    machine = Machine(tuple(order), speeds, np.zeros_like(speeds))
+    return cheapest_mappings(chain_costs(profile_of(layers)), machine, microbatches, min(len(order), len(layers)))
+
+
+# The partition, replication and mapping.
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mappings_are_the_best_of_all_in_their_order(seed):
+    """400 machines and models each, with every number of stages: over 5,000 problems in all."""
+    generator = random.Random(seed)
+    for _ in range(400):
+        layers = random_layers(generator, generator.randint(1, 6))
+        devices = generator.randint(1, 5)
+        cluster = random_cluster(generator, devices)
+        order = tuple(generator.sample(range(devices), devices))
+        microbatches = generator.randint(1, 9)
+
+        for count, mapping in enumerate(mappings_of(layers, cluster, order, microbatches), start=1):
+            plan = [(stage.start, stage.stop, stage.ranks) for stage in mapping.stages]
+            found = busiest(layers, plan, slower(cluster), microbatches)
+            values = (
+                busiest(layers, other, slower(cluster), microbatches) for other in all_plans(len(layers), order, count)
+            )
+
+            assert len(plan) == count
+            assert [rank for _, _, ranks in plan for rank in ranks] == list(order)
+            assert found == pytest.approx(mapping.seconds, rel=1e-12)
+            assert found == pytest.approx(min(values), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_within_a_memory_limit_are_the_best_that_fit(seed):
+    generator = random.Random(100 + seed)
+    none_fits = 0
+    for _ in range(100):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=10)
+        devices = generator.randint(1, 4)
+        memory = generator.randint(8, 90)
+        cluster = Cluster.uniform(devices, generator.randint(1, 9), memory)
+        microbatches = generator.randint(1, 20)
+        saved, copies = generator.randint(0, 5), generator.choice((0.0, 2.0))
+        request = Request("spp", microbatches, optimizer_copies=copies)
+        best = {}
+        for count in range(1, min(devices, len(layers)) + 1):
+            plans = all_plans(len(layers), tuple(range(devices)), count)
+            fitting = [plan for plan in plans if fits(layers, plan, microbatches, saved, memory, copies)]
+            if fitting:
+                best[count] = min(busiest(layers, plan, slower(cluster), microbatches) for plan in fitting)
+
+        if not best:
+            none_fits += 1
+            with pytest.raises(PlanError, match="nothing fits"):
+                spp_candidates(profile_of(layers, saved), cluster, request)
+            continue
+        candidates = spp_candidates(profile_of(layers, saved), cluster, request)
+
+        assert [len(plan.stages) for _, plan in candidates] == sorted(best)
+        for seconds, plan in candidates:
+            assert seconds == pytest.approx(best[len(plan.stages)], rel=1e-12)
+            assert fits(layers, shape(plan), microbatches, saved, memory, copies)
+    assert 5 < none_fits < 95
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recomputation_keeps_inputs_but_in_the_last_stage(seed):
+    """For which numbers of stages anything fits at all, with what a stage receives kept for all in flight."""
+    generator = random.Random(150 + seed)
+    for _ in range(80):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=5, widest=9)
+        devices, microbatches, saved = generator.randint(1, 4), generator.randint(2, 12), generator.randint(1, 9)
+        memory = generator.randint(10, 80)
+
+        def kept(index, stage, stages, layers=layers, microbatches=microbatches, saved=saved):
+            a, b, ranks = stage
+            received = layers[a - 1][2] if a else 0
+            behind = stages - 1 - index
+            inputs = min(microbatches, 4 * behind + 1) * received if behind else 0
+            return (inputs + saved * (b - a)) / len(ranks) + 4 * sum(layers[i][3] for i in range(a, b))
+
+        possible = [
+            count
+            for count in range(1, min(devices, len(layers)) + 1)
+            if any(
+                all(kept(index, stage, count) <= memory for index, stage in enumerate(plan))
+                for plan in all_plans(len(layers), tuple(range(devices)), count)
+            )
+        ]
+        request = Request("spp", microbatches, recompute=True)
+        try:
+            found = spp_candidates(profile_of(layers, saved), Cluster.uniform(devices, 1.0, memory), request)
+        except PlanError:
+            found = ()
+        assert [len(plan.stages) for _, plan in found] == possible
+
+
+def test_the_order_is_also_taken_backwards():
+    """A light layer and a heavy one, two devices that are close and one that is not: the close ones belong last."""
+    cluster = Cluster.from_matrix([[1, 9, 1], [9, 1, 1], [1, 1, 1]])
+    forth, back = spp_candidates(profile_of([(1, 1, 0, 50), (4, 4, 0, 50)]), cluster, Request("spp", 3, stages=2))
+
+    assert shape(forth[1]) == [(0, 1, (0, 1)), (1, 2, (2,))]
+    assert shape(back[1]) == [(0, 1, (2,)), (1, 2, (1, 0))]
+    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))
+
+
+def test_ties_go_to_the_fewest_devices_then_the_fewest_layers_in_front():
+    """Weights without time or size: every plan is as good as any other."""
+    layers = [(0, 0, 0, 0)] * 4
+    mapping = mappings_of(layers, Cluster.uniform(5, 1.0), tuple(range(5)), 3)[2]
+
+    assert [str(stage) for stage in mapping.stages] == [
+        "layers [0, 1) on rank 0",
+        "layers [1, 2) on rank 1",
+        "layers [2, 4) on ranks 2-4",
+    ]
+
+
+def test_a_shared_medium_moves_r_times_as_much():
+    layers = [(1, 1, 0, 6)]
+    ring, medium = (
+        spp_candidates(profile_of(layers), Cluster.uniform(3, 2.0), Request("spp", 3, allreduce=allreduce))[0][0]
+        for allreduce in ("ring", "shared")
+    )
+
+    assert ring == pytest.approx(3 * 2 / 3 + 2 * 2 / 3 * 6 / 2)
+    assert medium == pytest.approx(3 * 2 / 3 + 2 * 2 * 6 / 2)
+
+
+def test_latency_counts_once_per_message():
+    cluster = Cluster.uniform(2, 1e9, latency_seconds=0.5)
+    one, two = (plan for plan in spp_candidates(profile_of([(0, 1, 0, 0)] * 2), cluster, Request("spp", 8)))
+
+    assert one[0] == pytest.approx(8 * 2 / 2 + 2 * 0.5)
+    assert two[0] == pytest.approx(8 * max(1, 2 * 0.5))
+
+
+# The execution scheduler.
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_the_printed_algorithm_takes_as_many_passes_as_proved(stages):
+    for microbatches in range(1, 34):
+        orders, passes = execution_orders(stages, microbatches)
+
+        assert passes == microbatches + 4 * stages - 4
+        for s, order in enumerate(orders):
+            warm_up = min(microbatches, 4 * (stages - 1 - s) + 1)
+            alternating = [("F", k) for k in range(warm_up)]
+            for k in range(microbatches):
+                alternating += [("B", k)] + [("F", k + warm_up)] * (k + warm_up < microbatches)
+            assert order == alternating
+
+
+@pytest.mark.parametrize(("stages", "early", "deep"), [(4, 157, 111), (8, 185, 131)])
+def test_deep_warm_up_hides_communication(stages, early, deep):
+    """32 microbatches, forward 1, backward 2, every message 1: specs/spp.md, section 4."""
+    costs = [1] * stages, [2] * stages, [1] * (stages - 1), [1] * (stages - 1), [0] * stages
+    one_f_one_b = []
+    for s in range(stages):
+        warm_up = stages - s
+        order = [("F", k) for k in range(warm_up)]
+        for k in range(32):
+            order += [("B", k)] + [("F", k + warm_up)] * (k + warm_up < 32)
+        one_f_one_b.append(order)
+
+    assert makespan(execution_orders(stages, 32)[0], *costs) == deep
+    assert makespan(one_f_one_b, *costs) == early
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_the_schedule_spp_is_the_order_of_the_printed_algorithm(stages):
+    for microbatches in range(1, 30):
+        made = schedule(Plan.uniform(stages, stages, "spp", microbatches))
+
+        for rank, expected in enumerate(execution_orders(stages, microbatches)[0]):
+            for minibatch in (0, 2):
+                row = [act for act in made.row(rank, Step(minibatch)) if isinstance(act, Forward | Backward)]
+                found = [("F" if isinstance(act, Forward) else "B", act.microbatch) for act in row]
+                assert found == [(kind, k + minibatch * microbatches) for kind, k in expected]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_simulator_and_printed_algorithm_agree(seed):
+    """500 random plans each, where the all-reduce begins when all backwards are done, as it does in the paper."""
+    generator = random.Random(400 + seed)
+    for _ in range(500):
+        layers, stages, cluster, microbatches = random_plan(generator)
+        plan = Plan(tuple(Stage(*stage) for stage in stages), "spp", microbatches, 12, routing="split")
+        outcome = evaluate(plan, profile_of(layers), cluster, overlap_reduce=False)
+
+        assert outcome.minibatch_seconds == pytest.approx(
+            execute(layers, stages, cluster.bandwidth, microbatches), rel=1e-9
+        )
+
+
+def random_plan(generator):
+    layers = random_layers(generator, generator.randint(1, 7))
+    devices = generator.randint(1, 7)
+    cluster = random_cluster(generator, devices)
+    count = generator.randint(1, min(devices, len(layers)))
+    cuts = sorted(generator.sample(range(1, len(layers)), count - 1))
+    shares = sorted(generator.sample(range(1, devices), count - 1))
+    order = generator.sample(range(devices), devices)
+    pairs = zip(pairwise((0, *cuts, len(layers))), pairwise((0, *shares, devices)), strict=True)
+    return layers, [(a, b, tuple(order[i:j])) for (a, b), (i, j) in pairs], cluster, generator.randint(1, 24)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lemma_1_holds_for_every_plan(seed):
+    """T_PE <= (1 + (4|S| - 4)/M) M C + max A, one channel per direction: 1,000 random plans each."""
+    generator = random.Random(200 + seed)
+    tightest = 0.0
+    for _ in range(1000):
+        layers, plan, cluster, microbatches = random_plan(generator)
+        seconds = execute(layers, plan, cluster.bandwidth, microbatches)
+        costs = plan_costs(layers, plan, cluster.bandwidth)
+        bound = lemma_1(costs, microbatches)
+
+        assert seconds <= bound * (1 + 1e-12)
+        assert seconds >= max(microbatches * (f + b) for f, b in zip(costs[0], costs[1], strict=True)) * (1 - 1e-12)
+        tightest = max(tightest, seconds / bound)
+    assert tightest > 0.8
+
+
+# The claims about the whole.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lemma_2_bounds_what_the_order_of_devices_costs(seed):
+    """W <= (1 + Phi) W*, with W* over all orders of up to 4 devices: 60 random machines and models each."""
+    generator = random.Random(300 + seed)
+    for _ in range(60):
+        layers = random_layers(generator, generator.randint(1, 5))
+        devices = generator.randint(1, 4)
+        cluster = random_cluster(generator, devices)
+        microbatches = generator.randint(1, 12)
+        best = min(
+            mapping.seconds
+            for order in permutations(range(devices))
+            for mapping in mappings_of(layers, cluster, order, microbatches)
+        )
+        found = min(seconds for seconds, _ in spp_candidates(profile_of(layers), cluster, Request("spp", microbatches)))
+        speeds = link_speeds(cluster)[~np.eye(devices, dtype=bool)]
+        least, most = (speeds.min(), speeds.max()) if devices > 1 else (1.0, 1.0)
+        longest = max(f + b for f, b, _, _ in layers)
+        widest = max([2 * cut for _, _, cut, _ in layers[:-1]], default=0)
+        gamma = sum(f + b for f, b, _, _ in layers) / devices
+        phi = max(longest * most, widest) / gamma * (1 / least - 1 / most)
+
+        assert best * (1 - 1e-12) <= found <= (1 + phi) * best * (1 + 1e-12)
+        assert best >= microbatches * gamma * (1 - 1e-12)
+
+
+def test_equal_links_leave_nothing_to_the_order():
+    generator = random.Random(17)
+    for _ in range(50):
+        layers = random_layers(generator, generator.randint(1, 6))
+        cluster = Cluster.uniform(generator.randint(1, 5), 3.0)
+        candidates = spp_candidates(profile_of(layers), cluster, Request("spp", 4))
+
+        assert [len(plan.stages) for _, plan in candidates] == list(range(1, min(cluster.devices, len(layers)) + 1))
+        assert all(plan.schedule == "spp" and plan.routing == "split" for _, plan in candidates)
+
+
+@cache
+def servers_of_four(seed):
+    """The machine of section V-B in bytes per second: 3 servers on PCIe, 5 on NVLink, ranks shuffled."""
+    generator = random.Random(seed)
+    ranks = generator.sample(range(32), 32)
+    rows = [[1.0] * 32 for _ in ranks]
+    for a, b in combinations(range(32), 2):
+        inside = (96, 128) if a // 4 < 3 else (160, 200)
+        speed = generator.uniform(*(inside if a // 4 == b // 4 else (32, 40))) * 1e9 / 8
+        rows[ranks[a]][ranks[b]] = rows[ranks[b]][ranks[a]] = speed
+    return Cluster.from_matrix(rows), [set(ranks[4 * server : 4 * server + 4]) for server in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_take_the_devices_of_a_server_in_a_row(seed):
+    cluster, servers = servers_of_four(seed)
+    layers = [(0.01, 0.02, 3e6, 12e6)] * 26
+    candidates = spp_candidates(profile_of(layers), cluster, Request("spp", 32))
+
+    assert {len(plan.stages) for _, plan in candidates} == set(range(1, 27))
+    for _, plan in candidates:
+        order = [rank for stage in plan.stages for rank in stage.ranks]
+        assert order in (list(device_order(link_speeds(cluster))), list(device_order(link_speeds(cluster))[::-1]))
+        for server in servers:
+            found = sorted(order.index(rank) for rank in server)
+            assert found == list(range(found[0], found[0] + 4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fastest_number_of_stages_is_taken(seed):
+    generator = random.Random(500 + seed)
+    depths = set()
+    for _ in range(60):
+        layers = random_layers(generator, generator.randint(1, 6), widest=4)
+        cluster = random_cluster(generator, generator.randint(1, 5))
+        microbatches = generator.randint(1, 16)
+        profile, request = profile_of(layers), Request("spp", microbatches)
+        plan = plan_spp(profile, cluster, request)
+        others = [
+            evaluate_for(request, other, profile, cluster).minibatch_seconds
+            for _, other in spp_candidates(profile, cluster, request)
+        ]
+
+        assert plan.predicted.minibatch_seconds == min(others)
+        assert min(others) >= microbatches * sum(f + b for f, b, _, _ in layers) / cluster.devices * (1 - 1e-12)
+        # The simulator lets an all-reduce begin during the last backward; the paper does not.
+        assert min(others) <= execute(layers, shape(plan), cluster.bandwidth, microbatches) * (1 + 1e-12)
+        depths.add(len(plan.stages))
+    assert len(depths) > 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_plans_are_near_the_best_of_all(seed):
+    """The simulated minibatch against every cut, every share and every order of up to 4 devices.
+
+    No bound is proved for the mean; on average it is within 2 %, and Theorem 1 bounds each.
+    """
+    generator = random.Random(600 + seed)
+    ratios = []
+    for _ in range(40):
+        layers = random_layers(generator, generator.randint(2, 5))
+        devices, microbatches = generator.randint(2, 4), generator.choice((2, 4, 8, 16))
+        cluster = random_cluster(generator, devices)
+        best = min(
+            execute(layers, plan, cluster.bandwidth, microbatches)
+            for order in permutations(range(devices))
+            for count in range(1, min(devices, len(layers)) + 1)
+            for plan in all_plans(len(layers), order, count)
+        )
+        candidates = spp_candidates(profile_of(layers), cluster, Request("spp", microbatches))
+        found = min(execute(layers, shape(plan), cluster.bandwidth, microbatches) for _, plan in candidates)
+        ratios.append(found / best)
+    assert min(ratios) >= 1 - 1e-12
+    assert sum(ratios) / len(ratios) < 1.02
+
+
+@pytest.mark.parametrize("cut", [5, 30])
+def test_buffers_that_the_simulator_counts_are_planned_for(cut):
+    """From memory for no plan to memory for any: each plan fits, and more memory never makes it slower."""
+    layers, saved = [(1, 2, cut, 10)] * 6, 10.0
+    slower = np.inf
+    splits = set()
+    for memory in range(100, 500, 5):
+        try:
+            plan = plan_spp(profile_of(layers, saved), Cluster.uniform(3, 10.0, memory), Request("spp", 12))
+        except PlanError as error:
+            assert "nothing fits" in str(error)
+            assert not splits
+            continue
+        splits.add(tuple(shape(plan)))
+        assert max(plan.predicted.peak_bytes) <= memory
+        assert plan.predicted.minibatch_seconds <= slower
+        slower = plan.predicted.minibatch_seconds
+    assert len(splits) > 1
+
+
+# What is asked of the planner.
+
+
+def test_the_number_of_stages_can_be_fixed():
+    generator = random.Random(23)
+    layers = random_layers(generator, 6)
+    for count in range(1, 5):
+        candidates = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, stages=count))
+
+        assert [len(plan.stages) for _, plan in candidates] == [count]
+        assert candidates[0][1].ranks == 4
+
+
+def test_straight_plans_have_no_replicas():
+    layers = [(1, 2, 3, 4)] * 6
+    whole = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, straight=True))
+    part = spp_candidates(profile_of(layers), Cluster.uniform(4, 2.0), Request("spp", 4, straight=True, stages=3))
+
+    assert [plan.replicas for _, plan in whole] == [(1,) * 4]
+    assert [plan.replicas for _, plan in part] == [(1,) * 3]
+
+
+def test_recomputation_takes_a_forward_more_but_in_the_last_stage():
+    """Two stages of 4 equal layers each without recomputation; with it, the first has less to do."""
+    layers, cluster = [(2, 1, 0, 0)] * 8, Cluster.uniform(2, 1.0)
+    for recompute, cut, seconds in ((False, 4, 5 * 4 * 3), (True, 3, 5 * 3 * (2 + 1 + 2))):
+        request = Request("spp", 5, stages=2, recompute=recompute)
+        ((found, plan),) = spp_candidates(profile_of(layers), cluster, request)
+
+        assert (plan.recompute, plan.stages[0].stop) == (recompute, cut)
+        assert found == seconds
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 9])
+def test_simulator_counts_recomputation_as_the_planner_does(microbatches):
+    """Without communication W is the time that the busiest rank computes, which the simulator measures."""
+    generator = random.Random(microbatches)
+    for _ in range(30):
+        layers = [(f, b, 0, 0) for f, b, _, _ in random_layers(generator, generator.randint(1, 6))]
+        profile, cluster = profile_of(layers), Cluster.uniform(generator.randint(1, 4), 1.0)
+        request = Request("spp", microbatches, recompute=True)
+
+        for seconds, plan in spp_candidates(profile, cluster, request):
+            outcome = evaluate_for(request, plan, profile, cluster)
+            assert outcome.bottleneck_seconds * microbatches == pytest.approx(seconds, rel=1e-9)
+
+
+def test_replicas_can_be_held_to_whole_samples():
+    """12 samples on 5 devices: 5 replicas cannot share them; 4 and 1, or 3 and 2, can."""
+    profile, cluster = profile_of([(1, 2, 0, 0)] * 5), Cluster.uniform(5, 1.0)
+    free = spp_candidates(profile, cluster, Request("spp", 4))
+    whole = spp_candidates(profile, cluster, Request("spp", 4), whole_samples=True)
+
+    assert [len(plan.stages) for _, plan in free] == [1, 2, 3, 4, 5]
+    assert [len(plan.stages) for _, plan in whole] == [2, 3, 4, 5]
+    assert all(12 % count == 0 for _, plan in whole for count in plan.replicas)
+    with pytest.raises(PlanError, match="12 samples equally"):
+        plan_spp(profile, cluster, Request("spp", 4, stages=1), whole_samples=True)
+
+
+def test_what_would_be_enough_memory_is_enough():
+    generator = random.Random(41)
+    for _ in range(20):
+        layers = random_layers(generator, generator.randint(1, 5), heaviest=10)
+        devices = generator.randint(1, 4)
+        request = Request("spp", generator.randint(1, 20))
+        with pytest.raises(PlanError, match="nothing fits") as caught:
+            plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, 1.0), request)
+        number, unit = str(caught.value).split("With ")[1].split(" on each")[0].split()
+        # Three digits are printed.
+        size = 1.01 * float(number) * {"B": 1, "kB": 1e3}[unit]
+
+        plan = plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, size), request)
+        assert max(plan.predicted.peak_bytes) <= size
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_simulator_and_planner_count_the_same_memory(recompute):
+    """Where cuts carry nothing: what is in flight, and weights, gradients and two copies for the optimizer."""
+    generator = random.Random(43)
+    for _ in range(40):
+        layers = [(f, b, 0, w) for f, b, _, w in random_layers(generator, generator.randint(1, 6))]
+        microbatches, saved = generator.randint(2, 20), 5.0
+        request = Request("spp", microbatches, recompute=recompute)
+        profile, cluster = profile_of(layers, saved), Cluster.uniform(generator.randint(1, 4), 1.0)
+
+        for _, plan in spp_candidates(profile, cluster, request):
+            peaks = evaluate_for(request, plan, profile, cluster).peak_bytes
+            for index, stage in enumerate(plan.stages):
+                count = 1 if recompute else min(microbatches, 4 * (len(plan.stages) - 1 - index) + 1)
+                each = saved * (stage.stop - stage.start) / len(stage.ranks)
+                weights = sum(layers[i][3] for i in range(stage.start, stage.stop))
+                # Where all forwards come before the first backward, that one frees memory for the gradients.
+                last = max(each, weights) if count == microbatches else each + weights
+                expected = (count - 1) * each + last + 3 * weights
+                assert [peaks[rank] for rank in stage.ranks] == pytest.approx([expected] * len(stage.ranks))
+
+
+@pytest.mark.parametrize(
+    ("request_", "layers", "devices", "words"),
+    [
+        (Request("spp", 4, stages=5), 8, 4, "at most 4"),
+        (Request("spp", 4, stages=4), 3, 4, "at most 3"),
+        (Request("spp", 4, straight=True), 3, 4, "one layer per stage"),
+        (Request("spp", 4), 2, 4096, "too many"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(request_, layers, devices, words):
+    with pytest.raises(PlanError, match=words):
+        spp_candidates(profile_of([(1, 1, 1, 1)] * layers), Cluster.uniform(devices, 1.0), request_)

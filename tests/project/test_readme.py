@@ -1,0 +1,111 @@
+"""What the README shows is what there is: its script, what that prints, its commands, and its diff of a loop."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from support.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def blocks(language: str) -> list[str]:
+    """The README's blocks of code in `language`, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What `command` prints; it must succeed."""
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_first_script_is_the_quickstart() -> None:
+    assert (ROOT / "examples" / "quickstart.py").read_text() == blocks("python")[0]
+
+
+def test_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    printed = run([sys.executable, str(ROOT / "examples" / "quickstart.py")], tmp_path)
+
+    *picture, loss = printed.splitlines()
+    *expected_picture, expected_loss = blocks("text")[0].splitlines()
+    assert expected_picture == picture
+    # The last digits depend on PyTorch's version and the processor.
+    assert abs(float(loss.split()[-1]) - float(expected_loss.split()[-1])) < 0.3
+    assert expected_loss.split()[:-1] == loss.split()[:-1]
+
+
+def test_other_python_runs() -> None:
+    import torch
+
+    import penstock
+
+    names = {
+        "penstock": penstock,
+        "torch": torch,
+        "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
+    }
+    for block in blocks("python")[1:]:
+        exec(block.replace("plan.yaml", os.devnull), {**names, "sample": (torch.randn(2, 8),)})
+
+
+def test_training_loop_changes_in_six_lines() -> None:
+    (diff,) = blocks("diff")
+    lines = diff.splitlines()
+    before, after = (
+        "\n".join(line[1:] for line in lines if not line.startswith(side)) for side in ("+", "-")
+    )  # fmt: skip
+
+    assert all(line == "" or line[0] in " +-" for line in lines)
+    assert sum(line.startswith("+") for line in lines) <= 6
+    assert sum(line.startswith("-") for line in lines) <= 6
+    ast.parse(before)
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(after)) if isinstance(node, ast.Call)}
+    assert {"penstock.Pipeline", "pipe.step", "pipe.drain"} <= called
+
+
+def test_both_sides_of_the_diff_train() -> None:
+    import torch
+
+    (diff,) = blocks("diff")
+    for side in ("+", "-"):
+        program = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(side))
+        torch.manual_seed(0)
+        x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        names = {"model": torch.nn.Sequential(torch.nn.Linear(4, 3)), "tokens": x[:1], "loader": [(x, y)] * 2}
+        exec(program, {**names, "print": lambda loss: None})
+
+
+def test_set_up_commands_exist() -> None:
+    commands = [shlex.split(line, comments=True)[0] for line in blocks("sh")[0].splitlines()]
+
+    assert commands == ["./scripts/train", "./scripts/test"]
+    for command in [*commands, ".ci/run"]:
+        assert os.access(ROOT / command, os.X_OK), f"{command} cannot be executed"
+        run(["sh", "-n", command], ROOT)
+
+
+def test_command_line_works_as_shown(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for line in blocks("sh")[1].splitlines():
+        words = shlex.split(line, comments=True)
+
+        assert words[0] == "penstock"
+        assert run(
+            [sys.executable, "-c", "from penstock.cli import main; raise SystemExit(main())", *words[1:]], tmp_path
+        )
+
+
+def test_links_and_files_exist() -> None:
+    named = re.findall(r"`((?:examples|configs|scripts|docs|tests)/[\w./]+)`", README) + re.findall(
+        r"\]\(([^)#:]+)\)", README
+    )
+
+    assert [name for name in named if not (ROOT / name).exists()] == []

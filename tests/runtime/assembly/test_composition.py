@@ -1,0 +1,171 @@
+"""PyTorch's own parallelism inside of stages: the numbers of one device, and 1/t of the bytes between stages."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import penstock
+from penstock.oracle.references import Reference
+from support.jobs import composition_jobs as jobs
+from support.jobs.composition_jobs import Outcome, Run
+from support.processes import Pool
+
+ROUNDING = 1e-14
+"""Tensor parallelism adds the parts of a row-wise layer in another order than one device does. In float64 that is
+1e-16 of a number of order one; four steps make it no more than this."""
+
+
+@cache
+def reference(run: Run) -> Reference:
+    return penstock.reference_train(jobs.build_model(), jobs.BATCHES, **run.options)
+
+
+def train(pool: Pool, run: Run) -> list[Outcome]:
+    return pool.run(run.plan.ranks, jobs.train, run)
+
+
+def farthest(run: Run, outcomes: list[Outcome]) -> float:
+    """The largest difference from the oracle, of all losses and weights on all processes."""
+    expected = reference(run)
+    differences = [
+        float((tensor - expected.state[name]).abs().max())
+        for outcome in outcomes
+        for name, tensor in outcome.state.items()
+    ]
+    assert {name for outcome in outcomes for name in outcome.state} == expected.state.keys()
+    pairs = [pair for outcome in outcomes for pair in zip(outcome.losses, expected.losses, strict=True)]
+    return max(*differences, *(abs(one - other) for one, other in pairs))
+
+
+def activation_bytes(run: Run) -> int:
+    """What crosses one cut in one direction in a whole training: all samples, once a step."""
+    return len(jobs.BATCHES) * jobs.BATCHES[0][0].numel() * jobs.WIDTH * 8
+
+
+SPLIT = (
+    Run("split_columns_and_rows", lanes=2),
+    Run("split_columns_and_rows", "pipedream", lanes=2, vertical_sync=True),
+    Run("split_columns_and_rows", "2bw", lanes=2, recompute="layers"),
+    Run("split_sequence", "pipedream", lanes=2),
+    Run("split_logits", lanes=2),
+)
+
+
+@pytest.mark.parametrize("run", SPLIT, ids=str)
+def test_two_by_two_stages_and_lanes_are_one_device(pool: Pool, run: Run) -> None:
+    outcomes = train(pool, run)
+
+    assert farthest(run, outcomes) < ROUNDING
+    assert [outcome.sent_bytes for outcome in outcomes] == [activation_bytes(run) // 2] * 4
+    for outcome in outcomes[1:]:
+        assert outcome.evaluated == outcomes[0].evaluated
+        assert torch.equal(outcome.predicted, outcomes[0].predicted)
+
+
+def test_interleaved_stages_send_a_part_over_every_cut(pool: Pool) -> None:
+    run = Run("split_columns_and_rows", "interleaved", stages=4, lanes=2)
+    outcomes = train(pool, run)
+
+    assert farthest(run, outcomes) < ROUNDING
+    # Three cuts, there and back, of which the processes at either end send one direction each.
+    assert sum(outcome.sent_bytes for outcome in outcomes) == 3 * 2 * activation_bytes(run)
+
+
+SHARDED = (
+    Run("shard_blocks", replicas=2, optimizer="adamw"),
+    Run("shard_some", "interleaved", stages=4, replicas=2),
+    Run("shard_blocks", "spp", replicas=2, microbatches=3, split=True),
+    Run("shard_blocks", replicas=2, recompute=True),
+)
+
+
+@pytest.mark.parametrize("run", SHARDED, ids=str)
+def test_fully_sharded_replicas_are_one_device_bit_for_bit(pool: Pool, run: Run) -> None:
+    """Two summands have one sum."""
+    assert farthest(run, train(pool, run)) == 0
+
+
+LANES_AND_REPLICAS = (
+    Run("split_columns_and_rows", stages=1, lanes=2, replicas=2),
+    Run("split_sequence", "pipedream", stages=1, lanes=2, replicas=2, microbatches=5),
+    Run("split_columns_and_rows", "2bw", stages=1, lanes=2, replicas=2, split=True),
+    Run("split_and_shard", stages=1, lanes=2, replicas=2),
+)
+
+
+@pytest.mark.parametrize("run", LANES_AND_REPLICAS, ids=str)
+def test_replicas_of_several_lanes_sum_their_shards(pool: Pool, run: Run) -> None:
+    assert farthest(run, train(pool, run)) < ROUNDING
+
+
+CLIPPED = (
+    Run("split_columns_and_rows", lanes=2, most=0.5),
+    Run("split_sequence", "pipedream", lanes=2, most=0.5),
+    Run("split_columns_and_rows", "2bw", lanes=2, most=0.5, scales=True),
+    Run("shard_blocks", replicas=2, most=0.5),
+    Run("shard_some", "interleaved", stages=4, replicas=2, most=0.5, scales=True),
+    Run("split_and_shard", stages=1, lanes=2, replicas=2, most=0.5),
+)
+
+
+@pytest.mark.parametrize("run", CLIPPED, ids=str)
+def test_norms_are_those_of_whole_gradients(pool: Pool, run: Run) -> None:
+    """A norm of parts is rounded otherwise than the norm of the whole."""
+    assert farthest(run, train(pool, run)) < ROUNDING
+    assert reference(run).losses != reference(replace(run, most=None, scales=False)).losses
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run("split_columns_and_rows", "2bw", lanes=2, hooked=True), Run("shard_blocks", replicas=2, hooked=True)],
+    ids=str,
+)
+def test_hooks_at_updates_see_whole_parameters(pool: Pool, run: Run) -> None:
+    assert farthest(run, train(pool, run)) < ROUNDING
+    assert reference(run).losses != reference(replace(run, hooked=False)).losses
+
+
+def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> None:
+    """The prediction is that of a model with the final weights, dropout off."""
+    for run in (Run("split_columns_and_rows", "2bw", lanes=2), Run("shard_blocks", replicas=2)):
+        outcomes = train(pool, run)
+        model = jobs.build_model()
+        model.load_state_dict({name: tensor for outcome in outcomes for name, tensor in outcome.state.items()})
+        with torch.no_grad():
+            expected = model.eval()(jobs.BATCHES[1][0])
+
+        assert torch.allclose(expected, outcomes[0].predicted, rtol=0, atol=ROUNDING)
+
+
+def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
+    """Without a plan: two stages of two lanes on four processes. Only one lane of a rank tells what the rank did."""
+    run = Run("split_columns_and_rows", lanes=2)
+    found = pool.run(4, jobs.look_around, run, None)
+
+    told = [entry for entries, _, _ in found for entry in entries]
+    assert [names for names, *_ in told] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
+    assert [mesh for _, _, mesh, _ in told] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
+    assert {dimensions for _, dimensions, *_ in told} == {("dp", "tp")}
+    assert [lane for *_, lane in told] == [0, 1, 0, 1]
+    actions = [len(row) for row in penstock.schedule(run.plan).step(0)]
+    assert [found[0][1].count(rank) for rank in (0, 1)] == actions
+    assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING
+
+
+def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:
+    plan = replace(Run("").plan, stages=(penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))))
+    found = pool.run(3, jobs.look_around, Run(""), plan)
+    expected = penstock.reference_train(jobs.build_model(), jobs.BATCHES, **{**Run("").options, "plan": plan})
+
+    assert [told[0][2] for told, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
+    for *_, outcome in found:
+        assert outcome.losses == list(expected.losses)
+        assert all(torch.equal(expected.state[name], tensor) for name, tensor in outcome.state.items())
+
+
+def test_a_stage_without_replicas_may_be_sharded_too(pool: Pool) -> None:
+    run = Run("shard_blocks", "interleaved", stages=4)
+
+    assert farthest(run, train(pool, run)) == 0

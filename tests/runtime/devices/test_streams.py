@@ -1,0 +1,161 @@
+"""Ranks that share a device on streams of their own: in the right order, whatever order the device takes."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.devices.staging import DeviceStaging
+from penstock.runtime.devices.streams import DeviceStreams, UpdateOrder
+from penstock.runtime.devices.timestamps import DeviceMoments
+from penstock.runtime.transport.transport import Edge, Loopback
+from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+
+LAYOUT: Layout = (torch.Size((3,)), (1,), torch.float64)
+SEEDS = st.integers(0, 2**32)
+Work = Callable[[SimulatedDevice], bool]
+
+
+def made(device: SimulatedDevice, value: float) -> Tensor:
+    """A tensor that is computed in the current stream."""
+    tensor = device.device_memory(LAYOUT, device.current())
+    device.fill(tensor, value)
+    return tensor
+
+
+def messages(device: SimulatedDevice) -> bool:
+    """Two ranks of one process send each other tensors, and drop them; whether each read what was sent."""
+    streams, transport = DeviceStreams(device, (0, 1)), Loopback(DeviceStaging(device))
+    found = []
+    with streams.part():
+        for number in range(4):
+            for source, target in ((0, 1), (1, 0)):
+                edge = Edge(source, target)
+                with streams.on(source):
+                    transport.send(edge, "form", (made(device, 2.0 * number + source), None))
+                with streams.on(target):
+                    tensor, nothing = transport.post(edge, "form").wait()
+                    assert tensor is not None and nothing is None
+                    found.append(device.read(tensor))
+                    del tensor
+    device.finish()
+    return found == [[float(number)] * 3 for number in range(8)]
+
+
+def parts(device: SimulatedDevice) -> bool:
+    """The caller writes before a part and reads after it what two ranks have written; whether all read the newest."""
+    streams = DeviceStreams(device, (0, 1))
+    batch = device.device_memory(LAYOUT, device.current())
+    results = [device.device_memory(LAYOUT, device.current()) for _ in range(2)]
+    found = []
+    for number in range(3):
+        device.fill(batch, float(number))
+        with streams.part():
+            for rank in range(2):
+                with streams.on(rank):
+                    found.append(device.read(batch))
+                    device.fill(results[rank], float(number))
+        found += [device.read(result) for result in results]
+    device.finish()
+    return found == [[float(number)] * 3 for number in range(3) for _ in range(4)]
+
+
+def updates(ranks: int, delay: int) -> Work:
+    """Weights in two slots, of which forwards read the version `delay` behind the newest; the last rank makes the
+    updates, and rank 0 reads as well. Whether every reader, and every update of its gradients, found what was right.
+    """
+
+    def work(device: SimulatedDevice) -> bool:
+        streams = DeviceStreams(device, range(ranks))
+        orders: list[UpdateOrder] = []
+        for rank in range(ranks):
+            order = streams.order(rank, [other for other in range(ranks) if other != rank])
+            assert order is not None
+            orders.append(order)
+        slots = [device.device_memory(LAYOUT, device.current()) for _ in range(2)]
+        for slot in slots:
+            device.fill(slot, 0.0)
+        found = []
+        for version in range(1, 6):
+            with streams.part():
+                for rank in range(ranks):
+                    used = max(0, version - 1 - delay)
+                    with streams.on(rank):
+                        orders[rank].read(used)
+                        found.append((used, device.read(slots[used % 2])))
+                        orders[rank].settle()
+                        gradient = made(device, float(version))
+                        if rank + 1 < ranks:
+                            continue
+                        with orders[rank].making(version, {"weight": gradient}):
+                            found.append((version, device.read(gradient)))
+                            device.fill(slots[version % 2], float(version))
+                        del gradient
+        device.finish()
+        return all(values == [float(value)] * 3 for value, values in found)
+
+    return work
+
+
+WORK: dict[str, Work] = {
+    "messages": messages,
+    "parts": parts,
+    "updates of one rank": updates(1, 0),
+    "delayed updates of one rank": updates(1, 1),
+    "updates of two ranks": updates(2, 0),
+    "delayed updates of two ranks": updates(2, 1),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+@settings(deadline=None, max_examples=100)
+@given(seed=SEEDS)
+def test_the_order_is_right_whatever_order_the_device_takes(name: str, seed: int) -> None:
+    assert WORK[name](SimulatedDevice(seed))
+
+
+class Hasty(SimulatedDevice):
+    """Waits for no event."""
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_without_events_the_order_is_wrong(name: str) -> None:
+    assert not all(WORK[name](Hasty(seed)) for seed in range(50))
+
+
+def test_gradients_are_kept_until_the_rank_has_waited_for_the_update() -> None:
+    """And no longer: rank 0 goes on with an older version, and lets go when it is to make others."""
+    device = SimulatedDevice(0)
+    streams = DeviceStreams(device, (0,))
+    order = streams.order(0, ())
+    assert order is not None
+    gradient = made(device, 1.0)
+    with order.making(2, {"weight": gradient}):
+        pass
+    held = weakref.ref(gradient)
+    del gradient
+    order.read(1)
+
+    assert held() is not None
+    order.settle()
+    assert held() is None
+
+
+def test_moments_of_a_device_are_when_it_came_there() -> None:
+    device = SimulatedDevice(0)
+    moments = DeviceMoments(device)
+    first = moments.now()
+    assert not moments.passed(first)
+    second = moments.now()
+    one, other = moments.on_clock([first, second])
+
+    assert moments.passed(first) and moments.passed(second)
+    assert 0 <= other - one == pytest.approx(moments.seconds(first, second), abs=1e-6)

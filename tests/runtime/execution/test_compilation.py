@@ -1,0 +1,202 @@
+"""A compiled stage computes what the stage computes, with one graph for all versions of its weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.runtime.execution.compilation import Compilation, read_compilation
+from support import models
+from support.layers import Gathering, InPlace, Several
+from support.training import Case, run_reference
+
+# PyTorch raises it in itself and hides it from itself, but for those who make errors of warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+reference = cache(run_reference)
+
+
+@dataclass(slots=True)
+class Counter:
+    """A backend of torch.compile that computes what autograd would, and counts graphs."""
+
+    graphs: int = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+@pytest.fixture
+def counter() -> Iterator[Counter]:
+    """A new one, and nothing compiled before or after."""
+    torch.compiler.reset()
+    yield Counter()
+    torch.compiler.reset()
+
+
+def train(case: Case, counter: Counter, **options: Any) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    compile = {"backend": counter, "fullgraph": True}
+    pipe = penstock.Pipeline(case.build(), **case.options, **options, compile=compile)
+    losses = []
+    for number, (x, y) in enumerate(case.batches):
+        losses.append(pipe.step(x, y).loss)
+        if number in case.drain_after:
+            pipe.drain()
+    pipe.drain()
+    return tuple(float(loss) for loss in losses), pipe.state_dict()["model"]
+
+
+def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str, Tensor]) -> None:
+    assert losses == reference(case).losses
+    for name, tensor in state.items():
+        assert torch.equal(reference(case).state[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("case", "graphs"),
+    [
+        (Case("perceptron", "pipedream", 4, 8), 4),
+        (Case("perceptron", "2bw", 3, 4, drain_after=(2,)), 3),
+        (Case("perceptron", "interleaved", 2, 4, stages_per_rank=2), 4),
+        (Case("skipping", "vertical", 3, 4, "adamw"), 3),
+        (Case("perceptron", "pipedream", 2, 4, replicas=(2, 1)), 2),
+    ],
+    ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else "",
+)
+def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: int, counter: Counter) -> None:
+    assert_equals_oracle(case, *train(case, counter))
+
+    assert counter.graphs == graphs
+
+
+@pytest.mark.parametrize(
+    ("case", "recompute", "graphs"),
+    [
+        # Each of the seven random layers is a part of its own; the linear one at the end is another.
+        (Case("layered", "pipedream", 2, 4), True, 8),
+        (Case("layered", "2bw", 2, 4), "layers", 8),
+        (Case("normalized", "pipedream", 2, 4), None, 8),
+    ],
+    ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
+)
+def test_random_layers_and_recomputation_keep_their_numbers(
+    case: Case, recompute: object, graphs: int, counter: Counter
+) -> None:
+    assert_equals_oracle(case, *train(case, counter, recompute=recompute))
+
+    assert counter.graphs == graphs
+
+
+def train_layers(
+    layers: list[nn.Module], batches: list[tuple[Tensor, Tensor]], options: dict[str, Any] | bool, **wishes: Any
+) -> tuple[list[float], dict[str, Tensor], float]:
+    """Losses, weights, and the loss of an evaluation."""
+    chosen = {"stages": 2, "schedule": "2bw", "microbatches": 4, **wishes}
+    arguments = {"sample": (batches[0][0][:4],), "loss_fn": F.cross_entropy, "optimizer": models.momentum, **chosen}
+    pipe = penstock.Pipeline(layers, **arguments, compile=options)
+    losses = [float(pipe.step(x, y).loss) for x, y in batches]
+    pipe.drain()
+    return losses, pipe.state_dict()["model"], float(pipe.evaluate(*batches[0]).loss)
+
+
+def assert_alike(build: Callable[[], list[nn.Module]], sizes: list[int], counter: Counter, **wishes: Any) -> None:
+    """Compiled or not, the numbers are the same."""
+    found = []
+    for options in (False, {"backend": counter}):
+        torch.manual_seed(5)
+        layers = [layer.double() for layer in build()]
+        batches = [(x[:size], y[:size]) for (x, y), size in zip(models.LAYERED.batches, sizes, strict=False)]
+        found.append(train_layers(layers, batches, options, **wishes))
+    assert found[0][0] == found[1][0]
+    assert found[0][2] == found[1][2]
+    for name, tensor in found[0][1].items():
+        assert torch.equal(tensor, found[1][1][name]), name
+
+
+class Deciding(nn.Module):
+    """Its code depends on the numbers, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.tanh(y) if float(y.detach().sum()) > 0 else torch.sin(y)
+
+
+def unusual() -> list[nn.Module]:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    first.weight.requires_grad_(False)
+    last.weight = first.weight
+    return [first, InPlace(), nn.ReLU(inplace=True), Several(), Gathering(), last, nn.BatchNorm1d(6), nn.Linear(6, 3)]
+
+
+def test_unusual_layers_keep_their_numbers(counter: Counter) -> None:
+    assert_alike(unusual, [16, 16, 16], counter)
+
+    # Two stages in training, two in evaluation.
+    assert counter.graphs == 4
+
+
+def test_what_cannot_be_one_graph_runs_as_several(counter: Counter) -> None:
+    assert_alike(lambda: [Deciding(), nn.Linear(6, 6), Deciding(), nn.Linear(6, 3)], [16, 16], counter)
+
+
+def test_another_batch_size_takes_one_more_graph(counter: Counter) -> None:
+    """The first other size makes the graph one for all sizes."""
+    assert_alike(
+        lambda: [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)], [16, 12, 8, 16, 13], counter, schedule="pipedream"
+    )
+
+    # Two of each stage in training, one in evaluation.
+    assert counter.graphs == 6
+
+
+def test_evaluations_between_steps_do_not_compile_again(counter: Counter) -> None:
+    subject = models.LAYERED
+    pipe = penstock.Pipeline(
+        [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), nn.Linear(6, 3).double()],
+        sample=(subject.batches[0][0][:4],),
+        loss_fn=F.cross_entropy,
+        optimizer=models.momentum,
+        schedule="2bw",
+        stages=2,
+        microbatches=4,
+        compile={"backend": counter},
+    )
+    for x, y in subject.batches:
+        pipe.step(x, y)
+        pipe.evaluate(x, y)
+
+    assert counter.graphs == 4
+
+
+def test_options_are_read() -> None:
+    assert read_compilation(False) is None
+    for wish, options, graphed in (
+        (True, {}, False),
+        ({"mode": "default", "dynamic": True}, {"mode": "default", "dynamic": True}, False),
+        # Penstock records the graphs, so PyTorch is not to.
+        ({"mode": "reduce-overhead"}, {"mode": None}, True),
+        ({"mode": "max-autotune", "fullgraph": True}, {"mode": "max-autotune-no-cudagraphs", "fullgraph": True}, True),
+        ({"options": {"triton.cudagraphs": True}}, {"options": None}, True),
+        ({"options": {"triton.cudagraphs": False, "a": 1}}, {"options": {"a": 1}}, False),
+    ):
+        assert read_compilation(wish) == Compilation(options, graphed)
+    for wish, words in (
+        ("inductor", "expected True, False or the arguments"),
+        ({"speed": 2}, "'speed': expected arguments of torch.compile"),
+        ({"backend": "cudagraphs"}, "overwritten by its next run"),
+    ):
+        with pytest.raises(penstock.PlanError, match=words):
+            read_compilation(wish)  # type: ignore[arg-type]
+    with pytest.raises(penstock.PlanError, match="compile= and parallelize="):
+        read_compilation(True, parallelized=True)

@@ -1,0 +1,461 @@
+"""Recomputation changes what is kept and nothing else: not a bit of any loss, weight or buffer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing.writes import find_writable
+from penstock.profiling.saved_tensors import recording
+from penstock.scheduling.actions import parse_programs
+from penstock.scheduling.recomputation import find_direct
+from support import models
+from support.jobs.recompute_jobs import train
+from support.layers import Gathering, InPlace, Several
+from support.processes import Pool
+from support.training import Case, count_tensors, run_reference
+
+SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "pipedream", "vertical", "2bw")
+
+reference = cache(run_reference)
+
+
+CASES = [
+    *(
+        Case("layered", schedule, ranks, 4)
+        for schedule in SCHEDULES
+        if schedule != "interleaved"
+        for ranks in (1, 3, 4)
+    ),
+    *(Case("layered", "interleaved", ranks, 2 * ranks, stages_per_rank=2) for ranks in (1, 2, 4)),
+    *(Case("normalized", schedule, 2, 4) for schedule in ("gpipe", "2bw")),
+    *(Case("skipping", schedule, 3, 4, "adamw") for schedule in ("1f1b-flush", "vertical")),
+    *(Case("layered", schedule, 2, 4, replicas=(2, 1)) for schedule in ("gpipe", "1f1b-flush", "pipedream", "2bw")),
+    *(Case("layered", "spp", 2, 4, replicas=replicas, split=True) for replicas in ((1, 2), (2, 3))),
+]
+
+
+def assert_equals_oracle(case: Case, losses: tuple[float, ...], state: dict[str, Tensor]) -> None:
+    """Every loss and every tensor of `state` is exactly the oracle's."""
+    assert losses == reference(case).losses
+    for name, tensor in state.items():
+        assert torch.equal(reference(case).state[name], tensor), name
+
+
+DIVIDED = [
+    *(Case("layered", "zb-h1", ranks, 4) for ranks in (1, 3, 4)),
+    *(Case("normalized", "zb-v", ranks, 4, stages_per_rank=2) for ranks in (1, 2, 3)),
+    Case("skipping", "zb-h1", 3, 4, "adamw"),
+    Case("layered", "zb-h1", 2, 4, replicas=(2, 1)),
+    Case("layered", "zb-v", 2, 4, replicas=(2, 2), split=True, stages_per_rank=2),
+]
+"""Their backwards are in two parts, the first of which recomputes."""
+
+
+@pytest.mark.parametrize("case", DIVIDED, ids=lambda case: f"{case.subject}-{case.schedule}-{case.ranks}")
+def test_weight_parts_use_what_input_parts_recomputed(case: Case) -> None:
+    assert_equals_oracle(case, *train(case, recompute=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.subject}-{case.schedule}-{case.ranks}")
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_the_bits_are_those_of_the_oracle(case: Case, recompute: object) -> None:
+    assert_equals_oracle(case, *train(case, recompute))
+
+
+def test_the_bits_are_those_of_the_oracle_in_several_processes(pool: Pool) -> None:
+    """Each rank with its part; replicas among them, whose gradients leave in the backward that recomputes."""
+    cases = [
+        Case("layered", "pipedream", 3, 4),
+        Case("layered", "2bw", 2, 4, replicas=(2, 1)),
+        Case("layered", "gpipe", 2, 4, replicas=(1, 2), split=True),
+        DIVIDED[-2],
+    ]
+    for case in cases:
+        for recompute in (True,) if case in DIVIDED else (True, "layers"):
+            for losses, state in pool.run(3, train, case, recompute):
+                assert_equals_oracle(case, losses, state)
+
+
+class Drawing(nn.Module):
+    """Dropout of every second call only: a layer of which capture does not see that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return torch.tanh(F.dropout(self.linear(x), 0.5, training=int(self.calls) % 2 == 0))
+
+
+class Rebinding(nn.Module):
+    """A running mean that is a new tensor each time, and is read after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y * self.mean
+
+
+def tail() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)]
+
+
+def drawing() -> list[nn.Module]:
+    return [Drawing(), Drawing(), *tail()]
+
+
+def rebinding() -> list[nn.Module]:
+    return [Rebinding(), nn.Tanh(), *tail()]
+
+
+def in_place() -> list[nn.Module]:
+    return [nn.Linear(6, 6), InPlace(), InPlace(), nn.ReLU(inplace=True), *tail()]
+
+
+def several() -> list[nn.Module]:
+    return [Several(), Gathering(), *tail()]
+
+
+def tied() -> list[nn.Module]:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last, nn.Tanh(), *tail()]
+
+
+def frozen() -> list[nn.Module]:
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), *tail()]
+    for parameter in (*layers[0].parameters(), *layers[2].parameters()):
+        parameter.requires_grad_(False)
+    return layers
+
+
+def spectral() -> list[nn.Module]:
+    return [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), *tail()]
+
+
+def run_layers(
+    build: Callable[[], list[nn.Module]], recompute: object, stages: int = 2, schedule: str = "gpipe"
+) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    """Three steps of gpipe, so that every stage but a single one recomputes, and what is drawn afterwards."""
+    torch.manual_seed(5)
+    layers = [layer.double() for layer in build()]
+    x, y = models.SUBJECTS["perceptron"].batches[0]
+    pipe = penstock.Pipeline(
+        layers,
+        sample=(x[:3],),
+        loss_fn=F.cross_entropy,
+        optimizer=models.momentum,
+        schedule=schedule,
+        stages=stages,
+        microbatches=4,
+        recompute=recompute,
+    )
+    torch.manual_seed(6)
+    losses = [float(pipe.step(x, y).loss) for _ in range(3)]
+    pipe.drain()
+    return losses, pipe.state_dict()["model"], torch.rand(3)
+
+
+@pytest.mark.parametrize("build", [drawing, rebinding, in_place, several, tied, frozen, spectral])
+@pytest.mark.parametrize("recompute", [True, "layers", {0}])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_unusual_layers_keep_their_bits(build: Callable[[], list[nn.Module]], recompute: object, stages: int) -> None:
+    losses, state, drawn = run_layers(build, False, stages)
+    again = run_layers(build, recompute, stages)
+
+    assert again[0] == losses
+    assert torch.equal(again[2], drawn)
+    for name, tensor in state.items():
+        assert torch.equal(again[1][name], tensor), name
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_autocast_is_that_of_the_forward(recompute: object) -> None:
+    """Under 2bw some backwards run in the drain, outside of autocast, and with autocast on for a step without it."""
+    subject = models.SUBJECTS["normalized"]
+
+    def run(recompute: object) -> tuple[list[float], dict[str, Tensor]]:
+        pipe = penstock.Pipeline(
+            subject.build().float(),
+            sample=(subject.sample[0].float(),),
+            loss_fn=F.cross_entropy,
+            optimizer=models.momentum,
+            schedule="2bw",
+            stages=3,
+            microbatches=4,
+            recompute=recompute,
+        )
+        losses = []
+        for number, (x, y) in enumerate(subject.batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 0):
+                losses.append(pipe.step(x.float(), y).loss)
+        pipe.drain()
+        return [float(loss) for loss in losses], pipe.state_dict()["model"]
+
+    losses, state = run(False)
+    again = run(recompute)
+
+    assert again[0] == losses
+    for name, tensor in state.items():
+        assert torch.equal(again[1][name], tensor), name
+
+
+class Counting(nn.Module):
+    """Counts its forwards where nobody gives them back, and remembers what autograd kept at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.forwards = [0]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Counting":
+        copied = Counting()
+        copied.linear.weight, copied.linear.bias = memo[id(self.linear.weight)], memo[id(self.linear.bias)]
+        copied.forwards = self.forwards
+        return copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards[0] += 1
+        return torch.tanh(self.linear(x))
+
+
+def count_forwards(schedule: str, recompute: object) -> list[int]:
+    """How often each of three stages went forward in a step of four microbatches and the drain."""
+    layers = [Counting().double() for _ in range(3)]
+    x = torch.randn(8, 6, dtype=torch.float64)
+    pipe = penstock.Pipeline(
+        layers,
+        sample=(x[:2],),
+        loss_fn=F.mse_loss,
+        optimizer=models.plain,
+        schedule=schedule,
+        stages=3,
+        microbatches=4,
+        recompute=recompute,
+    )
+    for layer in layers:
+        layer.forwards[0] = 0
+    pipe.step(x, x)
+    pipe.drain()
+    return [layer.forwards[0] for layer in layers]
+
+
+def test_a_backward_at_once_recomputes_nothing() -> None:
+    for recompute in (True, "layers"):
+        assert count_forwards("gpipe", recompute) == [8, 8, 8]
+        for schedule in ("1f1b-flush", "pipedream", "2bw"):
+            assert count_forwards(schedule, recompute) == [8, 8, 4]
+    assert count_forwards("gpipe", {1}) == [4, 8, 4]
+    assert count_forwards("gpipe", None) == [4, 4, 4]
+
+
+def kept_bytes(recompute: object, layers: int = 4) -> list[int]:
+    """What autograd keeps in a step of gpipe of one stage and four microbatches, whenever a loss is computed."""
+    width, kept = 16, []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        kept.append(sum(record.storages().values()))
+        return F.mse_loss(output, target)
+
+    model = [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()) for _ in range(layers)
+    ]
+    x = torch.randn(8, width)
+    pipe = penstock.Pipeline(
+        [nn.Sequential(layer) for layer in model],
+        sample=(x[:2],),
+        loss_fn=loss_fn,
+        optimizer=models.plain,
+        schedule="gpipe",
+        stages=1,
+        microbatches=4,
+        recompute=recompute,
+    )
+    with recording() as record:
+        pipe.step(x, x)
+    return kept
+
+
+def test_between_forward_and_backward_only_inputs_are_kept() -> None:
+    # Microbatches of 2 rows of 16 floats: 128 bytes. The fourth loss comes when four microbatches are in flight.
+    inputs, results, outputs = 4 * 4 * 128, 4 * 4 * 2 * 128, 4 * 128
+    weights = (2 * 4 - 1) * 16 * 16 * 4  # the first one is not needed, since the batch needs no gradient
+
+    assert kept_bytes(True)[3] == 0
+    assert kept_bytes("layers")[3] == inputs + outputs
+    assert kept_bytes(False)[3] == weights + 4 * 128 + results
+
+
+def test_what_is_kept_is_what_the_simulator_says() -> None:
+    """Of one stage whose input is the batch: nothing in between, and what one microbatch saves while it goes back."""
+    weights, saved = (2 * 4 - 1) * 16 * 16 * 4, 4 * 2 * 128
+    layers = tuple(penstock.LayerProfile(str(index), 1.0, 2.0, 128, 2 * 128, 0) for index in range(4))
+    plan = penstock.Plan.uniform(4, 1, schedule="gpipe", microbatches=4, recompute=True)
+    rank = penstock.simulate(plan, penstock.Profile(layers, 2), penstock.Cluster.uniform(1, 1e9)).memory[0]
+    # The whole batch is saved as the first layer's input; it is the user's.
+    kept = kept_bytes(True)
+
+    assert [max(0, size - weights - 4 * 128) for size in kept] == [0] * 4 + [saved] * 4
+    assert {size for _, size in rank.activations} == {saved, 0.0}
+    assert rank.activations[0] == (4 * 4 * 1.0, saved)  # after the last forward
+
+
+@pytest.mark.parametrize(("recompute", "schedule"), [(True, "2bw"), ("layers", "gpipe"), (True, "zb-h1")])
+def test_live_tensors_are_constant_from_step_to_step(recompute: object, schedule: str) -> None:
+    counts = count_tensors(Case("layered", schedule, 3, 4, "adamw"), 7, recompute=recompute)
+
+    assert len(set(counts[3:])) == 1, counts
+
+
+def test_a_plan_recomputes() -> None:
+    case = Case("layered", "gpipe", 2, 4)
+    plan = replace(case.options["plan"], recompute=True)
+    pipe = penstock.Pipeline(case.build(), **{**case.options, "plan": plan})
+    losses = tuple(float(pipe.step(x, y).loss) for x, y in case.batches)
+
+    assert pipe.plan.recompute
+    assert losses == reference(case).losses
+    assert not penstock.Pipeline(case.build(), **{**case.options, "plan": plan}, recompute=False).plan.recompute
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "vertical"])
+def test_a_step_alone_tells_what_follows_at_once(schedule: str) -> None:
+    """The worker sees one step after the other, the simulator all of them: they must decide alike."""
+    for ranks in (1, 2, 4):
+        per_rank = 2 if schedule == "interleaved" else 1
+        made = penstock.schedule(
+            penstock.Plan.uniform(8, ranks * per_rank, schedule=schedule, microbatches=4, stages_per_rank=per_rank)
+        )
+        parts = [*(made.step(minibatch) for minibatch in range(3)), made.drain(3)]
+        for rank, row in enumerate(made.program(3)):
+            assert find_direct(row) == frozenset().union(*(find_direct(part[rank]) for part in parts))
+
+
+def test_messages_do_not_separate_a_backward_from_its_forward() -> None:
+    (row,) = parse_programs("0F0@0 1F0@0 1B0@0 0B0@0 0F1@0 0S1>1 1R1<0 1A1 0B1@0")
+    assert find_direct(row) == {(1, 0), (0, 1)}
+    (row,) = parse_programs("0F0@0 0U1<0 0B0@0 0F1@1 0F2@1 0B1@1 0B2@1")
+    assert find_direct(row) == set()
+
+
+class Searching(nn.Module):
+    """Asks for a gradient in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            (slope,) = torch.autograd.grad(y.sum(), self.linear.bias, retain_graph=True)
+            y = y + slope
+        return y
+
+
+def searching() -> list[nn.Module]:
+    return [Searching(), *tail()]
+
+
+def test_a_gradient_in_a_forward_is_refused_where_it_cannot_be_had() -> None:
+    with pytest.raises(penstock.PenstockError, match="asked for gradients in its forward"):
+        run_layers(searching, True)
+    assert run_layers(searching, {1})[0] == run_layers(searching, False)[0]
+
+
+class Mixed(nn.Module):
+    """Buffers that are written: declared, silently, and through a view; and buffers that are only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+        for name in ("seen", "rows", "mask", "unread"):
+            self.register_buffer(name, torch.ones(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().mean(0))
+        self.rows[1].mul_(0.5)
+        return self.norm(self.linear(x * self.mask[0])) + self.seen.clone()[0] + self.rows.clone()[1]
+
+
+def test_only_buffers_that_may_be_written_are_copied() -> None:
+    chain = penstock.capture(Whole(), (torch.randn(4, 6),))
+    traced = {name for layer in chain.layers for _, name in find_writable(layer.module)}
+    plain = {name for _, name in find_writable(Mixed())}
+
+    assert traced == {"running_mean", "running_var", "num_batches_tracked", "seen", "rows"}
+    assert plain == traced | {"mask", "unread"}
+
+
+class Whole(nn.Module):
+    """A model that is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Mixed()
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_replicas_sum_what_two_layers_of_a_stage_share(recompute: object) -> None:
+    """The gradient of the shared weight is whole before it leaves."""
+
+    def run(recompute: object) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(5)
+        x, y = models.SUBJECTS["perceptron"].batches[0]
+        stages = (penstock.Stage(0, 4, (0, 1)), penstock.Stage(4, 6, (2,)))
+        pipe = penstock.Pipeline(
+            [layer.double() for layer in tied()],
+            sample=(x[:3],),
+            loss_fn=F.cross_entropy,
+            optimizer=models.momentum,
+            plan=penstock.Plan(stages, "gpipe", 4),
+            recompute=recompute,
+        )
+        return [float(pipe.step(x, y).loss) for _ in range(3)], pipe.state_dict()["model"]
+
+    losses, state = run(False)
+    again = run(recompute)
+
+    assert again[0] == losses
+    for name, tensor in state.items():
+        assert torch.equal(again[1][name], tensor), name
+
+
+def test_wrong_wishes_are_refused() -> None:
+    case = Case("layered", "gpipe", 2, 4)
+    with pytest.raises(penstock.PlanError, match=r'recompute=.stages.: expected True, False, "layers"'):
+        penstock.Pipeline(case.build(), **case.options, recompute="stages")
+    with pytest.raises(penstock.PlanError, match=r"names stage\(s\) 2: expected numbers from 0 to 1"):
+        penstock.Pipeline(case.build(), **case.options, recompute={1, 2})
+
+
+@pytest.mark.parametrize("recompute", [True, "layers"])
+def test_a_batch_that_is_overwritten_in_flight_is_an_error(recompute: object) -> None:
+    case = Case("normalized", "2bw", 2, 4)
+    pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute)
+    x, y = case.batches[0]
+    # Other tests train on this batch too.
+    x = x.clone()
+    pipe.step(x, y)
+    x.zero_()
+
+    with pytest.raises((penstock.PenstockError, RuntimeError), match=r"in.?place"):
+        pipe.drain()

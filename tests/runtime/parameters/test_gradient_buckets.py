@@ -1,0 +1,477 @@
+"""Gradients of replicas: summed in replica order, bit for bit, in buckets that leave while the backward runs."""
+
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+import penstock
+from penstock.errors import TransportError
+from penstock.runtime.devices.staging import DeviceStaging
+from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.nccl.all_reduce import NcclSum
+from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.timeouts import Patience
+from penstock.runtime.transport.transport import Forms, Loopback, Ticket
+from support import models
+from support.jobs.reduction_jobs import (
+    ROWS,
+    SIZES,
+    add_rows,
+    part_of,
+    replicate,
+    row_of,
+    sum_different_sizes,
+    sum_parts,
+)
+from support.live_tensors import forget_what_is_there, live_tensors
+from support.processes import Pool
+from support.simulated.stream_races import RacingDevice
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SHAPES = ((), (3,), (2, 5), (1, 4, 2), (7,))
+
+
+class Logged(Loopback):
+    """Notes in `events` which rank gives what, as it happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        self.events.append((rank, form, tensor.numel()))
+        return super().reduce(group, rank, form, tensor)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one replica does before an update, by the numbers of its parameters."""
+
+    before: frozenset[int]
+    """Those that have gradients of earlier microbatches."""
+    order: tuple[int, ...]
+    """Those that the last backward makes a gradient for, in this order."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Some replicas of a stage and two updates."""
+
+    group: tuple[int, ...]
+    specs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    late: frozenset[int]
+    bucket_bytes: int
+    armed: bool
+    replicas: tuple[tuple[Replica, ...], ...]
+    """By update and replica."""
+    seed: int
+
+    def fill(self, number: int) -> Tensor:
+        """A gradient of parameter `number`, each time another one."""
+        shape, dtype = self.specs[number]
+        return torch.randn(shape, dtype=torch.float64).mul(10.0 ** torch.randint(-3, 4, ()).item()).to(dtype)
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    """Two to four replicas, up to six parameters."""
+    group = tuple(draw(st.permutations(range(draw(st.integers(2, 4))))))
+    specs = draw(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=6))
+    subsets = st.frozensets(st.integers(0, len(specs) - 1))
+    orders = st.permutations(range(len(specs))).flatmap(
+        lambda order: st.integers(0, len(order)).map(lambda count: tuple(order[:count]))
+    )
+    replica = st.builds(Replica, subsets, orders)
+    rounds = tuple(tuple(draw(replica) for _ in group) for _ in range(2))
+    size = draw(st.sampled_from((1, 32, 100, 2**20)))
+    return Example(group, tuple(specs), draw(subsets), size, draw(st.booleans()), rounds, draw(st.integers(0, 10**6)))
+
+
+def backward(example: Example, replica: Replica, leaves: dict[str, nn.Parameter]) -> None:
+    """Makes the gradients of the last microbatch, one parameter after the other."""
+    for number in replica.order:
+        leaf = leaves[f"p{number}"]
+        torch.autograd.backward(leaf * 1.0, example.fill(number))
+
+
+@settings(deadline=None, max_examples=150)
+@given(examples())
+def test_sums_are_those_of_adding_in_replica_order(example: Example) -> None:
+    torch.manual_seed(example.seed)
+    transport, late = Logged(), {f"p{number}" for number in example.late}
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(s, dtype=d)) for i, (s, d) in enumerate(example.specs)}
+    reducers = {
+        rank: Reducer(transport, example.group, rank, 0, parameters, late, example.bucket_bytes)
+        for rank in example.group
+    }
+    expected: list[dict[str, Tensor]] = []
+    for version, replicas in enumerate(example.replicas, 1):
+        parts = []
+        for rank, replica in zip(example.group, replicas, strict=True):
+            leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+            for number in replica.before:
+                leaves[f"p{number}"].grad = example.fill(number)
+            if example.armed:
+                # What each leaf has in the end, kept from the reducer, which takes it away.
+                plain = {name: nn.Parameter(leaf.detach().clone()) for name, leaf in leaves.items()}
+                for name, leaf in leaves.items():
+                    plain[name].grad = None if leaf.grad is None else leaf.grad.clone()
+                state = torch.get_rng_state()
+                backward(example, replica, plain)
+                torch.set_rng_state(state)
+                reducers[rank].arm(version, leaves)
+                backward(example, replica, leaves)
+            else:
+                backward(example, replica, leaves)
+                plain = leaves
+            own = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            whole = {name: leaf.grad.clone() for name, leaf in plain.items() if leaf.grad is not None}
+            # Gradients that other stages add come after the backward.
+            for name in late & own.keys():
+                extra = example.fill(int(name[1:]))
+                own[name], whole[name] = own[name] + extra, whole[name] + extra
+            reducers[rank].start(version, own)
+            reducers[rank].start(version, {})
+            parts.append(whole)
+        names = {name for part in parts for name in part}
+        expected.append({name: reduce(torch.add, [part[name] for part in parts if name in part]) for name in names})
+
+    for version, sums in enumerate(expected, 1):
+        for rank in example.group:
+            assert reducers[rank].ready(version)
+            found = reducers[rank].finish(version)
+            assert found.keys() == sums.keys()
+            for name, total in sums.items():
+                assert found[name].dtype == total.dtype and torch.equal(found[name], total), (rank, name)
+    # One order of buckets for all, whatever order the gradients were made in.
+    sent = [[event[1:] for event in transport.events if event[0] == rank] for rank in example.group]
+    assert all(forms == sent[0] for forms in sent)
+
+
+@pytest.mark.parametrize("group", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (2, 0)], ids=str)
+def test_processes_add_in_replica_order(pool: Pool, group: tuple[int, ...]) -> None:
+    outcomes = pool.run(max(group) + 1, sum_parts, group)
+    expected = [
+        reduce(torch.add, [part_of(rank, form, number) for rank in group]) for number in range(3) for form in SIZES
+    ]
+    ascending = [
+        reduce(torch.add, [part_of(rank, form, number) for rank in sorted(group)])
+        for number in range(3)
+        for form in SIZES
+    ]
+    for rank in group:
+        assert all(torch.equal(one, other) for one, other in zip(expected, outcomes[rank], strict=True))
+
+    # The bits tell the orders of three apart, so that the above means something.
+    told_apart = not all(torch.equal(one, other) for one, other in zip(expected, ascending, strict=True))
+    assert told_apart == (group == (2, 0, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_different_sizes_end_in_an_error_that_names_them(pool: Pool, ranks: int) -> None:
+    told = ", ".join(f"rank {rank}: (\"'form'\", {5 + rank}, 'torch.float32')" for rank in range(ranks))
+    for message in pool.run(ranks, sum_different_sizes):
+        assert message == (
+            f"the replicas on ranks {list(range(ranks))} sum different things ({told}): expected the same parameters "
+            "on all of them. Build the same model on every rank"
+        )
+
+
+def test_buckets_leave_before_the_backward_has_ended() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    transport = Logged()
+    parameters = dict(model.named_parameters())
+    reducer = Reducer(transport, (0, 1), 0, 0, parameters, bucket_bytes=2 * 16 * 4)
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda _, name=name: transport.events.append(name))
+    reducer.arm(1, parameters)
+    model(torch.randn(2, 4)).sum().backward()
+
+    form = "gradients"
+    assert transport.events == [
+        *("4.weight", "3.weight", (0, (form, 0, 0), 34)),
+        *("2.weight", "1.weight", (0, (form, 0, 1), 34)),
+        *("0.weight", (0, (form, 0, 2), 17)),
+    ]
+    # What has left is not held twice.
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_a_gradient_that_comes_late_holds_back_those_behind_it() -> None:
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b", "c")}
+    transport = Logged()
+    reducer = Reducer(transport, (0, 1), 0, 3, parameters, late=("c",), bucket_bytes=16)
+    reducer.arm(1, parameters)
+    (parameters["a"].sum() + parameters["c"].sum()).backward()
+
+    # b would be the first to leave, and c is not final.
+    assert transport.events == []
+    reducer.start(1, {name: p.grad for name, p in parameters.items() if p.grad is not None})
+    assert [event[1] for event in transport.events] == [("gradients", 3, index) for index in range(3)]
+    assert not reducer.ready(1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "pipedream", "2bw"])
+def test_the_measured_sum_begins_within_the_last_backward(schedule: str) -> None:
+    # Five layers of 320 kB: the first bucket holds three of them.
+    model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5))).double()
+    plan = penstock.Plan((penstock.Stage(0, 5, (0, 1)),), schedule, microbatches=4)
+    x = torch.randn(4, 200, dtype=torch.float64)
+    pipe = penstock.Pipeline(model, (x[:1],), F.mse_loss, models.momentum, plan=plan)
+    for _ in range(2):
+        pipe.step(x, x)
+    spans = [span for span in pipe.timeline().spans if span.action[1] in "AB"]
+
+    for rank in range(2):
+        mine = [span for span in spans if span.rank == rank]
+        sums = [index for index, span in enumerate(mine) if span.action[1] == "A"]
+        assert len(sums) == (2 if schedule == "pipedream" else 1)
+        for index in sums:
+            last = mine[index - 1]
+            assert last.action[1] == "B"
+            assert last.start_seconds < mine[index].start_seconds < last.stop_seconds <= mine[index].stop_seconds
+
+
+def test_live_tensors_are_constant_from_sum_to_sum() -> None:
+    transport = Loopback()
+    parameters = {str(index): nn.Parameter(torch.ones(4)) for index in range(5)}
+    reducers = [Reducer(transport, (1, 0), rank, 0, parameters, bucket_bytes=40) for rank in range(2)]
+    counts = []
+    forget_what_is_there()
+    for version in range(1, 6):
+        for reducer in reducers:
+            leaves = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+            reducer.arm(version, leaves)
+            torch.stack([leaf.sum() for leaf in leaves.values()]).sum().backward()
+            reducer.start(version, {})
+        for reducer in reducers:
+            reducer.finish(version)
+        counts.append(len(live_tensors()))
+
+    assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1, 2), (2, 0, 1), (3, 0, 2, 1)], ids=str)
+def test_backends_add_in_the_order_that_is_given(pool: Pool, order: tuple[int, ...], backend: str) -> None:
+    expected = [reduce(torch.add, [row_of(rank, *row) for rank in order]) for row in ROWS]
+    for found in pool.run(len(order), add_rows, order, backend):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_that_train_the_same_agree(pool: Pool, ranks: int, backend: str) -> None:
+    for message, found in pool.run(ranks, replicate, backend, {}, 20):
+        assert message == "" and found == [float(sum(range(ranks)))] * 4
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tardy"])
+@pytest.mark.parametrize("frozen", ["a", "c"])
+def test_replicas_that_train_different_parameters_are_told_so(pool: Pool, frozen: str, backend: str) -> None:
+    """When they are made, before anything can hang."""
+    form = repr(("gradients", 0, 0))
+    whole, less = 4 + 5 + 6 + 3, {"a": 5 + 6 + 2, "c": 4 + 5 + 2}[frozen]
+    for message, _ in pool.run(2, replicate, backend, {1: frozen}, 2**20):
+        assert message == (
+            f"the replicas on ranks [0, 1] sum different things (rank 0: {(form, whole, 'torch.float32')}, "
+            f"rank 1: {(form, less, 'torch.float32')}): expected the same parameters on all of them. Build the same "
+            "model on every rank"
+        )
+
+
+def test_a_replica_with_a_bucket_less_is_told_so(pool: Pool) -> None:
+    # The buckets of c and of b are the same; the first rank alone has one of a.
+    for message, _ in pool.run(2, replicate, "gloo", {1: "a"}, 1):
+        assert f"(rank 0: {(repr(('gradients', 0, 2)), 5, 'torch.float32')}, rank 1: nothing)" in message
+
+
+def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[FailureBoard]]:
+    """Those of some ranks, which wait so long for each other."""
+    store, order = HashStore(), range(ranks)
+    boards = [FailureBoard(store, rank, ranks) for rank in order]
+    return [Agreement(order, rank, store, Patience(boards[rank], seconds)) for rank in order], boards
+
+
+def test_who_agrees_with_a_rank_that_failed_is_told_its_error() -> None:
+    (mine, _), (_, board) = agreements(30.0)
+    board.report("in a step", "ValueError: no more data", linger_seconds=0.0)
+
+    with pytest.raises(TransportError, match=r"(?s)rank 1 failed in a step.*no more data"):
+        mine.agree({"form": (3, torch.float32)})
+
+
+def test_who_agrees_with_a_rank_that_says_nothing_names_it() -> None:
+    (mine, _), _ = agreements(0.1)
+
+    with pytest.raises(TransportError, match=r"nothing came from rank 1 for 0.1 s \(the sum over ranks \[0, 1\]\)"):
+        mine.agree({"form": (3, torch.float32)})
+
+
+class DistantWork:
+    """The device will come to its end some time."""
+
+    def wait(self) -> None:
+        """Nothing on the host waits."""
+
+
+class DistantGroup:
+    """NCCL between ranks of which the others have not come to anything yet. Notes what it is told."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, torch.dtype]] = []
+
+    def send(self, tensors: list[Tensor], *_: int) -> None:
+        self.told.append(("send", tensors[0].numel(), tensors[0].dtype))
+
+    def recv(self, tensors: list[Tensor], *_: int) -> None:
+        self.told.append(("recv", tensors[0].numel(), tensors[0].dtype))
+
+    def _allgather_base(self, every: Tensor, own: Tensor) -> DistantWork:
+        self.told.append(("allgather", own.numel(), own.dtype))
+        return DistantWork()
+
+    def alltoall_base(self, received: Tensor, sent: Tensor, *_: list[int]) -> DistantWork:
+        self.told.append(("alltoall", sent.numel(), sent.dtype))
+        return DistantWork()
+
+    def _start_coalescing(self) -> None:
+        """What follows is one operation."""
+
+    def _end_coalescing(self) -> DistantWork:
+        return DistantWork()
+
+
+class Directly(Loopback):
+    """One rank's end of sums over NCCL."""
+
+    def __init__(self, end: NcclSum) -> None:
+        super().__init__()
+        self._end = end
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        self._end.agree(forms)
+
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+        return self._end.add(form, tensor)
+
+
+def distant_end(rank: int, agreement: Agreement, group: DistantGroup, ranks: int = 2) -> NcclSum:
+    """That of `rank`, of so many."""
+    device = RacingDevice()
+    staging, cpu = DeviceStaging(device), torch.device("cpu")
+    return NcclSum(range(ranks), group, rank, agreement, cpu, device, staging, lambda: None, lambda _: None)
+
+
+def test_a_backward_waits_for_no_other_replica() -> None:
+    """It makes the gradient of the stage's input, which the other replica's last microbatch may depend on."""
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b")}
+    x = torch.ones(4, requires_grad=True)
+
+    def make(rank: int, agreement: Agreement) -> Reducer:
+        return Reducer(
+            Directly(distant_end(rank, agreement, DistantGroup())), (0, 1), rank, 0, parameters, bucket_bytes=1
+        )
+
+    both, _ = agreements(1.0)
+    with ThreadPoolExecutor(2) as threads:
+        reducers = list(threads.map(make, range(2), both))
+    reducers[0].arm(1, parameters)
+    # The other one has not begun its last backward.
+    torch.stack([x * parameter for parameter in parameters.values()]).sum().backward()
+
+    assert x.grad is not None and all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_what_has_not_been_agreed_on_is_not_added() -> None:
+    both, _ = agreements(1.0)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda agreement: agreement.agree({"form": (3, torch.float32)}), both))
+    end = distant_end(0, both[0], DistantGroup())
+    end.add("form", torch.zeros(3))
+
+    with pytest.raises(TransportError, match=r"rank 0 adds 4 numbers of torch.float32, and .* agreed on 3 numbers"):
+        end.add("form", torch.zeros(4))
+    with pytest.raises(TransportError, match="agreed on nothing"):
+        end.add("another form", torch.zeros(3))
+
+
+FORMS = {"small": (3, torch.float32), "large": (99_999, torch.float32), "of another type": (30_000, torch.float64)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) -> None:
+    """It connects ranks at the first need, and its host waits for them all."""
+    groups = [DistantGroup() for _ in range(ranks)]
+    both, _ = agreements(1.0, ranks)
+
+    def prepare(rank: int) -> NcclSum:
+        end = distant_end(rank, both[rank], groups[rank], ranks)
+        end.meet()
+        # For whatever is added, as soon as there are communicators.
+        operations = {"send", "recv"} if ranks == 2 else {"allgather", "alltoall"}
+        assert {name for name, *_ in groups[rank].told} == operations
+        end.agree(FORMS)
+        return end
+
+    with ThreadPoolExecutor(ranks) as threads:
+        ends = list(threads.map(prepare, range(ranks)))
+    for end, group in zip(ends, groups, strict=True):
+        before = list(group.told)
+        for form, (numbers, dtype) in FORMS.items():
+            end.add(form, torch.zeros(numbers, dtype=dtype))
+        now = group.told[len(before) :]
+
+        assert now and set(now) <= set(before)
+
+
+class Listening(Loopback):
+    """Notes what is agreed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms: list[tuple[int, torch.dtype]] = []
+
+    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+        self.forms = list(forms.values())
+
+
+@pytest.mark.parametrize(("device", "largest"), [("cpu", BUCKET_BYTES), ("meta", GPU_BUCKET_BYTES)])
+def test_buckets_are_larger_on_devices_of_their_own(device: str, largest: int) -> None:
+    """The meta device stands for a GPU."""
+    parameters = {str(index): nn.Parameter(torch.empty(2**18, device=device)) for index in range(100)}
+    transport = Listening()
+    Reducer(transport, (0, 1), 0, 0, parameters)
+    # A parameter has 1 MiB, and one number more that says whether it is there.
+    first, *others, last = [numbers // 2**18 for numbers, _ in transport.forms]
+
+    assert first * 2**20 == FIRST_BUCKET_BYTES
+    assert {other * 2**20 for other in others} == {largest}
+    assert first + sum(others) + last == 100
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_cut_among_ranks_can_be_cut_evenly(ranks: int) -> None:
+    """So that nobody copies it once more."""
+    parameters = {str(index): nn.Parameter(torch.zeros(1 + 7 * index)) for index in range(9)}
+    transport = Listening()
+    Reducer(transport, tuple(range(ranks)), 0, 0, parameters, bucket_bytes=100)
+    least = sum(parameter.numel() for parameter in parameters.values()) + len(parameters)
+    sent = [numbers for numbers, _ in transport.forms]
+
+    assert ranks == 2 or all(numbers % ranks == 0 for numbers in sent)
+    assert least <= sum(sent) < least + (1 if ranks == 2 else ranks * len(sent))

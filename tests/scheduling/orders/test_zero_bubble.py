@@ -1,0 +1,357 @@
+"""Schedules whose backwards are in two parts: their tables, their promises, the time they take, and their laws."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_orders import drawn_table, run_clock, short, with_stage
+from test_verifier import assert_broken, change, complaint, promising
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Receive, Update, parse_programs
+from penstock.scheduling.orders import zb_h1, zb_v
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.verification.verifier import verify, verify_programs
+from penstock.simulating import simulate
+from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
+
+
+def zero_bubble(method: str, ranks: int, microbatches: int) -> Schedule:
+    return Schedule(method, ranks, microbatches, 2 if method == "zb-v" else 1)
+
+
+def draw(schedule: Schedule, word: Callable[[Action], str]) -> list[str]:
+    """One step, a column for every forward and every part of a backward; a whole backward takes two."""
+    lines = []
+    for rank, row in enumerate(run_clock(schedule.step(0), backward=Fraction(2), weight=Fraction(1))):
+        words, tick = [f"rank {rank}"], 0
+        for action, start in row:
+            own = [word(action)]
+            words += ["." * len(own[0])] * (int(start) - tick)
+            own += ["-" * len(own[0])] if isinstance(action, Backward) else []
+            words += own
+            tick = int(start) + (0 if isinstance(action, Update) else len(own))
+        lines.append(" ".join(words))
+    return lines
+
+
+def test_zb_h1_table() -> None:
+    table = [
+        "rank 0 F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1",
+        "rank 1 .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1",
+        "rank 2 .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1",
+    ]
+
+    assert draw(zero_bubble("zb-h1", 3, 4), short) == table
+    assert drawn_table(zb_h1) == table
+
+
+def test_zb_v_table() -> None:
+    table = [
+        "rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1",
+        "rank 1 ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1",
+    ]
+
+    assert draw(zero_bubble("zb-v", 2, 3), with_stage) == table
+    assert drawn_table(zb_v) == table
+
+
+@pytest.mark.parametrize(
+    ("made", "in_flight", "halves"),
+    [
+        (zero_bubble("zb-h1", 4, 9), (4, 4, 4, 4), (0, 2, 3, 4)),
+        (zero_bubble("zb-h1", 4, 2), (2, 2, 2, 2), (0, 2, 2, 2)),
+        (zero_bubble("zb-h1", 1, 3), (1,), (0,)),
+        (Schedule.placed("zb-h1", Placement(((0, 1), (2,), (3,))), 9), (2, 4, 4), (0, 3, 4)),
+        (Schedule.placed("zb-h1", Placement(((0, 1), (2,), (3,)), split=True), 9), (3, 3, 3), (0, 2, 3)),
+        (zero_bubble("zb-v", 3, 7), (6, 5, 4, 3, 2, 1), (0, 2, 3, 2, 1, 1)),
+        (zero_bubble("zb-v", 3, 2), (2, 2, 2, 2, 2, 1), (0, 1, 1, 0, 1, 1)),
+        (zero_bubble("zb-v", 1, 3), (2, 1), (0, 0)),
+    ],
+)
+def test_what_is_held(made: Schedule, in_flight: tuple[int, ...], halves: tuple[int, ...]) -> None:
+    """In flight means from a forward to the weight part; of these `halves` are past their input part."""
+    verification = verify(made)
+
+    assert verification.in_flight == made.promise.in_flight == in_flight
+    assert verification.halves == made.promise.halves == halves
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_no_rank_holds_more_than_the_first_one_under_1f1b(ranks: int) -> None:
+    for microbatches in range(1, 3 * ranks + 2):
+        first = verify(Schedule("1f1b-flush", ranks, microbatches)).in_flight_of_rank[0]
+
+        assert max(verify(zero_bubble("zb-h1", ranks, microbatches)).in_flight_of_rank) == first
+        assert max(verify(zero_bubble("zb-v", ranks, microbatches)).in_flight_of_rank) == 2 * first
+
+
+def play(made: Schedule, minibatches: int = 1, forward: float = 1.0, inputs: float = 1.0, weight: float = 1.0) -> float:
+    """Seconds of equal stages, as the simulator has them."""
+    layer = LayerProfile("", forward, inputs + weight, 0.0, 0.0, 1.0, weight_seconds=weight)
+    profile = Profile((layer,) * made.stages, 1)
+    instant = Cluster.uniform(made.ranks, float("inf"))
+    return simulate(made, profile, instant, minibatches, split_seconds=0.0).seconds
+
+
+seconds = st.integers(1, 6)
+sizes = st.integers(1, 6), st.integers(1, 14)
+
+
+@settings(max_examples=200, deadline=None)
+@given(*sizes, seconds, seconds, seconds, st.integers(1, 3))
+def test_time_of_zb_h1(p: int, m: int, forward: int, inputs: int, weight: int, steps: int) -> None:
+    """Table 1 of the paper: (p - 1)(F + I - W) of the bubble are left. Longer weight parts take no more of it than all
+    but (p - 1) F or (p - 1) I, which a stage waits for its first microbatch or for its first gradient.
+    """
+    seconds = play(zero_bubble("zb-h1", p, m), steps, forward, inputs, weight)
+    work = m * (forward + inputs + weight)
+    fits = weight <= min(forward, inputs)
+    if m >= p and (fits or steps == 1):
+        assert seconds == steps * (work + (p - 1) * max(forward + inputs - weight, forward, inputs))
+    if m < p and fits:
+        assert seconds == steps * ((m + p - 1) * (forward + inputs) + weight)
+    assert seconds <= play(Schedule("1f1b-flush", p, m), steps, forward, inputs, weight)
+
+
+@settings(max_examples=200, deadline=None)
+@given(*sizes, st.integers(1, 3))
+def test_time_of_zb_v(p: int, m: int, steps: int) -> None:
+    """Equal parts: in a full pipe a step takes its work alone, and the ranks start and end p - 1 forwards apart."""
+    seconds = play(zero_bubble("zb-v", p, m), steps)
+    if m >= 2 * p - 1:
+        assert seconds == steps * 6 * m + p - 1
+    if m <= p:
+        # No more of a pipe is full than under zb-h1 with stages twice as long.
+        assert seconds == steps * play(zero_bubble("zb-h1", p, m), 1, 2, 2, 2)
+    assert seconds <= play(zero_bubble("zb-h1", p, m), steps, 2, 2, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["zb-h1", "zb-v"]), *sizes)
+def test_a_weight_part_only_follows_what_waits_for_nothing(method: str, p: int, m: int) -> None:
+    """Every stage has whole backwards or pairs of parts of all its microbatches, each before the update."""
+    made = zero_bubble(method, p, m)
+    for row in made.step(0):
+        for stage in {action.stage for action in row}:
+            own = [action for action in row if action.stage == stage]
+            parts = {
+                kind: [a.microbatch for a in own if isinstance(a, kind)] for kind in (BackwardInput, BackwardWeight)
+            }
+            whole = [a.microbatch for a in own if isinstance(a, Backward)]
+
+            assert parts[BackwardInput] == parts[BackwardWeight]
+            assert sorted(parts[BackwardInput] + whole) == list(range(m))
+            assert isinstance(own[-1], Update)
+
+
+@settings(max_examples=100, deadline=None)
+@given(*sizes, st.booleans(), st.integers(1, 3))
+def test_receives_of_zb_v_only_move_ahead(p: int, m: int, norms: bool, replicas: int) -> None:
+    """Against the receives as lowering puts them, each directly before what uses it."""
+    at = tuple(tuple(range(place * replicas, (place + 1) * replicas)) for place in range(p))
+    made = Schedule.placed("zb-v", Placement((*at, *reversed(at))), m, norms=norms)
+    (method,) = made.methods
+    unordered = replace(made, methods=(replace(method, folds=False, interleaves=True),))
+    for row, plain in zip(made.step(0), unordered.step(0), strict=True):
+        assert sorted(map(str, row)) == sorted(map(str, plain))
+        assert [a for a in row if not isinstance(a, Receive)] == [a for a in plain if not isinstance(a, Receive)]
+        assert all(place <= places_of(plain)[receive] for receive, place in places_of(row).items())
+
+
+def places_of(row: tuple[Action, ...]) -> dict[Action, int]:
+    """Of every receive, how many other actions come before it."""
+    others, places = 0, {}
+    for action in row:
+        if isinstance(action, Receive):
+            places[action] = others
+        else:
+            others += 1
+    return places
+
+
+def test_zb_v_needs_its_receives_in_the_order_of_the_sends() -> None:
+    made = zero_bubble("zb-v", 2, 3)
+    (method,) = made.methods
+    unordered = replace(made, methods=(replace(method, folds=False, interleaves=True),))
+
+    assert complaint(lambda: verify(unordered))[0] == (
+        "schedule 'zb-v' breaks a law: messages are received in the order in which they were sent, on each edge "
+        "between two ranks"
+    )
+
+
+H1 = zero_bubble("zb-h1", 2, 2)
+# rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0
+# rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 1I1@0 1S1>0 1W0@0 1W1@0 1U1<0
+TIED = replace(zero_bubble("zb-h1", 2, 1), ties=((0, 1),))
+# rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1W0@0 1T1>0 1T1<0 1U1<0
+REPLICATED = Schedule.placed("zb-h1", Placement(((0,), (1, 2))), 2)
+ONCE = "each microbatch goes forward and backward exactly once on each stage"
+ASCENDING = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
+DATA = "an action comes after what it needs"
+UPDATE = "an update makes the next version from all backwards of its microbatches, and they read one version"
+LAWS = {
+    "weight part twice": (
+        (H1, 1, ("1W0@0", "1W0@0 1W0@0")),
+        ONCE,
+        "rank 1: ... 1I0@0 1S0>0 1R1<0 1F1@0 1I1@0 1S1>0 1W0@0 >>1W0@0<< 1W1@0 1U1<0",
+        "a microbatch that is not done yet",
+        "drop the second one",
+    ),
+    "whole backward after an input part": (
+        (H1, 1, ("1W0@0", "1B0@0")),
+        ONCE,
+        "rank 1: ... 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 1I1@0 1S1>0 >>1B0@0<< 1W1@0 1U1<0",
+        "a microbatch that is not done yet",
+        "drop the second one",
+    ),
+    "weight part missing": (
+        (H1, 1, (" 1W1@0", "")),
+        "nothing is in flight after the drain: every forward had its backward",
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 >>1F1@0<< 1I1@0 1S1>0 1W0@0 1U1<0",
+        "the weight part of the backward of microbatch 1 on stage 1 before the end",
+        "let the step or the drain yield it",
+    ),
+    "input part missing": (
+        (H1, 1, ("1I1@0 ", "")),
+        DATA,
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1S1>0<< 1W0@0 1W1@0 1U1<0",
+        "the backward of microbatch 1 on stage 1 before 1S1>0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "weight part first": (
+        (H1, 1, ("1I1@0 1S1>0 1W0@0 1W1@0", "1W0@0 1W1@0 1I1@0 1S1>0")),
+        DATA,
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 1W0@0 >>1W1@0<< 1I1@0 1S1>0 1U1<0",
+        "the input part of the backward of microbatch 1 on stage 1 before 1W1@0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "gradient sent before the input part": (
+        (H1, 1, ("1I1@0 1S1>0", "1S1>0 1I1@0")),
+        DATA,
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1S1>0<< 1I1@0 1W0@0 1W1@0 1U1<0",
+        "the backward of microbatch 1 on stage 1 before 1S1>0",
+        "put it before, or let lower() derive the messages",
+    ),
+    "order of weight parts": (
+        (H1, 1, ("1W0@0 1W1@0", "1W1@0 1W0@0")),
+        ASCENDING,
+        "rank 1: ... 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 1I1@0 1S1>0 >>1W1@0<< 1W0@0 1U1<0",
+        "microbatch 0 first",
+        "put 0 before 1",
+    ),
+    "whole backward before an earlier weight part": (
+        (H1, 1, ("1I1@0 1S1>0 1W0@0 1W1@0", "1B1@0 1S1>0 1W0@0")),
+        ASCENDING,
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1B1@0<< 1S1>0 1W0@0 1U1<0",
+        "microbatch 0 first",
+        "put 0 before 1",
+    ),
+    "version of a weight part": (
+        (H1, 2, ("1W3@1", "1W3@0")),
+        "a backward reads the version that its forward read",
+        "rank 1: ... 1I2@1 1S2>0 1R3<0 1F3@1 1I3@1 1S3>0 1W2@1 >>1W3@0<< 1U2<1",
+        "version 1, which 1F3@1 read",
+        "give both the same version",
+    ),
+    "update before a weight part": (
+        (H1, 1, ("1W1@0 1U1<0", "1U1<0 1W1@0")),
+        UPDATE,
+        "rank 1: ... 1I0@0 1S0>0 1R1<0 1F1@0 1I1@0 1S1>0 1W0@0 >>1U1<0<< 1W1@0",
+        "2 backwards of stage 1 for it, found 1",
+        "move the update",
+    ),
+    "input part before the update of an earlier minibatch": (
+        (
+            promising(zero_bubble("zb-h1", 2, 1), in_flight=(1, 2), versions=(1, 2)),
+            2,
+            (" 1U1<0 1R1<0 1F1@1 1I1@1", " 1R1<0 1F1@1 1I1@1 1U1<0"),
+        ),
+        "a forward reads the version made by the updates of all earlier minibatches",
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1W0@0 1R1<0 >>1F1@1<< 1I1@1 1U1<0 1S1>0 1W1@1 1U2<1",
+        "a version that exists: stage 1 has made only 0 by then",
+        "put the update before the forward, or the forward later",
+    ),
+    "in flight up to the weight part": (
+        (promising(H1, in_flight=(2, 1)), 1),
+        "activations in flight stay within the promise: at most 1 on stage 1",
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 >>1F1@0<< 1I1@0 1S1>0 1W0@0 1W1@0 1U1<0",
+        "a backward first: 1 in flight already",
+        "run a backward first, or promise more",
+    ),
+    "waiting for the weight part": (
+        (promising(H1, halves=(0, 1)), 1),
+        "microbatches that wait for their weight part stay within the promise: at most 1 on stage 1",
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1I1@0<< 1S1>0 1W0@0 1W1@0 1U1<0",
+        "a weight part first: 1 wait already",
+        "run a weight part first, let a whole backward do both, or promise more",
+    ),
+    "tied gradients before the weight part": (
+        (TIED, 1, ("1W0@0 1T1>0", "1T1>0 1W0@0")),
+        DATA,
+        "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 >>1T1>0<< 1W0@0 1T1<0 1U1<0",
+        "the backward of microbatch 0 on stage 1 before 1T1>0",
+        "put it before, or let lower() derive the messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", LAWS)
+def test_each_law_broken_once(broken: str) -> None:
+    assert_broken(*LAWS[broken])
+
+
+def test_replicas_sum_after_the_last_weight_part() -> None:
+    programs = change(REPLICATED, 1)
+    rows = [" ".join(map(str, row)).replace("1W1@0 1A1", "1A1 1W1@0") for row in programs]
+
+    assert "1W1@0 1A1" in " ".join(map(str, programs[2]))
+    assert complaint(lambda: verify_programs(parse_programs("\n".join(rows)), REPLICATED, 1))[:2] == [
+        f"schedule 'zb-h1' breaks a law: {DATA}",
+        "  rank 2: 1R1<0 1F1@0 1I1@0 1S1>0 1A1 1W1@0 >>1U1<0<<",
+    ]
+
+
+def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
+    """Also where its version is old enough: what is not split makes gradients of weights in the input part."""
+    made = promising(Schedule("pipedream", 2, 1), halves=(1, 1), versions=(3, 2), in_flight=(3, 2))
+    programs = change(made, 3, ("0B0@0 0U1<0", "0I0@0 0W0@0"), ("0R1<1 0B1@0 0U2<0", "0R1<1 0I1@0 0U1<0 0W1@0 0U2<0"))
+
+    with pytest.raises(ScheduleError):
+        verify_programs(programs, made, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: Schedule("zb-v", 2, 4),
+            "schedule 'zb-v': a rank holds two stages, got stages_per_rank=1; give stages_per_rank=2, or choose "
+            "'zb-h1'",
+        ),
+        (
+            lambda: Schedule.placed("zb-v", Placement(((0, 1), (2,), (2,), (0, 1))), 4),
+            "schedule 'zb-v': all stages must have equally many replicas, got 2-1-1-2; give them equal numbers, or "
+            "choose 'zb-h1'",
+        ),
+        (
+            lambda: Schedule.placed("zb-v", Placement.straight(2, 2), 4),
+            "schedule 'zb-v': stage s and stage 3 - s must be on one rank that holds no other, got stages on [0], [1], "
+            "[0], [1]; place them so, or choose 'zb-h1'",
+        ),
+    ],
+)
+def test_what_zb_v_refuses(build: Callable[[], object], message: str) -> None:
+    assert complaint(build) == [message]
+
+
+def test_a_plan_goes_there_and_back() -> None:
+    made = Plan.uniform(8, 4, "zb-v", 4, 2)
+
+    assert made.stages == (Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 6, (1,)), Stage(6, 8, (0,)))
+    assert (made.ranks, made.stages_per_rank) == (2, 2)

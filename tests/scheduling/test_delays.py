@@ -1,0 +1,62 @@
+"""How old gradients are: what a method promises is what its programs show once the pipe is full."""
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.scheduling.actions import Backward, BackwardWeight, Update
+from penstock.scheduling.schedules import Schedule
+from support.schedule_strategies import replicated_schedules, schedules, waiting_schedules
+
+
+def found_delays(schedule: Schedule, minibatches: int) -> list[int]:
+    """By stage, the most updates between a gradient's version and the one that it updates."""
+    delays = [0] * schedule.stages
+    for row in schedule.program(minibatches):
+        taken: dict[tuple[int, int], int] = {}
+        for action in row:
+            match action:
+                case Backward(stage, microbatch, version) | BackwardWeight(stage, microbatch, version):
+                    of = microbatch // schedule.promise.microbatches_per_update[stage] + 1
+                    taken[stage, of] = version
+                case Update(stage, version) if (stage, version) in taken:
+                    delays[stage] = max(delays[stage], version - 1 - taken[stage, version])
+                case _:
+                    pass
+    return delays
+
+
+def enough(schedule: Schedule) -> int:
+    """So many minibatches fill the pipe and go on."""
+    return 4 + 3 * (max(schedule.promise.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
+
+
+@settings(max_examples=300)
+@given(schedules(6, 10))
+def test_the_delay_is_what_the_programs_show(schedule: Schedule) -> None:
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+
+
+@settings(max_examples=200)
+@given(replicated_schedules(4, 3, 10))
+def test_replicas_have_the_delay_of_their_rounds(schedule: Schedule) -> None:
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+
+
+@settings(max_examples=200)
+@given(waiting_schedules(5, 8))
+def test_updates_that_wait_are_no_later_in_numbers(schedule: Schedule) -> None:
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+
+
+@pytest.mark.parametrize(
+    ("schedule", "delays"),
+    [
+        (Schedule("pipedream", 4, 8), (3, 2, 1, 0)),
+        (Schedule("pipedream", 4, 8, vertical_sync=True), (3, 3, 3, 3)),
+        (Schedule("2bw", 4, 8), (1, 1, 1, 1)),
+        (Schedule("2bw", 1, 1), (1,)),
+        (Schedule("1f1b-flush", 4, 8), (0, 0, 0, 0)),
+    ],
+)
+def test_delays_of_small_pipelines(schedule: Schedule, delays: tuple[int, ...]) -> None:
+    assert schedule.promise.delays == delays

@@ -1,0 +1,125 @@
+"""Outcomes: against timelines and closed forms, and the words for what limits a plan."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_simulator_oracle import problems
+
+from penstock.errors import PlanError
+from penstock.simulating import simulate
+from penstock.simulating.outcomes import evaluate
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import LayerProfile, Profile
+
+
+def make_profile(*layers: tuple[float, float, float, float, float]) -> Profile:
+    """Layers of (forward seconds, backward seconds, cut bytes, saved bytes, parameter bytes), 4 samples."""
+    return Profile(tuple(LayerProfile("", *layer) for layer in layers), 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.booleans())
+def test_says_what_the_timeline_says(problem: tuple, overlap: bool) -> None:
+    played, plan, profile, cluster, _ = problem
+    outcome = evaluate(plan, profile, cluster, update_seconds_per_byte=0.25, overlap=overlap)
+    timeline = simulate(plan, profile, cluster, update_seconds_per_byte=0.25, overlap=overlap)
+    peaks = tuple(memory.peak_bytes for memory in timeline.memory)
+
+    assert 0 <= outcome.bubble <= 1
+    assert outcome.limit
+    assert outcome.bottleneck_seconds * plan.microbatches <= outcome.minibatch_seconds * (1 + 1e-9)
+    if played.flushes:
+        assert outcome.minibatch_seconds == pytest.approx(timeline.seconds)
+        assert outcome.bubble == pytest.approx(timeline.bubble, abs=1e-9)
+        assert outcome.peak_bytes == pytest.approx(peaks)
+    else:
+        # A longer run can hold more at its peak, never less.
+        assert all(one >= other - 1e-9 for one, other in zip(outcome.peak_bytes, peaks, strict=True))
+
+
+def test_prediction_takes_everything_over() -> None:
+    plan = Plan.uniform(2, 2, "gpipe", 4)
+    outcome = evaluate(plan, make_profile((1, 2, 0, 5, 7), (1, 2, 0, 5, 7)), Cluster.uniform(2, float("inf")))
+    prediction = outcome.prediction()
+
+    assert (outcome.minibatch_seconds, outcome.bubble, outcome.bottleneck_seconds) == (15, 1 - 12 / 15, 3)
+    assert outcome.samples_per_second == 16 / 15
+    # Four microbatches and nothing of gradients, or three and the gradients: 5 bytes, 7 of a microbatch.
+    assert outcome.peak_bytes == (4 * 7 + 3 * 5,) * 2
+    assert prediction.peak_bytes == outcome.peak_bytes
+    assert (prediction.minibatch_seconds, prediction.samples_per_second) == (15, 16 / 15)
+    assert (prediction.bubble, prediction.bottleneck_seconds) == (outcome.bubble, 3)
+    assert prediction.limit == outcome.limit == "stage 0 (compute 80% of the time)"
+
+
+FAST = Cluster.uniform(8, float("inf"))
+TWO = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "profile", "cluster", "limit"),
+    [
+        (
+            Plan(TWO, "2bw", 4),
+            make_profile((1, 1, 0, 0, 0), (3, 3, 0, 0, 0)),
+            FAST,
+            "stage 1 (compute 100% of the time)",
+        ),
+        (
+            Plan(TWO, "gpipe", 10),
+            make_profile((1, 1, 3, 0, 0), (1, 1, 0, 0, 0)),
+            Cluster.uniform(2, 1.0),
+            "link between stages 0 and 1 (in use 94% of the time)",
+        ),
+        (
+            Plan((Stage(0, 1, (0, 1)),), "gpipe", 2),
+            make_profile((1, 1, 0, 0, 8)),
+            Cluster.uniform(2, 1.0),
+            "all-reduce of stage 0 (78% of the time)",
+        ),
+        (
+            Plan.uniform(4, 4, "gpipe", 1),
+            make_profile(*[(1, 1, 0, 0, 0)] * 4),
+            FAST,
+            "fill and drain of the pipeline (75% of the time; the busiest is stage 0 (compute 25% of the time))",
+        ),
+        (
+            Plan.uniform(2, 2, "pipedream", 4),
+            make_profile((1, 1, 0, 0, 0), (1, 1, 0, 0, 0)),
+            Cluster.uniform(2, 1.0, latency_seconds=10.0),
+            "round trips between the stages (83% of the time; the busiest is stage 0 (compute 17% of the time))",
+        ),
+        (
+            Plan.uniform(4, 4, "gpipe", 1),
+            make_profile(*[(0, 0, 0, 0, 0)] * 4),
+            FAST,
+            "nothing: no action takes time",
+        ),
+        (
+            Plan.of_cuts([0, 1, 2, 3, 4], 2, "interleaved", 4),
+            make_profile(*[(1, 1, 0, 0, 0)] * 4),
+            FAST,
+            "rank 0 with stages 0, 2 (compute 89% of the time)",
+        ),
+    ],
+)
+def test_limit_names_what_takes_the_longest_part(plan: Plan, profile: Profile, cluster: Cluster, limit: str) -> None:
+    assert evaluate(plan, profile, cluster).limit == limit
+
+
+def test_messages_that_do_not_overlap_count_for_their_rank() -> None:
+    """Thesis, section 3.4: computation plus communication in and out; the middle stage has both cuts, both ways."""
+    plan = Plan.uniform(3, 3, "2bw", 6)
+    profile = make_profile(*[(1, 2, 1, 0, 0)] * 3)
+    cluster = Cluster.uniform(3, 1.0)
+    outcome = evaluate(plan, profile, cluster, overlap=False)
+
+    assert outcome.bottleneck_seconds == 3 + 4
+    assert outcome.minibatch_seconds >= 6 * 7
+    assert evaluate(plan, profile, cluster).bottleneck_seconds == 3
+
+
+def test_profile_of_another_size_is_refused() -> None:
+    with pytest.raises(PlanError, match="measured with 4 samples and the plan has 2"):
+        evaluate(Plan.uniform(1, 1, microbatch_size=2), make_profile((1, 1, 0, 0, 0)), FAST)

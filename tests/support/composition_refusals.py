@@ -1,0 +1,258 @@
+"""Jobs that build or run what composition refuses, and return what was said."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import penstock
+from penstock.capturing.chain import StageModule
+from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.transport.tensor_parallel_transport import Lanes, connect_lanes
+from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.worlds import Processes
+from support import models
+from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
+
+__all__ = [
+    "TYPES",
+    "evaluate_one_sample",
+    "measure_late",
+    "messages_over_lanes",
+    "said_by",
+    "said_in_a_step",
+    "said_of",
+    "said_when_a_lane_fails",
+]
+
+
+def nothing(stage: StageModule, mesh: DeviceMesh) -> None:
+    """A hook that is content."""
+
+
+def wrap(stage: StageModule, mesh: DeviceMesh) -> nn.Module:
+    """Returns another module."""
+    return nn.Sequential(stage)
+
+
+def add(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Has a parameter more."""
+    stage.layers[-1].body.register_parameter("more", nn.Parameter(torch.zeros(1)))
+
+
+def slice_by_hand(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Keeps half of a weight."""
+    body = stage.layers[-1].body
+    weight = next(module for module in body.modules() if isinstance(module, nn.Linear)).weight
+    weight.data = weight.data[: len(weight) // 2]
+
+
+def compile_layers(stage: StageModule, mesh: DeviceMesh) -> None:
+    """In place."""
+    stage.layers[-1].body.compile()
+
+
+def spread_over_replicas(stage: StageModule, mesh: DeviceMesh) -> None:
+    """A DTensor where replicas compute different things."""
+    linear = next(module for module in stage.modules() if isinstance(module, nn.Linear))
+    parallelize_module(linear, mesh["dp"], ColwiseParallel())
+
+
+def shard(stage: StageModule, mesh: DeviceMesh) -> None:
+    """As it should be."""
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def shard_over_lanes(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Over processes that do the same."""
+    fully_shard(stage, mesh=mesh["tp"])
+
+
+def shard_over_all(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Over processes that hold other stages."""
+    fully_shard(stage)
+
+
+def fail_on_one(stage: StageModule, mesh: DeviceMesh) -> None:
+    """An error of one process."""
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("this hook is broken here")
+
+
+def split_shared(stage: StageModule, mesh: DeviceMesh) -> None:
+    """One of two modules that share a weight."""
+    if stage.first > 0:
+        parallelize_module(stage.layers[-1].body, mesh["tp"], ColwiseParallel())
+
+
+HOOKS: dict[str, Parallelize] = {
+    hook.__name__: hook
+    for hook in (
+        nothing,
+        wrap,
+        add,
+        slice_by_hand,
+        compile_layers,
+        spread_over_replicas,
+        shard,
+        shard_over_lanes,
+        shard_over_all,
+        fail_on_one,
+        split_shared,
+        split_columns_and_rows,
+    )
+}
+
+
+def _tied(shared: int) -> list[nn.Module]:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[3].weight = layers[shared].weight
+    return layers
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied in a stage": lambda: _tied(2),
+    "tied over a cut": lambda: _tied(0),
+    "traced": models.Perceptron,
+}
+
+
+def said_by(build: Callable[[], object]) -> str:
+    """The type and text of the error of `build`."""
+    try:
+        build()
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def said_of(run: Run, hook: str | None, model: str = "", counts: tuple[int, ...] = (), **options: Any) -> str:
+    """What is said of `run` with `hook`; `counts`: replicas of the stages, if they differ."""
+    plan = run.plan
+    if counts:
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        stages = [
+            replace(stage, ranks=tuple(range(start, start + count)))
+            for stage, start, count in zip(plan.stages, starts, counts, strict=True)
+        ]
+        plan = replace(plan, stages=tuple(stages))
+    chosen = {**run.options, "plan": plan, "parallelize": hook and HOOKS[hook], **options}
+    if model:
+        module = MODELS[model]()
+        width = 6 if model == "traced" else 4
+        layers = 8 if model == "traced" else 4
+        parts = penstock.Plan.uniform(layers, 2).stages
+        stages = [replace(part, ranks=stage.ranks) for part, stage in zip(parts, plan.stages, strict=True)]
+        chosen |= {"plan": replace(plan, stages=tuple(stages)), "sample": (torch.zeros(2, width),)}
+    else:
+        module = build_model()
+    return said_by(lambda: penstock.Pipeline(module, **chosen))
+
+
+def said_in_a_step(kind: str) -> str:
+    """What is said of a first stage whose output is another one on each lane, or a DTensor."""
+
+    def spoil(stage: StageModule, mesh: DeviceMesh) -> None:
+        def change(layer: nn.Module, arguments: object, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            (result,) = results
+            if kind == "DTensor":
+                return (DTensor.from_local(result, mesh["tp"], [Shard(0)]),)
+            return (result + mesh.get_local_rank("tp"),)
+
+        if stage.first == 0:
+            stage.layers[-1].register_forward_hook(change)
+
+    pipe = Run("", lanes=2).make(parallelize=spoil)
+    said = said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
+    pipe.close()
+    return said
+
+
+def said_when_a_lane_fails() -> str:
+    """What is said when a layer raises an error on lane 1 of the first stage, in the second step."""
+
+    def break_down(stage: StageModule, mesh: DeviceMesh) -> None:
+        def fail(*_: object) -> None:
+            if len(calls) > 1 and torch.distributed.get_rank() == 1:
+                raise ValueError("this layer is broken here")
+
+        split_columns_and_rows(stage, mesh)
+        stage.layers[1].body.down.register_forward_pre_hook(fail)
+
+    calls: list[int] = []
+    pipe = Run("", lanes=2).make(parallelize=break_down, timeout_seconds=4.0)
+    try:
+        for x, y in BATCHES:
+            calls.append(1)
+            float(pipe.step(x, y).loss)
+    except (ValueError, penstock.PenstockError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def evaluate_one_sample() -> str:
+    """An evaluation of one sample by two replicas that must gather weights together."""
+    pipe = Run("", replicas=2).make(parallelize=shard)
+    x, y = BATCHES[0]
+    pipe.evaluate(x[:3], y[:3])
+    said = said_by(lambda: pipe.evaluate(x[:1], y[:1]))
+    pipe.close()
+    return said
+
+
+def measure_late() -> str:
+    """A profile of layers that are spread already."""
+    pipe = Run("", lanes=2).make(parallelize=split_columns_and_rows)
+    said = said_by(lambda: pipe.profile)
+    pipe.close()
+    return said
+
+
+SHAPES = ((3, 5), (7,), (1,), (), (0, 4), (2, 3, 4))
+TYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+def messages_over_lanes() -> tuple[list[str], int]:
+    """Messages of every shape and type from one rank of two lanes to another: what came otherwise than it was sent, and
+    the bytes that this lane sent.
+    """
+    world = Processes()
+    groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
+    rank = world.rank // 2
+    cut, report = Edge(0, 1), Edge(0, 1, "reports")
+    transport = connect_lanes(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
+    assert isinstance(transport, Lanes)
+    torch.manual_seed(0)
+    wrong = []
+    for kind in TYPES:
+        for again in range(2):
+            message = tuple((torch.randn(shape) * 9).to(kind) for shape in SHAPES)
+            if kind.is_floating_point:
+                message[0].requires_grad_()
+            sent = (*message, None)
+            if rank == 0:
+                transport.send(cut, kind, sent)
+                transport.send(report, kind, message)
+                continue
+            tickets = transport.post(cut, kind), transport.post(report, kind)
+            for ticket, expected in zip(tickets, (sent, message), strict=True):
+                found = ticket.wait()
+                same = [
+                    one is None if other is None else one is not None and _same(one, other)
+                    for one, other in zip(found, expected, strict=True)
+                ]
+                wrong += [f"{kind} {again} {index}" for index, good in enumerate(same) if not good]
+    transport.flush()
+    transport.close()
+    world.leave()
+    return wrong, transport.sent_bytes
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.requires_grad == other.requires_grad and torch.equal(one, other)

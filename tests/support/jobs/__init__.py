@@ -1,0 +1,1 @@
+"""What processes of the pool run: one file for each topic of the tests."""

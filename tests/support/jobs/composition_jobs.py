@@ -1,0 +1,294 @@
+"""Jobs for the processes of the composition's tests: a transformer, trained by stages that a hook has split."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import penstock
+from penstock.capturing.chain import StageModule
+from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.transport.tensor_parallel_transport import Lanes
+from support import models
+
+__all__ = [
+    "BATCHES",
+    "WIDTH",
+    "Block",
+    "Outcome",
+    "Run",
+    "build_model",
+    "load",
+    "look_around",
+    "loss_fn",
+    "save",
+    "split_columns_and_rows",
+    "train",
+]
+
+WIDTH, HEADS, TOKENS, WORDS, SAMPLES = 16, 4, 6, 11, 8
+WHOLE = Replicate()
+
+
+class Embedding(nn.Module):
+    """Words and places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places
+
+
+class Attention(nn.Module):
+    """Causal attention; its heads may be spread over processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = [part(x) for part in (self.query, self.key, self.value)]
+        heads = [values.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for values in wide]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.first(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.second(x)))))
+
+
+def build_model() -> nn.Sequential:
+    """Six layers."""
+    torch.manual_seed(3)
+    return nn.Sequential(Embedding(), *(Block() for _ in range(4)), nn.Linear(WIDTH, WORDS)).double()
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy over all tokens; of logits that a hook left spread over processes, too."""
+    if isinstance(logits, DTensor):
+        target = DTensor.from_local(target, logits.device_mesh, [WHOLE], run_check=False)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(5)
+    return [(torch.randint(WORDS, (SAMPLES, TOKENS)), torch.randint(WORDS, (SAMPLES, TOKENS))) for _ in range(4)]
+
+
+BATCHES = _batches()
+
+
+def split_columns_and_rows(stage: StageModule, mesh: DeviceMesh, along: Placement = WHOLE) -> None:
+    """Megatron's layer: heads and hidden units over ``tp``. `along`: how the inputs of these layers are laid out."""
+    styles: dict[str, Any] = {}
+    for index, layer in enumerate(stage.layers):
+        if isinstance(layer.body, Block):
+            at = f"layers.{index}.body"
+            for name in ("attention.query", "attention.key", "attention.value", "up"):
+                styles[f"{at}.{name}"] = ColwiseParallel(input_layouts=along)
+            styles |= {f"{at}.attention.out": RowwiseParallel(), f"{at}.down": RowwiseParallel()}
+    parallelize_module(stage, mesh["tp"], styles)
+
+
+def split_logits(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Megatron's layer, and an output that stays a DTensor, of which the loss is one too."""
+    split_columns_and_rows(stage, mesh)
+    if isinstance(stage.layers[-1].body, nn.Linear):
+        style = ColwiseParallel(output_layouts=WHOLE, use_local_output=False)
+        parallelize_module(stage.layers[-1], mesh["tp"], {"body": style})
+
+
+def split_sequence(stage: StageModule, mesh: DeviceMesh) -> StageModule:
+    """Megatron's layer, with LayerNorms along the tokens: the gradients of their weights are sums yet to be taken."""
+    split_columns_and_rows(stage, mesh, Shard(1))
+    for layer in stage.layers:
+        if isinstance(layer.body, Block):
+            for norm in (layer.body.first, layer.body.second):
+                before = PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=Shard(1))
+                parallelize_module(norm, mesh["tp"], before)
+                parallelize_module(norm, mesh["tp"], SequenceParallel())
+    return stage
+
+
+def shard_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """FSDP2, block by block, and what is left in the stage itself."""
+    for layer in stage.layers:
+        if isinstance(layer.body, Block):
+            fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def shard_some(stage: StageModule, mesh: DeviceMesh) -> None:
+    """FSDP2 for the blocks only: the pipeline sums the other gradients."""
+    for layer in stage.layers:
+        if isinstance(layer.body, Block):
+            fully_shard(layer.body, mesh=mesh["dp"])
+
+
+def split_and_shard(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Both."""
+    split_columns_and_rows(stage, mesh)
+    shard_blocks(stage, mesh)
+
+
+HOOKS = (split_columns_and_rows, split_logits, split_sequence, shard_blocks, shard_some, split_and_shard)
+HOOKS_AT_UPDATES = (penstock.ErrorFeedback(), penstock.LookAhead(0.5), penstock.WeightAverage(0.5))
+BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in HOOKS}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: `stages` on ranks of their own, unless interleaved, of `replicas` times `lanes` processes each."""
+
+    hook: str
+    schedule: str = "1f1b-flush"
+    stages: int = 2
+    replicas: int = 1
+    lanes: int = 1
+    microbatches: int = 4
+    optimizer: str = "momentum"
+    split: bool = False
+    recompute: bool | str | None = None
+    vertical_sync: bool = False
+    most: float | None = None
+    """The norm that gradients are clipped to."""
+    scales: bool = False
+    """Whether losses are scaled, by so much at first that some updates are skipped."""
+    hooked: bool = False
+    """Whether hooks see the updates."""
+
+    @property
+    def plan(self) -> penstock.Plan:
+        """The stages on all the processes."""
+        uniform = penstock.Plan.uniform(
+            6,
+            self.stages,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            stages_per_rank=2 if self.schedule == "interleaved" else 1,
+            vertical_sync=self.vertical_sync,
+        )
+        wide = self.replicas * self.lanes
+        stages = [
+            replace(stage, ranks=tuple(range(rank * wide, (rank + 1) * wide)))
+            for stage in uniform.stages
+            for rank in stage.ranks
+        ]
+        routing = "split" if self.split else "round-robin"
+        return replace(uniform, stages=tuple(stages), routing=routing, tensor_parallel=self.lanes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that the pipeline and the oracle share."""
+        chosen = {"momentum": models.momentum, "adamw": models.adamw}[self.optimizer]
+        return {
+            "sample": (BATCHES[0][0][:2],),
+            "loss_fn": loss_fn,
+            "optimizer": chosen,
+            "plan": self.plan,
+            "seed": 9,
+            "clip_grad_norm": self.most,
+            "update_hooks": HOOKS_AT_UPDATES if self.hooked else (),
+            "loss_scale": penstock.LossScale(initial=2.0**1023, interval=2) if self.scales else None,
+        }
+
+    def make(self, **options: Any) -> penstock.Pipeline:
+        """The pipeline; no hook of the name means no hook."""
+        own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute}
+        return penstock.Pipeline(build_model(), **{**self.options, **own, **options})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one process has seen."""
+
+    losses: list[float]
+    evaluated: float
+    predicted: Tensor
+    state: dict[str, Tensor]
+    sent_bytes: int
+    """Over cuts, in training."""
+
+
+def train(run: Run) -> Outcome:
+    """A training to its end, an evaluation, and a prediction."""
+    pipe = run.make()
+    losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
+    pipe.drain()
+    transport = pipe._engine.transport
+    sent = transport.sent_bytes if isinstance(transport, Lanes) else 0
+    evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
+    state = pipe.state_dict()["model"]
+    pipe.close()
+    assert not any(isinstance(tensor, DTensor) for tensor in state.values())
+    return Outcome(losses, evaluated, predicted, state, sent)
+
+
+def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, ...]], list[int], Outcome]:
+    """What a hook is told of each stage, the ranks of a step's spans, and what comes of it. None: no plan."""
+    told: list[tuple[Any, ...]] = []
+
+    def listen(stage: StageModule, mesh: DeviceMesh) -> None:
+        told.append((stage.names, mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
+        if run.hook:
+            BY_NAME[run.hook](stage, mesh)
+
+    by_hand = {} if plan else {"tensor_parallel": run.lanes, "microbatches": run.microbatches}
+    pipe = run.make(parallelize=listen, plan=plan, **by_hand)
+    losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
+    spans = [span.rank for span in pipe.timeline().spans]
+    pipe.drain()
+    evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
+    outcome = Outcome(losses, evaluated, predicted, pipe.state_dict()["model"], 0)
+    pipe.close()
+    return told, spans, outcome
+
+
+def save(run: Run, directory: str) -> list[float]:
+    """Two steps, a checkpoint, and the losses of the steps after it."""
+    pipe = run.make()
+    for x, y in BATCHES[:2]:
+        pipe.step(x, y)
+    pipe.save(directory)
+    return _finish(pipe)
+
+
+def load(run: Run, directory: str) -> list[float]:
+    """The losses of the steps after the checkpoint."""
+    pipe = run.make(seed=1)
+    pipe.load(directory)
+    return _finish(pipe)
+
+
+def _finish(pipe: penstock.Pipeline) -> list[float]:
+    losses = [float(pipe.step(x, y).loss) for x, y in BATCHES[2:]]
+    pipe.drain()
+    pipe.close()
+    return losses

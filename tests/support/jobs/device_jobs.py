@@ -1,0 +1,113 @@
+"""Pipelines in the processes of the pool that send as GPUs do: through the host, or from device to device."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations, permutations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.worlds import join_world
+from support.carrying import sharing_memory
+from support.simulated import tardy_backend
+from support.simulated.stream_races import RacingDevice, on_streams
+from support.training import Case, Outcome, run_pipeline
+
+__all__ = ["count_streams", "fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
+
+
+@contextmanager
+def _on_device(tardy: bool = False) -> Iterator[None]:
+    """The CPU computes on streams, and sends from device to device if it is `tardy`."""
+    with sharing_memory(False), on_streams(RacingDevice(tardy)):
+        yield
+
+
+def run_over_gloo(case: Case) -> Outcome:
+    """The run by `Pipeline`, whose messages pass through the host."""
+    with _on_device():
+        return run_pipeline(case)
+
+
+def run_directly(case: Case) -> tuple[Outcome, int]:
+    """The run by `Pipeline`, whose messages go from device to device, and how many of them this rank sent."""
+    before = tardy_backend.messages()
+    with _on_device(tardy=True):
+        return run_pipeline(case), tardy_backend.messages() - before
+
+
+def count_streams(tardy: bool) -> int:
+    """How many streams of its device a rank takes that sends to all others, and sums with all and with each."""
+    ranks = dist.get_world_size()
+    edges = [Edge(*pair, lane) for lane in ("stages", "reports") for pair in permutations(range(ranks), 2)]
+    groups = [tuple(range(ranks)), *combinations(range(ranks), 2)]
+    device = RacingDevice(tardy)
+    with sharing_memory(False), on_streams(device):
+        transport = join_world().connect(edges, torch.device("cpu"), 60.0, groups)
+        for edge in edges:
+            if dist.get_rank() == edge.source:
+                transport.send(edge, "form", (torch.ones(3),))
+        for edge in edges:
+            if dist.get_rank() == edge.target:
+                transport.post(edge, "form").wait()
+        transport.close()
+    return len(device.streams)
+
+
+def probe_directly() -> tuple[penstock.Cluster, int]:
+    """What a probe finds from device to device, and how many messages it took."""
+    before = tardy_backend.messages()
+    with _on_device(tardy=True):
+        return penstock.probe(device="cpu", progress=False), tardy_backend.messages() - before
+
+
+def _train(failing: int, wrong: float, timeout_seconds: float) -> str:
+    """What a rank says that trains with another one, whose loss or layer goes wrong in the second step: fails, or
+    takes `wrong` seconds.
+    """
+    calls = 0
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += dist.get_rank() == failing and not torch.compiler.is_exporting()
+            if calls == 7:
+                calls += 1
+                time.sleep(wrong)
+                if not wrong:
+                    raise ValueError("the layer is broken")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    layers = [Layer(4, 4), Layer(4, 4)]
+    with _on_device(tardy=True):
+        try:
+            pipe = penstock.Pipeline(
+                nn.Sequential(*layers),
+                sample=(torch.randn(2, 4),),
+                loss_fn=F.mse_loss,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                microbatches=4,
+                timeout_seconds=timeout_seconds,
+            )
+            for _ in range(6):
+                float(pipe.step(torch.randn(8, 4), torch.randn(8, 4)).loss)
+        except (PenstockError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing went wrong"
+
+
+def fail_directly(failing: int) -> str:
+    """What this rank says when the layer of `failing` raises an error."""
+    return _train(failing, 0.0, 60.0)
+
+
+def stall_directly(failing: int) -> str:
+    """What this rank says when the layer of `failing` takes longer than the other one waits."""
+    return _train(failing, 7.0, 3.0)

@@ -1,0 +1,30 @@
+"""Runs of pipelines that are compiled, and whose stages are recorded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from support.carrying import sharing_memory
+from support.simulated.simulated_recorder import GRAPHED, recording
+from support.training import Case, Outcome, run_pipeline
+
+__all__ = ["run_compiled", "run_recorded", "run_recorded_over"]
+
+
+def run_compiled(case: Case, compile: Mapping[str, Any]) -> Outcome:
+    """The run with `compile`."""
+    return run_pipeline(case, compile=compile)
+
+
+def run_recorded(case: Case, compile: Mapping[str, Any] = GRAPHED) -> Outcome:
+    """The run with recordings on the CPU, which it must have used."""
+    with recording() as made:
+        outcome = run_compiled(case, compile)
+    assert made
+    assert all(recorder.replays > recorder.recordings for recorder in made)
+    return outcome
+
+
+def run_recorded_over(case: Case, compile: Mapping[str, Any], shared: bool) -> Outcome:
+    """The same, where shared memory carries the messages or, if not `shared`, Gloo."""
+    with sharing_memory(shared):
+        return run_recorded(case, compile)

@@ -1,0 +1,298 @@
+"""Models as their users have them, most of them from Hugging Face, and their training runs: by the pipeline, by the
+oracle and by a plain loop.
+
+Also jobs for the processes of the pool. Sizes are small, the weights random, everything in float64.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import penstock
+from penstock.values.stages import deal_ranks
+from support import models
+from support.exports import built_as
+from support.training import Outcome
+
+__all__ = [
+    "SUBJECTS",
+    "Run",
+    "Subject",
+    "loss_fn",
+    "make_pipeline",
+    "run_in_pipeline",
+    "run_plainly",
+    "run_reference",
+    "run_these",
+]
+
+VOCABULARY, LENGTH, WIDTH, SAMPLES, STEPS, MICROBATCHES = 50, 8, 16, 9, 3, 4
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its batches and its loss."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[..., Inputs]
+    """Of as many samples, and perhaps of another length."""
+    classes: int
+    """The target is a class of as many, for each position of the output."""
+    positions: tuple[int, ...] = ()
+    """The output's dimensions between samples and classes."""
+
+    @property
+    def name(self) -> str:
+        """Of the subject."""
+        return next(name for name, subject in SUBJECTS.items() if subject is self)
+
+    def build(self) -> nn.Module:
+        """The model, the same at each call."""
+        torch.manual_seed(0)
+        return built_as(self.name, self.make().double().train())
+
+    @property
+    def batches(self) -> list[tuple[Inputs, Tensor]]:
+        """Nine samples each: four microbatches of them are not equally large."""
+        torch.manual_seed(1)
+        return [
+            (self.inputs(SAMPLES), torch.randint(0, self.classes, (SAMPLES, *self.positions))) for _ in range(STEPS)
+        ]
+
+    @property
+    def sample(self) -> Inputs:
+        """Keyword arguments of one microbatch."""
+        torch.manual_seed(2)
+        return self.inputs(2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a subject. `cuts`: the first layers of the stages but the first; () for equal numbers.
+
+    `replicas` of each stage (of each position of a pipeline, under `interleaved`); () is one each.
+    """
+
+    subject: str
+    schedule: str
+    stages: int
+    stages_per_rank: int = 1
+    cuts: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    split: bool = False
+    microbatches: int = MICROBATCHES
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    """Cross entropy on the model's own output object."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def make_pipeline(run: Run, **options: Any) -> penstock.Pipeline:
+    """The pipeline of a run: all of it here, or this process's part."""
+    subject = SUBJECTS[run.subject]
+    return penstock.Pipeline(subject.build(), **{"sample": subject.sample, **_options(run), **options})
+
+
+def run_in_pipeline(run: Run) -> Outcome:
+    """The run by `Pipeline`."""
+    pipe = make_pipeline(run)
+    losses = [pipe.step(inputs, target).loss for inputs, target in SUBJECTS[run.subject].batches]
+    pipe.drain()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    outcome = Outcome(tuple(float(loss) for loss in losses), state)
+    pipe.close()
+    return outcome
+
+
+def run_these(runs: list[Run]) -> list[Outcome]:
+    """Several runs, one after the other, in the present process group."""
+    return [run_in_pipeline(run) for run in runs]
+
+
+@cache
+def run_reference(run: Run) -> Outcome:
+    """The run by the oracle."""
+    subject = SUBJECTS[run.subject]
+    reference = penstock.reference_train(subject.build(), subject.batches, sample=subject.sample, **_options(run))
+    return Outcome(reference.losses, reference.state)
+
+
+@cache
+def run_plainly(subject: str) -> Outcome:
+    """A training loop over the unsplit eager model, as its users write it."""
+    chosen = SUBJECTS[subject]
+    model = chosen.build()
+    optimizer = models.adamw(list(model.parameters()))
+    losses = []
+    for inputs, target in chosen.batches:
+        total = 0.0
+        parts = {name: tensor.tensor_split(MICROBATCHES) for name, tensor in inputs.items()}
+        for k, part in enumerate(target.tensor_split(MICROBATCHES)):
+            loss = loss_fn(model(**{name: pieces[k] for name, pieces in parts.items()}), part)
+            share = len(part) / len(target)
+            loss.backward(torch.tensor(share, dtype=loss.dtype))
+            total += loss.item() * share
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return Outcome(tuple(losses), {name: tensor.detach() for name, tensor in model.state_dict().items()})
+
+
+def _options(run: Run) -> dict[str, Any]:
+    options = {"loss_fn": loss_fn, "optimizer": models.adamw, "seed": 5}
+    if not run.cuts and not run.replicas:
+        return {**options, "schedule": run.schedule, "stages": run.stages, "microbatches": run.microbatches}
+    layers = LAYERS[run.subject]
+    bounds = (0, *run.cuts, layers)
+    if not run.cuts:
+        bounds = tuple(layers * stage // run.stages for stage in range(run.stages + 1))
+    ranks = run.stages // run.stages_per_rank
+    groups = [tuple(range(*span)) for span in pairwise(accumulate(run.replicas or (1,) * ranks, initial=0))]
+    places = deal_ranks(run.schedule, run.stages, ranks)
+    stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[at]) for s, at in enumerate(places))
+    routing = "split" if run.split else "round-robin"
+    plan = penstock.Plan(stages, schedule=run.schedule, microbatches=run.microbatches, routing=routing)
+    return {**options, "plan": plan}
+
+
+def _text(samples: int, length: int = LENGTH) -> Inputs:
+    return {"input_ids": torch.randint(0, VOCABULARY, (samples, length))}
+
+
+def _padded(samples: int, length: int = LENGTH) -> Inputs:
+    """Every sample of another length."""
+    lengths = 2 + torch.arange(samples) % (length - 1)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return {**_text(samples, length), "attention_mask": mask}
+
+
+def _translation(samples: int, length: int = LENGTH) -> Inputs:
+    return {**_text(samples, length), "decoder_input_ids": torch.randint(0, VOCABULARY, (samples, length - 2))}
+
+
+def _image(samples: int) -> Inputs:
+    return {"pixel_values": torch.randn(samples, 3, 16, 16, dtype=torch.float64)}
+
+
+def _gpt2(tied: bool, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=layers, n_head=2, n_positions=32, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama(key_value_heads: int, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=key_value_heads, max_position_embeddings=64,
+        attention_dropout=dropout,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, tie_word_embeddings=tied, **dropout,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def _t5(decoder_layers: int = 2) -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        num_decoder_layers=decoder_layers,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+def _lora() -> nn.Module:
+    """The model itself is frozen; beside some of its matrices are two small ones to train."""
+    import peft  # takes seconds, which most runs need not wait for
+
+    # It asks transformers by a name of old.
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing` is deprecated")
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(_gpt2(tied=True, layers=4, dropout=0.1), config)
+
+
+class Sharing(nn.Module):
+    """Blocks in which one matrix is used again and again, in the blocks `shared`."""
+
+    def __init__(self, blocks: int, shared: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks))
+        for index in shared[1:]:
+            self.blocks[index][1].weight = self.blocks[shared[0]][1].weight
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> transformers.utils.ModelOutput:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.head(hidden))
+
+
+_WORDS = {"classes": VOCABULARY, "positions": (LENGTH,)}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+SUBJECTS = {
+    "gpt2": Subject(lambda: _gpt2(tied=False), _text, **_WORDS),
+    "llama": Subject(lambda: _llama(key_value_heads=4), _text, **_WORDS),
+    "llama-grouped": Subject(lambda: _llama(key_value_heads=2), _text, **_WORDS),
+    "llama-padded": Subject(lambda: _llama(key_value_heads=2), _padded, **_WORDS),
+    "bert": Subject(lambda: _bert(tied=False, **_NO_DROPOUT), _padded, **_WORDS),
+    "bert-dropout": Subject(lambda: _bert(tied=False), _padded, **_WORDS),
+    "vit": Subject(_vit, _image, classes=5),
+    "t5": Subject(_t5, _translation, classes=VOCABULARY, positions=(6,)),
+    "resnet": Subject(_resnet, _image, classes=5),
+    "gpt2-tied": Subject(lambda: _gpt2(tied=True), _text, **_WORDS),
+    "bert-tied": Subject(lambda: _bert(tied=True, **_NO_DROPOUT), _padded, **_WORDS),
+    "neighbours": Subject(lambda: Sharing(4, (2, 3)), _text, **_WORDS),
+    "three-sharing": Subject(lambda: Sharing(4, (0, 2, 3)), _text, **_WORDS),
+    "every-second": Subject(lambda: Sharing(4, (0, 2)), _text, **_WORDS),
+    # With six layers or more, for two stages on each of three ranks, and with dropout where the model has it.
+    "GPT2LMHeadModel": Subject(lambda: _gpt2(tied=True, layers=4, dropout=0.1), _text, **_WORDS),
+    "LlamaForCausalLM": Subject(lambda: _llama(key_value_heads=2, layers=4, dropout=0.1), _padded, **_WORDS),
+    "T5ForConditionalGeneration": Subject(
+        lambda: _t5(decoder_layers=1), _translation, classes=VOCABULARY, positions=(6,)
+    ),
+    "BertForMaskedLM": Subject(lambda: _bert(tied=True, layers=4), _padded, **_WORDS),
+    "ViTForImageClassification": Subject(lambda: _vit(layers=4, dropout=0.1), _image, classes=5),
+    "ResNetForImageClassification": Subject(_resnet, _image, classes=5),
+    "UNet": Subject(models.UNet, _image, classes=5, positions=(16, 16)),
+    "Recurrent": Subject(models.Recurrent, _text, **_WORDS),
+    "PeftModel": Subject(_lora, _text, **_WORDS),
+}
+
+LAYERS = {"gpt2-tied": 4, "bert-tied": 4, "neighbours": 6, "three-sharing": 6, "every-second": 6}
+"""Of the subjects that are planned by hand."""

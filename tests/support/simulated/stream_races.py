@@ -1,0 +1,267 @@
+"""A device that computes at once, and finds out whether one that computes later might have computed something else.
+
+Every operation of PyTorch's that the test's thread runs, of autograd and of optimizers too, passes a dispatch mode,
+which notes in which stream it would be and what memory it reads and writes. Streams know by vector clocks what comes
+before what: an event carries what its stream knew when it was recorded to the stream that waits for it. Two accesses of
+the same memory, one of them a write, of which neither is known to come before the other, are a race. So is memory that
+is lent again, on the stream that it was made on, while another stream might still use it. An allocator lends whatever
+has been given back, at the next request, unless it was told to keep it for the other stream.
+"""
+
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
+from penstock.runtime.devices.communicators import Communicator, Members
+from support.simulated.tardy_backend import connect, failure_of
+
+__all__ = ["RacingDevice", "RacingEvent", "RacingStream", "Watching", "on_streams"]
+
+MANY = 100
+"""More streams than any test has."""
+EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+"""What takes memory and does nothing with it."""
+LIKE = {
+    torch.ops.aten.full_like,
+    torch.ops.aten.new_full,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.zeros_like,
+}
+"""What asks for a tensor's shape and type, and not for its numbers."""
+Clock = dict[int, int]
+"""For every stream, how many of its operations are known to come before."""
+
+
+class RacingStream:
+    """Operations in a row."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.knows: Clock = defaultdict(int)
+
+    def step(self) -> int:
+        """The number of its next operation."""
+        self.knows[self.number] += 1
+        return self.knows[self.number]
+
+    def merge(self, clock: Clock) -> None:
+        """From now on its operations come after all that `clock` knows."""
+        for stream, count in clock.items():
+            self.knows[stream] = max(self.knows[stream], count)
+
+
+@dataclass(eq=False)
+class RacingEvent:
+    """A place in a stream."""
+
+    device: "RacingDevice"
+    clock: Clock
+    at: float = field(default_factory=time.perf_counter)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        # Whatever the host tells any stream from now on comes after it.
+        for stream in self.device.streams:
+            stream.merge(self.clock)
+
+
+@dataclass(eq=False)
+class _Memory:
+    """One storage, by the streams that have touched it: the numbers of their last accesses."""
+
+    alive: StorageWeakRef
+    made_on: RacingStream
+    writes: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+
+
+class RacingDevice:
+    """An `Accelerator` whose memory is the host's. What is wrong is in `races`. `tardy`: whether it can send by itself,
+    as a GPU does by NCCL.
+    """
+
+    def __init__(self, tardy: bool = False) -> None:
+        self.name, self.visible, self.backend = uuid.uuid4().hex, 1, "tardy" if tardy else ""
+        self.streams = [RacingStream(0)]
+        self.races: list[str] = []
+        self._local = threading.local()
+        """The stream of each thread, if it is not the first one."""
+        self._memories: dict[int, _Memory] = {}
+        self._given_back: defaultdict[int, list[_Memory]] = defaultdict(list)
+        """By the stream that it was made on."""
+        self._doing = "?"
+
+    def communicator(self, members: Members, ctas: int) -> Communicator:
+        return connect(members)
+
+    def failure(self, communicator: Communicator) -> str:
+        return failure_of(communicator)
+
+    def enter_thread(self) -> None:
+        """Every thread can use it."""
+
+    def stream(self) -> RacingStream:
+        self.streams.append(RacingStream(len(self.streams)))
+        return self.streams[-1]
+
+    def current(self) -> RacingStream:
+        return getattr(self._local, "stream", self.streams[0])
+
+    @contextmanager
+    def on(self, stream: RacingStream) -> Iterator[None]:
+        before, self._local.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def record(self, stream: RacingStream) -> RacingEvent:
+        stream.step()
+        return RacingEvent(self, dict(stream.knows))
+
+    def mark(self, event: RacingEvent | None = None) -> RacingEvent:
+        made = self.record(self.current())
+        if event is None:
+            return made
+        event.clock, event.at = made.clock, made.at
+        return event
+
+    def seconds(self, start: RacingEvent, stop: RacingEvent) -> float:
+        return stop.at - start.at
+
+    def wait(self, stream: RacingStream, event: RacingEvent) -> None:
+        self._sweep()
+        stream.merge(event.clock)
+
+    def host_memory(self, layout: Layout) -> Tensor:
+        memory = self.device_memory(layout, self.current())
+        # Its allocator knows of copies.
+        self._memory(memory).kept.update(range(MANY))
+        return memory
+
+    def device_memory(self, layout: Layout, stream: RacingStream) -> Tensor:
+        shape, strides, dtype = layout
+        with self.on(stream):
+            return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def copy(self, target: Tensor, source: Tensor, stream: RacingStream) -> None:
+        with self.on(stream), torch.no_grad():
+            target.copy_(source)
+
+    def keep(self, tensor: Tensor, stream: RacingStream) -> None:
+        self._memory(tensor).kept.add(stream.number)
+
+    def make(self, tensors: list[Tensor]) -> None:
+        """The current stream has memory for them."""
+        self._sweep()
+        for tensor in tensors:
+            self._memory(tensor)
+
+    def access(self, doing: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """The current stream does so."""
+        self._sweep()
+        self._doing, stream = doing, self.current()
+        number = stream.step()
+        for tensor in reads:
+            memory = self._memory(tensor)
+            self._check("reads what", stream, memory.writes)
+            memory.reads[stream.number] = number
+        for tensor in writes:
+            memory = self._memory(tensor)
+            self._check("writes what", stream, memory.writes)
+            self._check("overwrites what", stream, memory.reads)
+            memory.writes[stream.number] = number
+
+    def finish(self) -> list[str]:
+        """All races."""
+        self._sweep()
+        return self.races
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        if found is None:
+            self._lend(self.current())
+            found = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), self.current())
+        return found
+
+    def _check(self, verb: str, stream: RacingStream, accesses: dict[int, int]) -> None:
+        for other, number in accesses.items():
+            if stream.knows[other] < number and other != stream.number:
+                self.races.append(f"{self._doing} on stream {stream.number} {verb} stream {other} may not have done")
+
+    def _sweep(self) -> None:
+        """Looks after memory that nobody holds any more."""
+        for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
+            memory = self._memories.pop(key)
+            self._given_back[memory.made_on.number].append(memory)
+
+    def _lend(self, stream: RacingStream) -> None:
+        """Somebody asks for memory of `stream`, and may get any that was given back."""
+        for memory in self._given_back.pop(stream.number, ()):
+            for accesses in (memory.reads, memory.writes):
+                unknown = {other: number for other, number in accesses.items() if other not in memory.kept}
+                self._check("has memory that", stream, unknown)
+
+
+class Watching(TorchDispatchMode):
+    """Tells `device` of all operations of this thread."""
+
+    def __init__(self, device: RacingDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        reads = [tensor for name, value in given.items() if name not in written for tensor in _tensors(value)]
+        writes = [tensor for name in written for tensor in _tensors(given.get(name))]
+        before = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        result = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in before]
+        is_view = not made and not writes and bool(_tensors(result))
+        if func.overloadpacket in EMPTY:
+            self.device.make(made)
+        elif not is_view:
+            # What reads and writes the same place, such as an addition in place, is told of as a write.
+            self.device.access(str(func), [] if func.overloadpacket in LIKE else reads, [*writes, *made])
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def on_streams(device: RacingDevice) -> Iterator[None]:
+    """In its body PyTorch's CPU is `device`."""
+    ACCELERATORS["cpu"] = lambda _: device
+    try:
+        yield
+    finally:
+        del ACCELERATORS["cpu"]

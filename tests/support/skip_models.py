@@ -1,0 +1,138 @@
+"""Models whose values are read far behind the layer that makes them, and their training: here, and in the pool."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from support import models
+from support.exports import built_as
+from support.live_tensors import count_at_rest, forget_what_is_there
+
+__all__ = ["Run", "Web", "build_web", "count_tensors", "run_pipeline", "run_reference", "run_several"]
+
+WIDTH = 6
+SAMPLES = 3000
+"""Of the sample: so many that each of its values is worth a message of its own."""
+
+
+class Web(nn.Module):
+    """Blocks that read what any earlier ones made, twice each time, so that the order of additions shows in the bits.
+
+    `reads[i]`: the earlier blocks that block i + 1 reads beside the last one. Every second block also reads a mask,
+    which has no gradient, of what the first one made.
+    """
+
+    def __init__(self, reads: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.reads = reads
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [self.first(x)]
+        mask = made[0] > 0
+        for index, (block, earlier) in enumerate(zip(self.blocks, self.reads, strict=True)):
+            y = block(made[-1])
+            for other in earlier:
+                y = y * torch.sigmoid(made[other]) + 0.1 * made[other]
+            made.append(torch.where(mask, y, 0.9 * y) if index % 2 else y)
+        return made[-1]
+
+
+def build_web(reads: tuple[tuple[int, ...], ...]) -> Web:
+    """With the same weights each time."""
+    torch.manual_seed(5)
+    return built_as(f"web of {reads}", Web(reads).double())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A short training; `reads`: of a `Web`, or None for the U-Net, of eight layers."""
+
+    plan: penstock.Plan
+    reads: tuple[tuple[int, ...], ...] | None = None
+    recompute: bool = False
+    compile: bool = False
+    evaluates: bool = False
+
+    def build(self) -> nn.Module:
+        """The model."""
+        if self.reads is not None:
+            return build_web(self.reads)
+        torch.manual_seed(5)
+        return built_as("U-Net past stages", models.UNet().double())
+
+    @property
+    def sample(self) -> tuple[Tensor, ...]:
+        """Inputs of a large microbatch."""
+        return (torch.zeros(self._shape(SAMPLES if self.reads is not None else 64), dtype=torch.float64),)
+
+    @property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets."""
+        generator = torch.Generator().manual_seed(9)
+        shape = self._shape(2 * self.plan.microbatches)
+        found = []
+        for _ in range(3):
+            x = torch.randn(shape, dtype=torch.float64, generator=generator)
+            y = torch.randn(shape if self.reads is not None else (shape[0], 8, 8, 5), dtype=torch.float64)
+            found.append((x, torch.zeros_like(y) + x.mean()))
+        return found
+
+    def _shape(self, samples: int) -> tuple[int, ...]:
+        return (samples, WIDTH) if self.reads is not None else (samples, 3, 8, 8)
+
+    def pipeline(self) -> penstock.Pipeline:
+        """The pipeline."""
+        options = {"recompute": True} if self.recompute else {}
+        return penstock.Pipeline(
+            self.build(),
+            self.sample,
+            F.mse_loss,
+            models.adamw,
+            plan=self.plan,
+            compile={"backend": "eager"} if self.compile else False,
+            **options,
+        )
+
+
+def run_pipeline(run: Run) -> tuple[list[float], dict[str, Tensor], float | None]:
+    """Every loss, the weights of this process, and perhaps the loss of an evaluation."""
+    pipe = run.pipeline()
+    assert pipe.schedule.skips, "nothing passes a stage"
+    losses = [pipe.step(x, y).loss for x, y in run.batches]
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    evaluated = float(pipe.evaluate(*run.batches[0]).loss) if run.evaluates else None
+    pipe.close()
+    return [float(loss) for loss in losses], state, evaluated
+
+
+def run_several(runs: list[Run]) -> list[tuple[list[float], dict[str, Tensor], float | None]]:
+    """One after the other, in the present process group."""
+    return [run_pipeline(run) for run in runs]
+
+
+@cache
+def run_reference(run: Run) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and weights of the oracle."""
+    made = penstock.reference_train(
+        run.build(), run.batches, sample=run.sample, loss_fn=F.mse_loss, optimizer=models.adamw, plan=run.plan
+    )
+    return list(made.losses), made.state
+
+
+def count_tensors(run: Run, steps: int = 5) -> list[int]:
+    """How many tensors are alive after each step."""
+    pipe, counts = run.pipeline(), []
+    forget_what_is_there()
+    for step in range(steps):
+        x, y = run.batches[step % 3]
+        float(pipe.step(x, y).loss)
+        counts.append(count_at_rest(counts[2:]))
+    pipe.drain()
+    pipe.close()
+    return counts

@@ -1,0 +1,164 @@
+"""Runs of a subject under a schedule: by the pipeline (here or in many processes) and by the oracle."""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from support import models
+from support.live_tensors import count_at_rest, forget_what_is_there
+
+__all__ = [
+    "PAIRED",
+    "Case",
+    "Outcome",
+    "assert_equal",
+    "count_tensors",
+    "run_cases",
+    "run_pipeline",
+    "run_reference",
+    "stages_on_a_rank",
+]
+
+LAYERS = 8
+"""Of every subject."""
+PAIRED = ("interleaved", "zb-v")
+"""The schedules under which a rank has two stages, in these tests."""
+
+
+def stages_on_a_rank(schedule: str) -> int:
+    """How many stages a rank has under `schedule`, in these tests."""
+    return 2 if schedule in PAIRED else 1
+
+
+def find_subject(name: str) -> models.Subject:
+    """One of the models, or the one that need not be traced."""
+    return models.LAYERED if name == "layered" else models.SUBJECTS[name]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. `schedule` 'vertical' is `pipedream` with vertical sync."""
+
+    subject: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    optimizer: str = "momentum"
+    stages_per_rank: int = 1
+    drain_after: tuple[int, ...] = ()
+    device: str = "cpu"
+    turned: bool = False
+    """Whether the first stage is on the last rank, and so on."""
+    replicas: tuple[int, ...] = ()
+    """Of each stage (of each position of a pipeline, under `interleaved`); () is one each."""
+    split: bool = False
+    scaled: bool = False
+    """Whether learning rates scale with the replicas."""
+    samples: tuple[int, ...] = ()
+    """Of each batch; () takes them whole."""
+
+    @property
+    def processes(self) -> int:
+        """How many ranks there are, replicas included."""
+        return sum(self.replicas) or self.ranks
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The arguments that the pipeline and the oracle share."""
+        subject = find_subject(self.subject)
+        plan = penstock.Plan.uniform(
+            LAYERS,
+            self.ranks * self.stages_per_rank,
+            schedule="pipedream" if self.schedule == "vertical" else self.schedule,
+            microbatches=self.microbatches,
+            stages_per_rank=self.stages_per_rank,
+            vertical_sync=self.schedule == "vertical",
+        )
+        if self.turned:
+            stages = (penstock.Stage(s.start, s.stop, (self.ranks - 1 - s.ranks[0],)) for s in plan.stages)
+            plan = replace(plan, stages=tuple(stages))
+        if self.replicas:
+            ends = list(accumulate(self.replicas, initial=0))
+            groups = [tuple(range(start, stop)) for start, stop in pairwise(ends)]
+            stages = (penstock.Stage(s.start, s.stop, groups[s.ranks[0]]) for s in plan.stages)
+            plan = replace(plan, stages=tuple(stages), routing="split" if self.split else "round-robin")
+        return {
+            "sample": tuple(tensor.to(self.device) for tensor in subject.sample),
+            "loss_fn": subject.loss_fn,
+            "optimizer": getattr(models, self.optimizer),
+            "plan": plan,
+            "seed": 3,
+            "scale_learning_rates": self.scaled,
+        }
+
+    def build(self) -> nn.Module:
+        """The model."""
+        return find_subject(self.subject).build().to(self.device)
+
+    @property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets."""
+        batches = [(x.to(self.device), y.to(self.device)) for x, y in find_subject(self.subject).batches]
+        return [(x[:size], y[:size]) for (x, y), size in zip(batches, self.samples, strict=False)] or batches
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: every loss, and the final weights and buffers (of one rank, or whole)."""
+
+    losses: tuple[float, ...]
+    state: dict[str, Tensor]
+    evaluated: float | None = None
+    """The loss of the first batch after the training, where ranks are `turned`."""
+
+
+def assert_equal(expected: Outcome, actual: Outcome) -> None:
+    """Every loss and every tensor of `actual` is exactly the expected one."""
+    assert expected.losses == actual.losses
+    for name, tensor in actual.state.items():
+        assert torch.equal(expected.state[name], tensor), name
+
+
+def run_pipeline(case: Case, **options: Any) -> Outcome:
+    """The run by `Pipeline`: all ranks here, or this process's part of them. `options` go before those of `case`."""
+    pipe = penstock.Pipeline(case.build(), **{**case.options, **options})
+    losses = []
+    for number, (x, y) in enumerate(case.batches):
+        losses.append(pipe.step(x, y).loss)
+        if number in case.drain_after:
+            pipe.drain()
+    state = pipe.state_dict()["model"]
+    trained = {name: tensor.clone() for name, tensor in state.items()}
+    evaluated = float(pipe.evaluate(*case.batches[0]).loss) if case.turned else None
+    pipe.close()
+    return Outcome(tuple(float(loss) for loss in losses), trained, evaluated)
+
+
+def count_tensors(case: Case, steps: int, **options: Any) -> list[int]:
+    """How many tensors are alive after each of some steps."""
+    pipe, batches = penstock.Pipeline(case.build(), **case.options, **options), case.batches
+    forget_what_is_there()
+    counts: list[int] = []
+    for step in range(steps):
+        x, y = batches[step % len(batches)]
+        float(pipe.step(x, y).loss)
+        counts.append(count_at_rest(counts[2:]))
+    pipe.drain()
+    pipe.close()
+    return counts
+
+
+def run_cases(cases: list[Case]) -> list[Outcome]:
+    """Several runs, one after the other, in the present process group."""
+    return [run_pipeline(case) for case in cases]
+
+
+def run_reference(case: Case, **options: Any) -> Outcome:
+    """The run by the oracle."""
+    given = {**case.options, **options}
+    reference = penstock.reference_train(case.build(), case.batches, drain_after=case.drain_after, **given)
+    return Outcome(reference.losses, reference.state)

@@ -1,0 +1,165 @@
+"""Clusters: the links that they describe, their files, and what is said of wrong ones."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.values import Cluster
+from support.strategies import clusters
+
+
+@given(clusters())
+def test_a_file_gives_back_the_cluster(tmp_path_factory, cluster):
+    path = tmp_path_factory.getbasetemp() / "cluster.yaml"
+    cluster.save(path)
+
+    assert Cluster.load(path) == cluster
+
+
+def test_the_innermost_level_that_joins_two_ranks_gives_their_bandwidth():
+    cluster = Cluster.hierarchical([(2, 100.0), (3, 10.0), (2, 1.0)])
+
+    assert cluster.devices == 12
+    assert [cluster.bandwidth(0, rank) for rank in range(1, 12)] == [100.0] + [10.0] * 4 + [1.0] * 6
+    assert cluster.bandwidth(3, 2) == 100.0
+    assert cluster.bandwidth(7, 7) == math.inf
+    assert cluster.levels == ((2, 100.0), (3, 10.0), (2, 1.0))
+    assert cluster.slowest == 1.0
+
+
+def test_a_uniform_cluster_is_one_level():
+    assert Cluster.uniform(4, 5e9, memory_bytes=8e9).levels == ((4, 5e9),)
+    assert Cluster.uniform(1, 5e9).slowest == math.inf
+
+
+def test_a_matrix_may_differ_by_direction_and_its_diagonal_is_not_used():
+    cluster = Cluster.from_matrix([[0, 7], [3, math.nan]])
+
+    assert (cluster.bandwidth(0, 1), cluster.bandwidth(1, 0), cluster.slowest) == (7.0, 3.0, 3.0)
+
+
+@given(clusters(), st.data())
+def test_a_message_takes_the_latency_and_its_bytes_at_the_bandwidth(cluster, data):
+    a, b = (data.draw(st.integers(0, cluster.devices - 1)) for _ in range(2))
+    size = data.draw(st.integers(0, 10**9))
+
+    if a == b:
+        assert (cluster.latency(a, b), cluster.transfer_seconds(size, a, b)) == (0.0, 0.0)
+    else:
+        assert cluster.transfer_seconds(size, a, b) == cluster.latency(a, b) + size / cluster.bandwidth(a, b)
+
+
+def test_the_innermost_level_that_joins_two_ranks_gives_their_latency():
+    cluster = Cluster.hierarchical([(2, 100.0), (3, 10.0), (2, 1.0)], latency_seconds=[0.1, 0.2, 0.3])
+
+    assert [cluster.latency(0, rank) for rank in range(12)] == [0.0, 0.1] + [0.2] * 4 + [0.3] * 6
+    assert cluster.transfer_seconds(50, 0, 2) == 0.2 + 5.0
+    assert Cluster.hierarchical([(2, 100.0), (3, 10.0)], latency_seconds=0.5).latency(0, 5) == 0.5
+
+
+def test_latencies_are_zero_unless_they_are_given():
+    for cluster in (Cluster.uniform(3, 1e9), Cluster.from_matrix([[1.0] * 3] * 3)):
+        assert {cluster.latency(a, b) for a in range(3) for b in range(3)} == {0.0}
+    assert Cluster.uniform(3, 1e9) == Cluster.uniform(3, 1e9, latency_seconds=0) == Cluster.hierarchical([(3, 1e9)])
+    assert Cluster.uniform(3, 1e9) != Cluster.uniform(3, 1e9, latency_seconds=1e-6)
+
+
+def test_the_latencies_of_a_matrix_may_differ_by_direction():
+    cluster = Cluster.from_matrix([[0, 7], [3, 0]], latency_seconds=[[math.nan, 0.5], [0.25, -1]])
+
+    assert (cluster.latency(0, 1), cluster.latency(1, 0), cluster.latency(1, 1)) == (0.5, 0.25, 0.0)
+    assert Cluster.from_matrix([[0, 7], [3, 0]], latency_seconds=0.5).latency(1, 0) == 0.5
+
+
+def test_a_file_speaks_of_latency_only_where_there_is_some(tmp_path):
+    path = tmp_path / "machine.yaml"
+    for links in ([(2, 1e9), (2, 1e8)], [(4, 1e9)]):
+        Cluster.hierarchical(links).save(path)
+        assert "latency" not in path.read_text()
+    Cluster.from_matrix([[1, 1], [1, 1]]).save(path)
+    assert "latency" not in path.read_text()
+    Cluster.hierarchical([(2, 1e9), (2, 1e8)], latency_seconds=[0, 5e-6]).save(path)
+    assert path.read_text().count("latency") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cluster.uniform(0, 1e9), r"levels\[0\].count: expected a whole number, 1 or more, found 0"),
+        (lambda: Cluster.uniform(2, 0), r"levels\[0\].bytes_per_second: expected a number above 0, found 0"),
+        (lambda: Cluster.uniform(2, math.nan), r"bytes_per_second: expected a number above 0, found nan"),
+        (lambda: Cluster.hierarchical([]), "levels: expected one level or more"),
+        (lambda: Cluster.uniform(2, 1e9, -1), "memory_bytes: expected a finite number above 0, found -1"),
+        (lambda: Cluster.from_matrix([[1, 2], [3]]), r"matrix\[1\]: expected 2 numbers \(one per device\), found 1"),
+        (lambda: Cluster.from_matrix([[1, -2], [3, 1]]), r"matrix\[0\]\[1\]: expected a number above 0, found -2"),
+        (lambda: Cluster.uniform(2, 1, None, -1), r"levels\[0\].latency_seconds: expected a finite number, 0 or more"),
+        (lambda: Cluster.uniform(2, 1, None, math.inf), r"levels\[0\].latency_seconds: expected a finite .* found inf"),
+        (lambda: Cluster.hierarchical([(2, 1)] * 2, None, [1]), r"expected 2 numbers \(one per level\), found 1"),
+        (lambda: Cluster.from_matrix([[1, 1]] * 2, None, [[0, 0]]), "latency_seconds: expected 2 rows"),
+        (lambda: Cluster.from_matrix([[1, 1]] * 2, None, [[0, -1], [0, 0]]), r"latency_seconds\[0\]\[1\]: .* found -1"),
+        (lambda: Cluster.uniform(2, 1e9).latency(-1, 0), "rank -1 is not in this cluster: expected 0 to 1"),
+        (lambda: Cluster.uniform(2, 1e9).bandwidth(0, 2), "rank 2 is not in this cluster: expected 0 to 1"),
+        (lambda: Cluster.from_matrix([[1, 1], [1, 1]]).levels, "have no levels: use bandwidth"),
+    ],
+)
+def test_a_wrong_cluster_says_where(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+HEAD = "format: penstock-cluster/1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("levels: []", "format: expected 'penstock-cluster/1', found nothing"),
+        (HEAD, "expected either `levels` or `matrix`, found neither"),
+        (HEAD + "level: []", r"unknown key 'level'.*Did you mean 'levels'\?"),
+        (HEAD + "levels: [{count: 2}]", r"levels\[0\]: the key 'bytes_per_second' is missing"),
+        (
+            HEAD + "levels: [{count: two, bytes_per_second: 1e9}]",
+            r"levels\[0\].count: expected a whole number, found 'two'",
+        ),
+        (HEAD + "levels: [{count: 2, bytes_per_second: -1e9}]", r"levels\[0\].bytes_per_second: expected .* found -1"),
+        (HEAD + "levels: {count: 2}", "levels: expected a list"),
+        (HEAD + "levels: []", "levels: expected one level or more, found none"),
+        (
+            HEAD + "levels: [{count: 2, bytes_per_second: 1, latency_seconds: -1}]",
+            r"levels\[0\].latency_seconds: expected a finite number, 0 or more, found -1",
+        ),
+        (
+            HEAD + "levels: [{count: 2, bytes_per_second: 1}]\nlatency_seconds: 1e-6",
+            "latency_seconds: expected no such key beside `levels`.*inside each level",
+        ),
+        (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: [[0, 1]]", "latency_seconds: expected 2 rows"),
+        (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: soon", "latency_seconds: expected a number, found 'soon'"),
+        (HEAD + "levels: [{count: 2", "line 2, column 20: not YAML|not YAML"),
+        (HEAD + "levels: []\nlevels: []", "line 3: the key 'levels' is written twice"),
+    ],
+)
+def test_a_wrong_file_names_itself_the_field_and_the_mend(tmp_path, text, message):
+    path = tmp_path / "machine.yaml"
+    path.write_text(text)
+
+    with pytest.raises(PlanError, match=message) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_person_may_write_12e9(tmp_path):
+    """YAML 1.1 reads 12e9 as a string."""
+    path = tmp_path / "machine.yaml"
+    path.write_text(HEAD + "memory_bytes: 16e9\nlevels:\n- {count: 4, bytes_per_second: 12e9}\n")
+
+    assert Cluster.load(path) == Cluster.uniform(4, 12e9, 16e9)
+
+
+def test_a_person_may_write_one_latency_for_a_whole_matrix(tmp_path):
+    path = tmp_path / "machine.yaml"
+    path.write_text(HEAD + "matrix: [[0, 1e9], [2e9, 0]]\nlatency_seconds: 5e-6\n")
+
+    assert Cluster.load(path) == Cluster.from_matrix([[0, 1e9], [2e9, 0]], latency_seconds=5e-6)
