@@ -30,8 +30,7 @@ from penstock.planning.costs import chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
-from penstock.planning.spp.stage_numbers import plan_spp
+from penstock.planning.spp.spp_search import plan_spp
 from penstock.planning.two_bw.pipeline_searches import plan_two_bw
 from penstock.planning.uniform import plan_uniform
 from penstock.simulating.outcomes import evaluate
@@ -39,6 +38,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
+from planning_baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
 from planning_profiles import join, load_profiles
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."

@@ -36,7 +36,7 @@ from penstock.simulating.instructions import (
     Way,
     content_text,
 )
-from penstock.simulating.sharing import Sharing
+from penstock.simulating.shared_hosts import Sharing
 
 __all__ = ["Player", "Track"]
 

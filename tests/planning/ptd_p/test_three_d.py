@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import A100, Accelerator, Precision
-from penstock.planning.ptd_p.arrangements import (
+from penstock.planning.ptd_p.device_models import A100, Accelerator, Precision
+from penstock.planning.ptd_p.parallel_configs import (
     Arrangement,
     ArrangementLinks,
     Candidate,
@@ -22,7 +22,7 @@ from penstock.planning.ptd_p.arrangements import (
     checkpoint_count,
     stages_in_flight,
 )
-from penstock.planning.ptd_p.pipeline_trials import play
+from penstock.planning.ptd_p.pipeline_simulations import play
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
 from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d
 from penstock.planning.ptd_p.transformer_costs import (

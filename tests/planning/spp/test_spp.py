@@ -15,7 +15,7 @@ from penstock.planning.costs import chain_costs
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_speeds
 from penstock.planning.spp.mappings import Machine, cheapest_mappings
-from penstock.planning.spp.stage_numbers import evaluate_for, plan_spp, spp_candidates
+from penstock.planning.spp.spp_search import evaluate_for, plan_spp, spp_candidates
 from penstock.scheduling import Backward, Forward, schedule
 from penstock.scheduling.definitions import Step
 from penstock.simulating.outcomes import evaluate

@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.memory import Room, chunks_in_flight, interval_bytes
+from penstock.planning.pipedream.chain_cuts import StageSeconds, least_slowest
 from penstock.planning.pipedream.flat_machines import fits_flat, least_worst_bytes
 from penstock.planning.pipedream.interleaving import deal_stages
-from penstock.planning.pipedream.straight import StageSeconds, least_slowest
 from penstock.planning.requests import Request
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.planning.costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.planning.memory import Room, held_bytes
-from penstock.planning.pipedream.straight import cut_evenly
+from penstock.planning.pipedream.chain_cuts import cut_evenly
 
 __all__ = ["Block", "Level", "Pipeline", "fastest_flat", "fits_flat", "least_worst_bytes"]
 

@@ -24,10 +24,10 @@ from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
 from penstock.planning.pipedream.advice import fitting_advice, is_alone, room_of
+from penstock.planning.pipedream.chain_cuts import StageSeconds, cut_evenly, least_slowest
 from penstock.planning.pipedream.flat_machines import Level, fastest_flat
 from penstock.planning.pipedream.interleaving import deal_stages
 from penstock.planning.pipedream.recurrence import Hierarchy
-from penstock.planning.pipedream.straight import StageSeconds, cut_evenly, least_slowest
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import A100, Accelerator, Precision
-from penstock.planning.ptd_p.arrangement_tables import ranking_text
-from penstock.planning.ptd_p.arrangements import (
+from penstock.planning.ptd_p.config_tables import ranking_text
+from penstock.planning.ptd_p.device_models import A100, Accelerator, Precision
+from penstock.planning.ptd_p.parallel_configs import (
     Arrangement,
     ArrangementLinks,
     Candidate,
@@ -23,7 +23,7 @@ from penstock.planning.ptd_p.arrangements import (
     position_bytes,
     stages_in_flight,
 )
-from penstock.planning.ptd_p.pipeline_trials import play
+from penstock.planning.ptd_p.pipeline_simulations import play
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
 from penstock.planning.ptd_p.transformer_costs import part_costs
 from penstock.values.clusters import Cluster

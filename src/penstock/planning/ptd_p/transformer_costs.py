@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import NUMBER_BYTES, Accelerator
+from penstock.planning.ptd_p.device_models import NUMBER_BYTES, Accelerator
 from penstock.planning.ptd_p.ring_links import Ring, tensor_ring
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile

@@ -16,7 +16,7 @@ from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
-from penstock.planning.spp.stage_numbers import find_spp
+from penstock.planning.spp.spp_search import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen

@@ -1,5 +1,5 @@
-"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts; and its baselines."""
+"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts."""
 
-from penstock.planning.spp.stage_numbers import plan_spp, spp_candidates
+from penstock.planning.spp.spp_search import plan_spp, spp_candidates
 
 __all__ = ["plan_spp", "spp_candidates"]

@@ -5,7 +5,7 @@ stands for all. The simulator hides messages behind computation, as Penstock's t
 Megatron-LM.
 """
 
-from penstock.planning.ptd_p.arrangements import Arrangement, ArrangementLinks, boundary_seconds
+from penstock.planning.ptd_p.parallel_configs import Arrangement, ArrangementLinks, boundary_seconds
 from penstock.planning.ptd_p.transformer_costs import PartCosts, TransformerCosts
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.simulating import simulate
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.sharing import Sharing
+from penstock.simulating.shared_hosts import Sharing
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 

@@ -8,16 +8,16 @@ import pytest
 from penstock.errors import PlanError
 from penstock.planning import partition
 from penstock.planning.requests import Request
-from penstock.planning.spp.baselines import (
+from penstock.planning.spp.spp_search import plan_spp
+from penstock.scheduling import schedule, verify
+from penstock.values import Cluster, LayerProfile, Profile
+from planning_baselines import (
     plan_data_parallel,
     plan_gpipe,
     plan_hetpipe,
     plan_synchronous_pipedream,
     servers_of,
 )
-from penstock.planning.spp.stage_numbers import plan_spp
-from penstock.scheduling import schedule, verify
-from penstock.values import Cluster, LayerProfile, Profile
 
 BASELINES = (plan_data_parallel, plan_gpipe, plan_synchronous_pipedream, plan_hetpipe)
 

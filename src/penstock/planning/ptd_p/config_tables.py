@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.planning.ptd_p.arrangements import Candidate
+from penstock.planning.ptd_p.parallel_configs import Candidate
 from penstock.values.quantities import bytes_text, seconds_text
 
 __all__ = ["ranking_text"]

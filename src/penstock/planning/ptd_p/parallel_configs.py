@@ -20,7 +20,7 @@ Bytes of a position are its parameters' state and, for F stages in flight,
 from dataclasses import dataclass
 from math import ceil, isqrt
 
-from penstock.planning.ptd_p.accelerators import Accelerator, Precision
+from penstock.planning.ptd_p.device_models import Accelerator, Precision
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.transformer_costs import TransformerCosts
 from penstock.values.transformers import Transformer
