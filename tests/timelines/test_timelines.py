@@ -89,7 +89,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank from 0, found -1"),
+        (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank of 0 or more, found -1"),
         (
             lambda: Span(0, "F0", 0, 1),
             "span of rank 0: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, "

@@ -15,7 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.rendering.strips import Mark, Strip, draw_strips, last_column, read_marks
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
-from penstock.simulating.simulator import execute, telling_minibatches
+from penstock.simulating.simulator import default_minibatches, execute
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
 
@@ -39,7 +39,7 @@ def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None
         raise ScheduleError(f"render: expected a width of 40 columns or more, found {width}: nothing fits into less")
     match schedule_or_timeline:
         case Schedule():
-            return _render_schedule(schedule_or_timeline, telling_minibatches(schedule_or_timeline, minibatches), width)
+            return _render_schedule(schedule_or_timeline, default_minibatches(schedule_or_timeline, minibatches), width)
         case Timeline():
             return _render_timeline(schedule_or_timeline, width)
         case _:
@@ -56,7 +56,7 @@ def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
     slot = 2 + max(len(mark.label) for mark in marks if mark.span.start_seconds < horizon)
     head = [_title(schedule, minibatches), _bubble(schedule, timeline), *_promises(schedule, marks)]
     layout = _Layout(1 / slot, unit=slot, dot_columns=slot, width=width)
-    equal = "forward, input part and weight part" if splits else "forward and backward"
+    equal = "forward, input backward and weight backward" if splits else "forward and backward"
     return "\n".join([*head, *_panels(marks, schedule.ranks, layout, f"{equal} drawn equally long")])
 
 
@@ -122,8 +122,8 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: i
     number = max((mark.span.number for mark in marks if mark.span.kind in _MICROBATCHES), default=0)
     signs = [f" {number}  forward of microbatch {number}"]
     if "backward input" in kinds:
-        whole = "its backward, or " if "backward" in kinds else ""
-        signs += [f"[{number}]  {whole}the input part of its backward", f"{{{number}}}  the weight part"]
+        whole = "its backward or " if "backward" in kinds else "its "
+        signs += [f"[{number}]  {whole}input backward", f"{{{number}}}  its weight backward"]
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
     signs += ["U  update"] if "update" in kinds else []

@@ -4,8 +4,8 @@ A schedule and a measurement are drawn by this one hand; they differ in how many
 several stages has a row for each, so that every row reads as the pipeline of its stage.
 
      3       forward of microbatch 3, until the next thing or a dot; `-` where there is no room for the number
-    [3]      its backward, or the input part of it, from bracket to bracket; `=` where there is no room
-    {3}      the weight part of its backward
+    [3]      its backward, or the input backward, from bracket to bracket; `=` where there is no room
+    {3}      its weight backward
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn at its moment: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time

@@ -190,7 +190,7 @@ def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], 
     entries = (
         (("forward0", "forward1"), "forward"),
         (("backward0", "backward1"), f"backward{lighter}"),
-        (("weight0", "weight1"), "weight part of a backward"),
+        (("weight0", "weight1"), "weight backward"),
         (("update",), "update"),
         (("reduce",), "sum of gradients"),
         (("send",), "sending"),

@@ -24,8 +24,8 @@ _TICKS = 10_000_000
 _WORDS = {
     "F": ("forward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "B": ("backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
-    "I": ("input part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
-    "W": ("weight part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "I": ("input backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "W": ("weight backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "U": ("update to version {number}", "stage {stage}, from gradients at version {reference}"),
     "A": ("sum of gradients for version {number}", "over the replicas of stage {stage}"),
     "S": ("send microbatch {number} to stage {reference}", "from stage {stage}"),
@@ -103,7 +103,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         ("send", "STN"),
     ):
         if letters & set(kinds):
-            text = {"reduce": "sum of gradients", "weight": "weight part of a backward"}.get(word, word)
+            text = {"reduce": "sum of gradients", "weight": "weight backward"}.get(word, word)
             yield f'<li><span class="swatch {word}"></span>{text}</li>'
     if any(len(held_stages(row)) > 1 for panel in panels for row in panel.rows):
         shades = '<span class="swatch forward1"></span><span class="swatch backward1"></span>'
