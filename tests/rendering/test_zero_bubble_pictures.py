@@ -154,7 +154,7 @@ def test_memory_is_held_up_to_the_weight_part(recompute: bool) -> None:
 
 
 def test_recomputation_for_an_input_part_is_kept_for_the_weight_part() -> None:
-    """Stage 1 of three: inputs of 8 bytes from each forward on, 100 more from an input backward to the weight backward."""
+    """Stage 1 of three: inputs of 8 bytes from each forward on, 100 more from input to weight backward."""
     layer = LayerProfile("", 1.0, 2.0, 8.0, 100.0, 5.0, weight_seconds=1.0)
     plan = Plan.uniform(3, 3, "zb-h1", 3, recompute=True)
     timeline = simulate(plan, Profile((layer,) * 3, 1), Cluster.uniform(3, float("inf")), split_seconds=0.0)
