@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.constraints import SYNCHRONOUS
-from penstock.planning.search.searches import EQUAL, Rejection, Search
+from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -14,19 +14,19 @@ _ROWS = 10
 """Plans in the table."""
 
 _REASON = 160
-"""Characters of a refusal."""
+"""Characters of a rejection."""
 
 
-def explain_search(search: Search) -> str:
+def explain_search(search: SearchResult) -> str:
     """The best plan, the ranked table, why the runner-up lost, and what could not be planned."""
     best, *others = search.ranked
     lines = [str(best), "", *_table(search.ranked[:_ROWS])]
-    hidden = len(search.ranked[_ROWS:]) + search.unjudged
+    hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
-    lines += _list(search.refusals)
+    lines += _list(search.rejections)
     return "\n".join(lines)
 
 
@@ -110,15 +110,15 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _list(refusals: Sequence[Rejection]) -> list[str]:
+def _list(rejections: Sequence[Rejection]) -> list[str]:
     """One line for every planner and schedule that came to nothing."""
-    kinds = groupby(sorted(refusals, key=_kind), key=_kind)
+    kinds = groupby(sorted(rejections, key=_kind), key=_kind)
     lines = [f"  {planner}, {schedule}: {_shorten(next(same).reason)}" for (planner, schedule), same in kinds]
     return ["", "Not possible:", *lines] if lines else []
 
 
-def _kind(refusal: Rejection) -> tuple[str, str]:
-    return refusal.planner, refusal.schedule
+def _kind(rejection: Rejection) -> tuple[str, str]:
+    return rejection.planner, rejection.schedule
 
 
 def _shorten(reason: str) -> str:

@@ -28,7 +28,7 @@ from penstock.values.stages import DEALT
 __all__ = ["Proposer"]
 
 _PROPOSED = 3
-"""Parallel pipelines that one trial proposes."""
+"""Parallel pipelines that one query proposes."""
 
 _BUFFERS = 2
 """Messages on either side of a stage that memory is set aside for, where it is."""
@@ -43,36 +43,36 @@ class Proposer:
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """What was found without a limit in mind; the same for all schedules without several stages per rank."""
 
-    def propose(self, trial: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one trial. `PlanError` if there are none."""
-        profile, request = trial.profile, trial.request
-        match trial.planner:
+    def propose(self, query: PlannerQuery) -> Iterator[Plan]:
+        """The plans of one query. `PlanError` if there are none."""
+        profile, request = query.profile, query.request
+        match query.planner:
             case "pipedream":
-                yield from self._ask_pipedream(profile, request)
+                yield from self._propose_pipedream(profile, request)
             case "2bw":
-                yield from self._ask_two_bw(trial)
+                yield from self._propose_two_bw(query)
             case "spp":
-                yield from _demand(find_spp(profile, self._cluster, request, whole_samples=True))
+                yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
             case "interleaved":
-                yield from self._ask_interleaved(profile, request)
+                yield from self._propose_interleaved(profile, request)
             case "uniform":
                 yield plan_uniform(profile, self._cluster, request)
             case other:
-                raise AssertionError(f"wishes let no planner {other} through")
+                raise AssertionError(f"constraints let no planner {other} through")
 
-    def _ask_pipedream(self, profile: Profile, request: Request) -> Iterator[Plan]:
+    def _propose_pipedream(self, profile: Profile, request: Request) -> Iterator[Plan]:
         """Links carry both directions at once, as the simulator has it."""
         at_once = replace(request, full_duplex=True)
         found = list(self._with_room(partial(self._find_pipedream, profile), profile, at_once))
-        yield from found or _demand(None)
+        yield from found or _require(None)
 
-    def _ask_two_bw(self, trial: PlannerQuery) -> Iterator[Plan]:
+    def _propose_two_bw(self, query: PlannerQuery) -> Iterator[Plan]:
         for buffers in (0,) if self._limit is None else (0, _BUFFERS):
-            ranked = rank_pipelines(trial.profile, self._cluster, replace(trial.request, buffers=buffers))
-            allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]
+            ranked = rank_pipelines(query.profile, self._cluster, replace(query.request, buffers=buffers))
+            allowed = [candidate for candidate in ranked if query.may_recompute or not candidate.recompute]
             yield from (candidate.plan(self._cluster) for candidate in allowed[:_PROPOSED])
 
-    def _ask_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
+    def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
         """d equal pipelines of several stages per rank, on all devices, for every d of 2 or more that goes."""
         devices = self._cluster.devices
         for replicas in range(2, devices + 1):
@@ -93,7 +93,7 @@ class Proposer:
         key = profile.microbatch_size, free
         if key not in self._unlimited:
             self._unlimited[key] = find_pipedream(profile, replace(self._cluster, memory_bytes=None), free)
-        (found,) = _demand(self._unlimited[key])
+        (found,) = _require(self._unlimited[key])
         costs = chain_costs(
             profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
         )
@@ -115,7 +115,7 @@ class Proposer:
                 yield from () if other is None else (other,)
 
 
-def _demand(found: Plan | None) -> tuple[Plan]:
+def _require(found: Plan | None) -> tuple[Plan]:
     if found is None:
         raise PlanError("no plan of this kind fits in memory")
     return (found,)

@@ -31,13 +31,13 @@ import numpy.typing as npt
 from penstock.planning.costs import ChainCosts, Flags, Matrix
 from penstock.values.plans import Stage
 
-__all__ = ["Machine", "Mapping", "cheapest_mappings"]
+__all__ = ["OrderedDevices", "StageMapping", "cheapest_mappings"]
 
 _Choices: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Machine:
+class OrderedDevices:
     """Devices in the order of the pipeline."""
 
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class StageMapping:
     """The best plan for some number of stages."""
 
     seconds: float
@@ -77,14 +77,14 @@ class _Table:
 
 def cheapest_mappings(
     costs: ChainCosts,
-    machine: Machine,
+    machine: OrderedDevices,
     microbatches: int,
     most_stages: int,
     fits: Callable[[int, int], Flags] | None = None,
     *,
     last_seconds: Matrix | None = None,
     replicas: Collection[int] | None = None,
-) -> tuple[Mapping, ...]:
+) -> tuple[StageMapping, ...]:
     """The best plan in 1, 2, ... `most_stages` stages.
 
     ``fits(replicas, behind)``, if given, says of every interval of layers whether it fits in memory as a stage of so
@@ -104,7 +104,7 @@ def cheapest_mappings(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Front:
+class _LeadingDevices:
     """The links of the first r of the last n devices."""
 
     replicas: int
@@ -117,7 +117,7 @@ class _Front:
     outer_latencies: Matrix
 
 
-def _fronts(machine: Machine, devices: int, most_replicas: int) -> Iterator[_Front]:
+def _fronts(machine: OrderedDevices, devices: int, most_replicas: int) -> Iterator[_LeadingDevices]:
     """For r = 1, 2, ... `most_replicas` of the last `devices` devices."""
     last = slice(machine.devices - devices, machine.devices)
     speeds, latencies = machine.speeds[last, last], machine.latencies[last, last]
@@ -130,12 +130,12 @@ def _fronts(machine: Machine, devices: int, most_replicas: int) -> Iterator[_Fro
             speed, latency = min(speed, float(reach[newcomer])), max(latency, float(delay[newcomer]))
             reach, delay = np.minimum(reach, speeds[newcomer]), np.maximum(delay, latencies[newcomer])
         nearest = np.minimum.accumulate(reach[replicas:]), np.maximum.accumulate(delay[replicas:])
-        yield _Front(replicas, speed, latency, *nearest)
+        yield _LeadingDevices(replicas, speed, latency, *nearest)
 
 
 def _table(
     costs: ChainCosts,
-    machine: Machine,
+    machine: OrderedDevices,
     microbatches: int,
     tables: Sequence[_Table],
     most_stages: int,
@@ -174,7 +174,7 @@ def _table(
     return table
 
 
-def _link_seconds(costs: ChainCosts, front: _Front, most_replicas: int) -> Matrix:
+def _link_seconds(costs: ChainCosts, front: _LeadingDevices, most_replicas: int) -> Matrix:
     """[r' - 1, c]: activations and gradients of one microbatch, over the cut before layer c to r' replicas."""
     second = np.arange(1, most_replicas + 1)
     carried = front.replicas * second * front.outer_speeds[:most_replicas]
@@ -182,13 +182,13 @@ def _link_seconds(costs: ChainCosts, front: _Front, most_replicas: int) -> Matri
     return sent
 
 
-def _unfold(tables: Sequence[_Table], machine: Machine, layers: int, count: int) -> Mapping:
+def _unfold(tables: Sequence[_Table], machine: OrderedDevices, layers: int, count: int) -> StageMapping:
     """The best plan in `count` stages on all devices."""
     firsts = tables[-1].seconds[:, count - 1, 0]
     replicas = int(firsts.argmin()) + 1
     seconds = float(firsts[replicas - 1])
     if seconds == np.inf:
-        return Mapping(seconds, ())
+        return StageMapping(seconds, ())
     stages: list[Stage] = []
     start, used = 0, 0
     for index in range(count):
@@ -198,4 +198,4 @@ def _unfold(tables: Sequence[_Table], machine: Machine, layers: int, count: int)
         used += replicas
         replicas = int(table.replicas[replicas - 1, count - index - 1, stop]) + 1
         start = stop
-    return Mapping(seconds, tuple(stages))
+    return StageMapping(seconds, tuple(stages))

@@ -19,9 +19,10 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
+from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
-from penstock.planning.spp.mappings import Machine, Mapping, cheapest_mappings
+from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -146,14 +147,14 @@ def _check_size(devices: int, layers: int, stages: int) -> None:
         )
 
 
-def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[Machine]:
+def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[OrderedDevices]:
     """The first `devices` devices in order, and in the reverse order if that is another machine."""
     speeds, latencies = link_speeds(cluster)[:devices, :devices], link_latencies(cluster)[:devices, :devices]
     order = device_order(speeds)
-    machines: list[Machine] = []
+    machines: list[OrderedDevices] = []
     for ranks in (order, order[::-1]):
         own = np.ix_(ranks, ranks)
-        machine = Machine(ranks, speeds[own], latencies[own], shared_medium=request.allreduce == "shared")
+        machine = OrderedDevices(ranks, speeds[own], latencies[own], shared_medium=request.allreduce == "shared")
         if not any(
             np.array_equal(machine.speeds, other.speeds) and np.array_equal(machine.latencies, other.latencies)
             for other in machines
@@ -197,13 +198,9 @@ def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_sa
             f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
             f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
         )
-    advice = "" if enough is None else f"With {bytes_text(enough)} on each there would be one. "
-    return PlanError(
-        f"nothing fits: expected a plan under spp with at most {bytes_text(memory)} on each of {cluster.devices} "
-        f"devices, found none for {bytes_text(profile.parameter_bytes)} of weights and {request.microbatches} "
-        f"microbatches. {advice}Use more devices, fewer or smaller microbatches, recompute=True, or a schedule that "
-        "keeps less (1f1b-flush)"
-    )
+    words = None if enough is None else f"{bytes_text(enough)} on each device"
+    kind = f"a plan under spp with {request.microbatches} microbatches"
+    return nothing_fits(kind, cluster, profile.parameter_bytes, [[words]])
 
 
 def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> float:
@@ -223,7 +220,7 @@ def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_s
     return high
 
 
-def _plan(mapping: Mapping, profile: Profile, request: Request) -> Plan:
+def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:
     return Plan(
         mapping.stages,
         "spp",

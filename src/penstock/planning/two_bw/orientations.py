@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 
-__all__ = ["TOGETHER", "LinkTable", "Orientation", "Together"]
+__all__ = ["CONSECUTIVE_RANKS", "ConsecutiveRanks", "LinkTable", "Orientation"]
 
-Together: TypeAlias = Literal["replicas", "pipelines"]
+ConsecutiveRanks: TypeAlias = Literal["replicas", "pipelines"]
 """What is on consecutive ranks: the replicas of a stage, or the stages of a pipeline."""
 
-TOGETHER: tuple[Together, ...] = get_args(Together)
+CONSECUTIVE_RANKS: tuple[ConsecutiveRanks, ...] = get_args(ConsecutiveRanks)
 
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Ranks: TypeAlias = npt.NDArray[np.intp]
@@ -29,7 +29,7 @@ _Ranks: TypeAlias = npt.NDArray[np.intp]
 class Orientation:
     """The links of d pipelines of p stages on the first d p ranks, one column per replica."""
 
-    together: Together
+    consecutive: ConsecutiveRanks
     ranks: _Ranks
     """(p, d): the ranks of each stage in replica order."""
     hop_seconds_per_byte: _Numbers
@@ -60,22 +60,22 @@ class LinkTable:
             case _:
                 assert_never(cluster.links)
 
-    def orient(self, replicas: int, stages: int, together: Together) -> Orientation:
+    def orient(self, replicas: int, stages: int, consecutive: ConsecutiveRanks) -> Orientation:
         """`replicas` pipelines of `stages` stages on the first ranks. O(replicas x stages)."""
         numbers = np.arange(replicas * stages)
-        match together:
+        match consecutive:
             case "replicas":
                 ranks = numbers.reshape(stages, replicas)
             case "pipelines":
                 ranks = numbers.reshape(replicas, stages).T
             case _:
-                assert_never(together)
+                assert_never(consecutive)
         there, there_latency = self._links(ranks[:-1], ranks[1:])
         back, back_latency = self._links(ranks[1:], ranks[:-1])
         around, around_latency = np.zeros((stages, 1)), np.zeros((stages, 1))
         if replicas > 1:
             around, around_latency = self._links(ranks, np.roll(ranks, -1, axis=1))
-        return Orientation(together, ranks, (there + back) / 2, there_latency + back_latency, around, around_latency)
+        return Orientation(consecutive, ranks, (there + back) / 2, there_latency + back_latency, around, around_latency)
 
     def _links(self, a: _Ranks, b: _Ranks) -> tuple[_Numbers, _Numbers]:
         """(Seconds per byte, latency in seconds) from the ranks `a` to the ranks `b`, pair by pair."""

@@ -25,15 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts
-from penstock.planning.two_bw.orientations import LinkTable, Orientation, Together
+from penstock.planning.two_bw.orientations import ConsecutiveRanks, LinkTable, Orientation
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 
-__all__ = ["Candidate", "filling", "reduce_rounds", "slowest_stage"]
+__all__ = ["PipelineCandidate", "filling", "reduce_rounds", "slowest_stage"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PipelineCandidate:
     """One way to train with parallel pipelines, and what it takes."""
 
     schedule: str
@@ -48,7 +48,7 @@ class Candidate:
     microbatches: int
     """``m``: of one minibatch in ONE pipeline."""
     recompute: bool
-    together: Together
+    consecutive: ConsecutiveRanks
     """What is on consecutive ranks."""
     microbatch_seconds: float
     """``t``: each pipeline takes one more microbatch every so often."""
@@ -96,7 +96,7 @@ class Candidate:
 
     def plan(self, cluster: Cluster) -> Plan:
         """This candidate as a plan, with its prediction."""
-        ranks = LinkTable(cluster).orient(self.replicas, self.stages, self.together).ranks.tolist()
+        ranks = LinkTable(cluster).orient(self.replicas, self.stages, self.consecutive).ranks.tolist()
         stages = tuple(Stage(*cut, tuple(own)) for cut, own in zip(pairwise(self.cuts), ranks, strict=True))
         peaks = {rank: peak for own, peak in zip(ranks, self.stage_bytes, strict=True) for rank in own}
         predicted = Prediction(

@@ -22,11 +22,12 @@ from itertools import islice
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
-from penstock.planning.two_bw.block_chains import BlockChain, Counts, stage_counts
-from penstock.planning.two_bw.orientations import TOGETHER, LinkTable, Orientation
-from penstock.planning.two_bw.parallel_pipelines import Candidate, filling, slowest_stage
-from penstock.planning.two_bw.repeated_blocks import find_blocks, places_to_cut
+from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, stage_counts
+from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
+from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
+from penstock.planning.two_bw.repeated_blocks import cut_positions, find_blocks
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, text_of
@@ -34,41 +35,16 @@ from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
+__all__ = ["rank_pipelines", "simulated_cost"]
 
-Cost = Callable[[Plan, Profile, Cluster], Prediction]
+_Cost = Callable[[Plan, Profile, Cluster], Prediction]
 """What a plan takes; the profile has the plan's microbatch size."""
 
 _EFFORT = 1 << 14
-"""Stages times places to cut for which seconds are enough; balancing takes the square of this product. A chain of more
-layers, without blocks, may be cut in fewer places."""
+"""Stages times positions to cut for which seconds are enough; balancing takes the square of this product. A chain of
+more layers, without blocks, may be cut in fewer positions."""
 
 _SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
-
-
-def plan_two_bw(
-    profiles: Profile | Sequence[Profile],
-    cluster: Cluster,
-    request: Request,
-    *,
-    batch_size: int | None = None,
-    microbatch_sizes: Sequence[int] = (),
-    every_size: bool | None = None,
-    cost: Cost | None = None,
-    shortlist: int = 32,
-) -> Plan:
-    """The parallel pipelines with the highest throughput, as `rank_pipelines` ranks them. Raises `PlanError`."""
-    ranked = rank_pipelines(
-        profiles,
-        cluster,
-        request,
-        batch_size=batch_size,
-        microbatch_sizes=microbatch_sizes,
-        every_size=every_size,
-        cost=cost,
-        shortlist=shortlist,
-    )
-    return ranked[0].plan(cluster)
 
 
 def rank_pipelines(
@@ -79,9 +55,9 @@ def rank_pipelines(
     batch_size: int | None = None,
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
-    cost: Cost | None = None,
+    cost: _Cost | None = None,
     shortlist: int = 32,
-) -> tuple[Candidate, ...]:
+) -> tuple[PipelineCandidate, ...]:
     """All parallel pipelines that fit, best first; of equally fast ones the simpler (fewer devices, no recomputation).
 
     `profiles`: one, or several of the same model at different microbatch sizes. Their sizes are tried, and those of
@@ -106,11 +82,12 @@ def rank_pipelines(
         if not is_count(count, least=1):
             raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
     sized = _profiles_by_size(measured, microbatch_sizes)
-    search = _Search(cluster, request, batch, _block_chains(sized, cluster, request))
+    search = _PipelineSearch(cluster, request, batch, _block_chains(sized, cluster, request))
     every = request.schedule != "2bw" if every_size is None else every_size
     candidates = sorted(search.candidates(every), key=_order)
     if not candidates:
-        raise PlanError(search.needs())
+        kind = f"parallel pipelines under {request.schedule}, of at most {batch} samples in a minibatch,"
+        raise nothing_fits(kind, cluster, measured[0].parameter_bytes, search.sufficient_changes())
     if cost is None:
         return tuple(candidates)
     asked = candidates[: 4 * shortlist]
@@ -130,7 +107,7 @@ def simulated_cost(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _PipelineSearch:
     """Algorithm 1, for one question."""
 
     cluster: Cluster
@@ -167,17 +144,17 @@ class _Search:
         """Of a pipeline."""
         return min(self.cluster.devices, self.units)
 
-    def candidates(self, every_size: bool) -> Iterator[Candidate]:
+    def candidates(self, every_size: bool) -> Iterator[PipelineCandidate]:
         """For every p, d, recomputation and way to cut: that of the largest microbatch that fits, or of every one."""
         links = LinkTable(self.cluster)
         asked = self.request.stages
         for stages in range(1, self.most_stages + 1) if asked is None else (asked,):
             widest = 1 if self.request.straight else self.cluster.devices // stages
             for replicas in range(1, widest + 1):
-                ways = TOGETHER if replicas > 1 and stages > 1 else TOGETHER[:1]
-                orientations = [links.orient(replicas, stages, together) for together in ways]
+                ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
+                orientations = [links.orient(replicas, stages, consecutive) for consecutive in ways]
                 for row in self.chains:
-                    found: list[Candidate] = []
+                    found: list[PipelineCandidate] = []
                     for equal in (True, False):
                         tried = (self._fastest(chain, orientations, equal) for chain in row)
                         fitting = (candidate for candidate in tried if candidate is not None)
@@ -186,7 +163,7 @@ class _Search:
                                 found.append(candidate)
                     yield from found
 
-    def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> Candidate | None:
+    def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> PipelineCandidate | None:
         """The better orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
         stages, replicas = orientations[0].ranks.shape
         blocks = chain.equal_cuts(stages)
@@ -207,7 +184,7 @@ class _Search:
         (seconds, limit), cuts, orientation = min(options, key=lambda option: option[0][0])
         samples = replicas * microbatches * chain.profile.microbatch_size
         total = (microbatches + filling(self.request.schedule, stages)) * seconds
-        return Candidate(
+        return PipelineCandidate(
             schedule=self.request.schedule,
             replicas=replicas,
             cuts=chain.layers(cuts),
@@ -215,7 +192,7 @@ class _Search:
             microbatch_size=chain.profile.microbatch_size,
             microbatches=microbatches,
             recompute=chain.recompute,
-            together=orientation.together,
+            consecutive=orientation.consecutive,
             microbatch_seconds=seconds,
             samples_per_second=samples / total if total else inf,
             compute_seconds=float(chain.costs.seconds[0, -1]),
@@ -224,7 +201,7 @@ class _Search:
         )
 
     def _balance(
-        self, chain: BlockChain, orientation: Orientation, microbatches: int, counts: Counts
+        self, chain: BlockChain, orientation: Orientation, microbatches: int, counts: StageCounts
     ) -> tuple[int, ...] | None:
         return chain.balanced_cuts(counts, orientation, microbatches, self.request.allreduce)
 
@@ -253,42 +230,27 @@ class _Search:
             return count(last)
         return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
 
-    def needs(self) -> str:
-        """Why nothing fits, and what would be needed."""
+    def sufficient_changes(self) -> Iterator[list[str]]:
+        """The attempts of `nothing_fits`: the least memory, batch size or devices, the other two being as they are."""
         memory = inf if self.cluster.memory_bytes is None else self.cluster.memory_bytes
+        limits = {"memory": memory, "batch": self.batch_size, "devices": self.cluster.devices}
         asked = self.request.stages
-        chains = [chain for row in self.chains for chain in row]
-        needs = []
+        found: dict[str, list[tuple[float, str]]] = {name: [] for name in limits}
         for stages in range(1, self.units + 1) if asked is None else (asked,):
             deep = stages if self.request.schedule == "2bw" else 1
-            for chain in chains:
+            for chain in (chain for row in self.chains for chain in row):
                 least = chain.least_bytes(stage_counts(self.request.schedule, deep, stages))
-                needs.append((least, stages, deep * chain.profile.microbatch_size, chain))
-        here = [need for need in needs if need[1] <= self.cluster.devices]
-        devices = "1 device" if self.cluster.devices == 1 else f"{self.cluster.devices} devices"
-        size = "" if memory == inf else f" of {bytes_text(memory)}"
-        text = (
-            f"nothing fits: expected parallel pipelines under {self.request.schedule} on {devices}{size} with at most "
-            f"{self.batch_size} samples in a minibatch, found none. "
-        )
-        roomy = [need for need in here if need[0] <= memory]
-        if roomy:
-            _, stages, batch, chain = min(roomy, key=lambda need: (need[2], need[1]))
-            text += (
-                f"What fits in memory needs batch_size={batch} or more ({_words(stages, chain)}). Allow that, or try "
-            )
-            flush = " or the schedule 1f1b-flush" if self.request.schedule == "2bw" and stages > 1 else ""
-            return f"{text}smaller microbatches (microbatch_sizes){flush}"
-        least, stages, batch, chain = min(here, key=lambda need: need[0])
-        text += f"The least that a device needs is {bytes_text(least)} ({_words(stages, chain)}, batch_size={batch}). "
-        deeper = [need for need in needs if need[0] <= memory]
-        if deeper:
-            _, stages, batch, chain = min(deeper, key=lambda need: (need[1], need[2]))
-            text += f"{stages} devices would do ({_words(stages, chain)}, batch_size={batch}). "
-        return text + "Use devices with more memory, more devices, or smaller microbatches (microbatch_sizes)"
+                needs = {"memory": least, "batch": deep * chain.profile.microbatch_size, "devices": stages}
+                excess = [name for name in limits if needs[name] > limits[name]]
+                if len(excess) == 1:
+                    found[excess[0]].append((needs[excess[0]], _words(stages, chain)))
+        for name, text in (("memory", "{} on each device"), ("batch", "batch_size={}"), ("devices", "{} devices")):
+            if found[name]:
+                least, words = min(found[name], key=lambda need: need[0])
+                yield [f"{text.format(bytes_text(least) if name == 'memory' else least)} (for {words})"]
 
 
-def _judge(candidate: Candidate, cost: Cost, profile: Profile, cluster: Cluster) -> Candidate | None:
+def _judge(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
     """The candidate with what `cost` says of it; None if by that it does not fit."""
     found = cost(candidate.plan(cluster), profile, cluster)
     if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
@@ -302,7 +264,7 @@ def _words(stages: int, chain: BlockChain) -> str:
     return f"{depth}, microbatches of {chain.profile.microbatch_size}{recompute}"
 
 
-def _order(candidate: Candidate) -> tuple[float | int, ...]:
+def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
     """Fastest first. Twelve digits, so that rounding does not decide between equals, but the simpler one wins."""
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
@@ -349,13 +311,13 @@ def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request)
     profile = next(iter(sized.values()))
     blocks = find_blocks(profile)
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
-    places = places_to_cut(profile, blocks, max(3 * depth, _EFFORT // depth))
+    positions = cut_positions(profile, blocks, max(3 * depth, _EFFORT // depth))
     return tuple(
         tuple(
             BlockChain(
                 profile,
                 blocks,
-                places,
+                positions,
                 recompute=recompute,
                 optimizer_copies=request.optimizer_copies,
                 memory_bytes=cluster.memory_bytes,

@@ -1,9 +1,9 @@
 """Repeated blocks: which layers of a profile are the same block many times over.
 
-Large models repeat one block (thesis, section 3.2.2), and a profile may show each block as several layers. A layer is
-like the one a period before it if all its sizes are equal, byte for byte, and its times are as far apart as noise makes
-them. The longest run of such layers is cut into blocks; what lies before them (an embedding) and behind them (a head)
-stays apart.
+Large models repeat one block [Narayanan 2021, section 3.2.2], and a profile may show each block as several layers. A
+layer is like the one a period before it if all its sizes are equal, byte for byte, and its times are as far apart as
+noise makes them. The longest run of such layers is cut into blocks; what lies before them (an embedding) and behind
+them (a head) stays apart.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.values.profiles import Profile
 
-__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "find_blocks", "places_to_cut"]
+__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "cut_positions", "find_blocks"]
 
 TIME_TOLERANCE = 0.3
 """How far apart two measured times of the same layer may be, as a share of the larger one or of the mean layer's time;
@@ -86,7 +86,7 @@ def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share
     return best if covered and repeated >= least_share * seconds.sum() else RepeatedBlocks(len(layers), 0, 0, 0)
 
 
-def places_to_cut(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
+def cut_positions(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
     """`blocks.cuts`, or, of a chain without blocks, about `most` of them: one in every equal share of its seconds.
 
     Of each share the place that the fewest bytes cross. 0 and all layers are among them.
