@@ -156,15 +156,15 @@ class Writer:
             [seconds + costs.split_seconds for seconds in costs.weight_seconds],
             costs.update_seconds,
         )
+        self._effects = [effect * self._stages for effect in MemoryEffect]
+        """What is added to the stage for each effect, in the order of `MemoryEffect`."""
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
         forwards, (backwards, recomputing), (inputs, inputs_recomputing), weights, updates = self._seconds
-        forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight, *others = (
-            effect * stages for effect in MemoryEffect
-        )
-        send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = others
+        forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
+        send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = self._effects[7:]
         paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
         direct = find_direct(row)

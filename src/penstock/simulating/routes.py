@@ -15,7 +15,7 @@ from typing import TypeAlias, assert_never
 from penstock.errors import PlanError
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 
-__all__ = ["_INSTANT", "Link", "Route", "_server_size", "find_route", "slowest_link"]
+__all__ = ["Link", "Route", "find_route", "slowest_link"]
 
 Link: TypeAlias = tuple[int, int]
 """A directed pair of ranks; the first of each side where several send together. Where all ranks of two servers a and b

@@ -19,7 +19,7 @@ from penstock.planning.costs import ChainCosts, Counts, Matrix
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 
-__all__ = ["_InterleavedCuts", "cut_interleaved"]
+__all__ = ["cut_interleaved"]
 
 _TRY_ALL = 20_000
 """Up to this many possible cuts are all tried, in well below a second."""

@@ -12,7 +12,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["_simulation_inputs", "simulate_pipeline"]
+__all__ = ["simulate_pipeline"]
 
 
 def simulate_pipeline(

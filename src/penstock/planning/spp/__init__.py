@@ -1,5 +1,6 @@
-"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts."""
+"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts.
 
-from penstock.planning.spp.spp_search import plan_spp, spp_candidates
+Start reading in ``spp_search.py``.
+"""
 
-__all__ = ["plan_spp", "spp_candidates"]
+__all__: list[str] = []
