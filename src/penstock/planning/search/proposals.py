@@ -1,8 +1,8 @@
-"""What each planner proposes when the search asks it, with the closed form that it compares by.
+"""What each planner proposes for a query of the search, with the closed form that it compares by.
 
-The planners speak of different things: some know replicas, some split microbatches, some want the number of stages.
-Here all of them answer the same question. A new planner is a file of its own, a method here, a line in
-`Proposer.propose`, and its schedules in `constraints`.
+The planners have different inputs: some support replicas, some split microbatches, some need the number of stages. Here
+all of them answer the same query. A new planner is a file of its own, a method here, a line in `Proposer.propose`, and
+its schedules in `constraints`.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,20 +31,20 @@ _PROPOSED = 3
 """Parallel pipelines that one query proposes."""
 
 _BUFFERS = 2
-"""Messages on either side of a stage that memory is set aside for, where it is."""
+"""Messages on either side of a stage that memory is reserved for, where it is."""
 
 
 class Proposer:
-    """Asks planners about one cluster."""
+    """Runs the planners for one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._limit = cluster.memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
-        """What was found without a limit in mind; the same for all schedules without several stages per rank."""
+        """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one query. `PlanError` if there are none."""
+        """The plans of one query. Raises `PlanError` if there are none."""
         profile, request = query.profile, query.request
         match query.planner:
             case "pipedream":
@@ -58,12 +58,12 @@ class Proposer:
             case "uniform":
                 yield plan_uniform(profile, self._cluster, request)
             case other:
-                raise AssertionError(f"constraints let no planner {other} through")
+                raise AssertionError(f"constraints: unknown planner {other}")
 
     def _propose_pipedream(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """Links carry both directions at once, as the simulator has it."""
-        at_once = replace(request, full_duplex=True)
-        found = list(self._with_room(partial(self._find_pipedream, profile), profile, at_once))
+        """Proposes PipeDream's plans; links carry both directions at once, as in the simulator."""
+        duplex = replace(request, full_duplex=True)
+        found = list(self._with_buffers(partial(self._find_pipedream, profile), profile, duplex))
         yield from found or _require(None)
 
     def _propose_two_bw(self, query: PlannerQuery) -> Iterator[Plan]:
@@ -73,7 +73,7 @@ class Proposer:
             yield from (candidate.plan(self._cluster) for candidate in allowed[:_PROPOSED])
 
     def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """d equal pipelines of several stages per rank, on all devices, for every d of 2 or more that goes."""
+        """Proposes d equal pipelines of several stages per rank, on all devices, for every possible d of 2 or more."""
         devices = self._cluster.devices
         for replicas in range(2, devices + 1):
             length = devices // replicas
@@ -83,7 +83,7 @@ class Proposer:
                 continue
             alone = replace(request, microbatches=request.microbatches // replicas, stages=stages)
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
-            for narrow in self._with_room(partial(find_pipedream, profile, one), profile, alone):
+            for narrow in self._with_buffers(partial(find_pipedream, profile, one), profile, alone):
                 yield widen(narrow, replicas, profile, self._cluster, request)
 
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
@@ -102,15 +102,17 @@ class Proposer:
             return find_pipedream(profile, self._cluster, request)
         return plan
 
-    def _with_room(self, find: Callable[[Request], Plan | None], profile: Profile, request: Request) -> Iterator[Plan]:
-        """What `find` finds; and if that may be too much in memory with messages, what it finds with room for some."""
+    def _with_buffers(
+        self, find: Callable[[Request], Plan | None], profile: Profile, request: Request
+    ) -> Iterator[Plan]:
+        """The plan that `find` finds, and another with memory for messages if the first may not fit with them."""
         plan = find(request)
         if plan is None:
             return
         yield plan
         if self._limit is not None:
-            roomy = chain_costs(profile, recompute=plan.recompute, buffers=_BUFFERS)
-            if max(peak_bytes(plan, roomy, request.optimizer_copies)) > self._limit:
+            buffered = chain_costs(profile, recompute=plan.recompute, buffers=_BUFFERS)
+            if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
 

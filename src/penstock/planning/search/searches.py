@@ -1,10 +1,10 @@
-"""The search: every planner is asked, the simulator judges what they propose, and the fastest that fits is the plan.
+"""The search: every planner proposes plans, the simulator predicts them, and the fastest that fits is taken.
 
-Planners compare by closed forms, each by its own; those leave out what only the whole schedule shows (messages that
-wait for each other, fill and drain of unequal stages, what a rank holds at its worst moment). So they only propose.
+Each planner compares by its own closed form, which ignores what only the whole schedule shows: messages that wait for
+each other, fill and drain of unequal stages, the peak memory of a rank. So planners only propose.
 
-Laws of this file:
-  1. What was simulated by the simulator is ranked; nothing else is.
+Rules of the search:
+  1. Only plans that were simulated are ranked.
   2. Plans within a thousandth of the fastest count as equally fast. Of these the first in this order is taken: one that
      trains as one device does, one that needs the least memory, one with the fewest stages.
 """
@@ -26,15 +26,15 @@ from penstock.values.quantities import bytes_text
 __all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
 
 _SHORTLIST = 12
-"""So many plans are simulated, the fastest by closed form, and the fastest of each planner for each schedule."""
+"""How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
 
 EQUAL = 1e-3
-"""Relative; predictions are not better than that."""
+"""A relative difference; predictions are not more accurate than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A query that came to no plan, and why."""
+    """A query without a plan, and the reason."""
 
     planner: str
     schedule: str
@@ -43,21 +43,21 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What came of a search."""
+    """The result of a search."""
 
     ranked: tuple[Plan, ...]
     """Best first, each with its simulated prediction and its planner."""
     not_simulated: int
-    """How many more plans were left out because closed forms said that they are slower."""
+    """How many more plans were not simulated, since they are slower by their closed forms."""
     rejections: tuple[Rejection, ...]
 
 
 def compare_plans(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, *, progress: bool | None = False
 ) -> SearchResult:
-    """Plans for `cluster`, of a model that was measured once or at several microbatch sizes.
+    """Plans for `cluster` and a model that was measured at one or several microbatch sizes.
 
-    `ranked` is empty if nothing fits. `progress` shows a line on stderr, None on a terminal only.
+    `ranked` is empty if nothing fits. `progress` shows a line on stderr; None shows it on a terminal only.
     """
     rejections: list[Rejection] = []
     proposals: dict[Plan, Plan] = {}
@@ -93,25 +93,25 @@ def _title(query: PlannerQuery) -> str:
 
 
 def _is_pointless(plan: Plan) -> bool:
-    """Whether it has nothing over the same under 1f1b-flush: on a single stage there is nothing to fill or drain."""
+    """Whether `plan` is no better than the same under 1f1b-flush: a single stage has no fill and no drain."""
     return len(plan.stages) == 1 and plan.schedule not in ("pipedream", "1f1b-flush") and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:
-    """Those that are worth a simulation, the fastest by closed form first."""
+    """The plans that are worth a simulation, the fastest by closed form first."""
     plans.sort(key=_speed, reverse=True)
     kinds: set[tuple[str, str]] = set()
     chosen = []
-    for place, plan in enumerate(plans):
+    for position, plan in enumerate(plans):
         kind = plan.planner, plan.schedule
-        if place < _SHORTLIST or kind not in kinds:
+        if position < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
 
 
 def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
-    """`plan` as the simulator predicts it; `PlanError` if it does not fit after all."""
+    """`plan` with the simulator's prediction; raises `PlanError` if it does not fit with its message buffers."""
     options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
     options["shared_nic"] = constraints.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)
@@ -125,7 +125,7 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
 
 
 def _rank(simulated: list[Plan]) -> tuple[Plan, ...]:
-    """Fastest first, but for the one that law 2 takes out of those that are equally fast."""
+    """Fastest first, after the one that rule 2 chooses among those that are equally fast."""
     simulated.sort(key=_speed, reverse=True)
     if not simulated:
         return ()

@@ -1,8 +1,8 @@
 """A chain of blocks: what its stages cost and need, at one microbatch size, with or without recomputation.
 
 Stages begin and end between repeated blocks, never inside one, so a chain of hundreds of layers has few positions to
-cut. Cuts are counted in these positions here; `layers` translates. Everything that is asked more than once is kept,
-because a planner asks it for every number of replicas.
+cut. Cuts are counted in these positions here; `layers` translates them. Results are cached, because a planner needs
+them for every number of replicas.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ StageCounts = tuple[tuple[int, int], ...]
 
 
 def stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
-    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline, however many pipelines."""
-    # A pipeline that is full holds no more with more microbatches, but under gpipe.
+    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline."""
+    # Except under gpipe, a full pipeline holds no more with more microbatches.
     return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
 
 
@@ -39,7 +39,7 @@ def _stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
 
 
 class BlockChain:
-    """The costs of `profile`, whose stages begin and end at `positions`, among them the equal cuts of `blocks`."""
+    """Holds the costs of `profile`, whose stages begin and end at `positions`, which include the cuts of `blocks`."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class BlockChain:
         return tuple(self._positions[cut] for cut in cuts)
 
     def equal_cuts(self, stages: int) -> tuple[int, ...] | None:
-        """The cuts of equally many blocks per stage, if there are such."""
+        """The cuts with equally many blocks per stage; None if there are none."""
         cuts = self._blocks.equal_cuts(stages)
         return None if cuts is None else tuple(self._positions.index(cut) for cut in cuts)
 
     def stage_bytes(self, cuts: Sequence[int], counts: StageCounts) -> tuple[float, ...]:
-        """The peak of a rank of each stage."""
+        """The peak memory of a rank of each stage."""
         return tuple(float(self._interval_bytes(*held)[cut]) for cut, held in zip(pairwise(cuts), counts, strict=True))
 
     def fits(self, cuts: Sequence[int], counts: StageCounts) -> bool:
@@ -91,11 +91,11 @@ class BlockChain:
         return max(self.stage_bytes(cuts, counts)) <= self._memory_bytes
 
     def can_fit(self, counts: StageCounts) -> bool:
-        """Whether there are cuts with which every stage fits in a device's memory."""
+        """Whether every stage fits in a device's memory with some cuts."""
         return self.least_bytes(counts) <= self._memory_bytes
 
     def least_bytes(self, counts: StageCounts) -> float:
-        """The peak of the worst rank if the stages are cut to make that small; infinite if there are too few layers."""
+        """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         if counts not in self._least:
             # A stage has a layer; `interval_bytes` gives a number for empty intervals too.
             empty = np.tri(self.units + 1, dtype=bool)
@@ -109,17 +109,17 @@ class BlockChain:
     def balanced_cuts(
         self, counts: StageCounts, orientation: Orientation, microbatches: int, allreduce: AllReduce
     ) -> tuple[int, ...] | None:
-        """The cuts whose slowest stage is fastest, of those that fit in memory; None if none does.
+        """The cuts whose slowest stage is fastest among those that fit in memory; None if none does.
 
-        Exact if all links of `orientation` within pipelines are equally fast, and all between them; else each counts as
-        the slowest of its kind.
+        Exact if all links of `orientation` within pipelines are equally fast, and all between them; otherwise each
+        counts as the slowest of its kind.
         """
         hop = orientation.hop_seconds_per_byte.max(initial=0.0), orientation.hop_latency_seconds.max(initial=0.0)
         replicas = orientation.ranks.shape[1]
         per_byte = reduce_rounds(replicas, allreduce) * orientation.ring_seconds_per_byte.max() / microbatches
         constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
 
-        # The all-reduce is mostly hidden: then the cuts without it, which hold for any number of replicas, are best.
+        # The all-reduce is usually hidden: then the cuts without it, the same for any number of replicas, are best.
         slowest, cuts = self._cut(counts, hop)
         if cuts:
             heaviest = max(float(self.costs.parameter_bytes[cut]) for cut in pairwise(cuts))
@@ -153,7 +153,7 @@ class BlockChain:
 
 
 def _cut_evenly(work: Matrix, stages: int, fits: Sequence[Flags] | None = None) -> tuple[float, tuple[int, ...]]:
-    """(Slowest seconds, cuts) of so many stages that take `work`, what they send included; no cuts if nothing fits."""
+    """(Slowest seconds, cuts) of `stages` stages that take `work`, messages included; no cuts if nothing fits."""
 
     def seconds(stage: int, starts: npt.NDArray[np.int64]) -> Matrix:
         return work[starts] if fits is None else np.where(fits[stage][starts], work[starts], np.inf)

@@ -1,17 +1,17 @@
 """The planner of PipeDream-2BW: all widths and depths of parallel pipelines, tried one by one.
 
-Thesis, section 3.3.2, Algorithm 1: for all d and p with d p devices or fewer, the largest microbatch that fits
-(SEARCH), with and without recomputation, and of all these the highest throughput. Where the printed algorithm goes
-wrong or is silent, ours is:
+[Narayanan 2021, section 3.3.2, Algorithm 1]: for all d and p with d p devices or fewer, the largest microbatch that
+fits (SEARCH), with and without recomputation, and of all these the highest throughput. Where the printed algorithm has
+errors or gaps, ours is:
 
-  1. Throughput counts all d pipelines; d p need not be all devices, and g is of the d p that are used.
+  1. Throughput counts all d pipelines; d p need not be all devices, and g refers to the d p that are used.
   2. m = p g microbatches per pipeline, with the largest g for which d m b is no more than the maximum safe batch; so
      m >= p, as 2bw demands. A flush also takes m < p: at m = 1 this is model parallelism without pipelining.
-  3. Stages of equally many blocks (what lies before the blocks joins stage 0, what lies behind them the last) are tried
-     beside stages that are balanced by their times: an embedding or a head can make equal blocks a bad choice, and
-     chains without repeated blocks have only these.
+  3. Both stages of equally many blocks (layers before the blocks join stage 0, layers behind them the last) and stages
+     that are balanced by their times are tried: an embedding or a head can make equal blocks a bad choice, and chains
+     without repeated blocks have only the latter.
   4. Under 2bw, which has no bubble, SEARCH takes the largest microbatch. Under a flush fewer, larger microbatches mean
-     a larger bubble, and every size that fits is tried (`every_size`). Under gpipe memory limits m too.
+     a larger bubble, and every size that fits is tried (`every_size`). Under gpipe memory also limits m.
   5. Memory counts gradients and the optimizer's state (`planning.memory`).
 """
 
@@ -38,7 +38,7 @@ from penstock.values.quantities import bytes_text
 __all__ = ["rank_pipelines", "simulated_cost"]
 
 _Cost = Callable[[Plan, Profile, Cluster], Prediction]
-"""What a plan takes; the profile has the plan's microbatch size."""
+"""Predicts a plan; the profile has the plan's microbatch size."""
 
 _EFFORT = 1 << 14
 """Stages times positions to cut for which seconds are enough; balancing takes the square of this product. A chain of
@@ -66,9 +66,10 @@ def rank_pipelines(
     both ways are tried. `request.stages` fixes p, `request.straight` one pipeline.
 
     With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
-    and only these are returned; it is asked of four times as many at most.
+    and only these are returned; at most four times as many are tried.
 
-    `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: it says what would be needed.
+    Raises `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: the error says what
+    would be enough.
     """
     measured = (profiles,) if isinstance(profiles, Profile) else tuple(profiles)
     _check_profiles(measured)
@@ -95,20 +96,20 @@ def rank_pipelines(
     fitting = sorted(islice(filter(None, judged), shortlist), key=_order)
     if not fitting:
         raise PlanError(
-            f"nothing fits: of {len(candidates)} candidates that do by the closed form, the cost that was given finds "
-            f"none of the best {len(asked)} to fit. Use devices with more memory, a larger shortlist, or cost=None"
+            f"nothing fits: expected one of the best {len(asked)} candidates by the closed form, of {len(candidates)}, "
+            "to fit by the given cost, found none. Use devices with more memory, a larger shortlist, or cost=None"
         )
     return tuple(fitting)
 
 
 def simulated_cost(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
-    """What the simulator says; a cost for `rank_pipelines`."""
+    """The simulator's prediction, as a cost for `rank_pipelines`."""
     return evaluate(plan, profile, cluster).prediction()
 
 
 @dataclass(frozen=True, slots=True)
 class _PipelineSearch:
-    """Algorithm 1, for one question."""
+    """Algorithm 1 for one request."""
 
     cluster: Cluster
     request: Request
@@ -141,11 +142,11 @@ class _PipelineSearch:
 
     @property
     def most_stages(self) -> int:
-        """Of a pipeline."""
+        """The most stages of a pipeline."""
         return min(self.cluster.devices, self.units)
 
     def candidates(self, every_size: bool) -> Iterator[PipelineCandidate]:
-        """For every p, d, recomputation and way to cut: that of the largest microbatch that fits, or of every one."""
+        """For every p, d, recomputation and kind of cuts: the candidate of the largest microbatch, or of every one."""
         links = LinkTable(self.cluster)
         asked = self.request.stages
         for stages in range(1, self.most_stages + 1) if asked is None else (asked,):
@@ -164,7 +165,7 @@ class _PipelineSearch:
                     yield from found
 
     def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> PipelineCandidate | None:
-        """The better orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
+        """The faster orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
         stages, replicas = orientations[0].ranks.shape
         blocks = chain.equal_cuts(stages)
         if blocks is None if equal else stages == 1:
@@ -225,7 +226,7 @@ class _PipelineSearch:
         last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
         if last < first or not fits(first):
             return 0
-        # More microbatches never need less memory: the last step that fits, by halving.
+        # More microbatches never need less memory: bisect for the last step that fits.
         if fits(last):
             return count(last)
         return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
@@ -251,7 +252,7 @@ class _PipelineSearch:
 
 
 def _judge(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
-    """The candidate with what `cost` says of it; None if by that it does not fit."""
+    """The candidate with its prediction by `cost`; None if it does not fit by that."""
     found = cost(candidate.plan(cluster), profile, cluster)
     if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
         return None
@@ -265,7 +266,7 @@ def _words(stages: int, chain: BlockChain) -> str:
 
 
 def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
-    """Fastest first. Twelve digits, so that rounding does not decide between equals, but the simpler one wins."""
+    """Fastest first. Twelve digits, so that among equals the simpler one wins, not rounding."""
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
         candidate.devices,
@@ -300,7 +301,7 @@ def _profiles_by_size(measured: tuple[Profile, ...], microbatch_sizes: Sequence[
     known = {profile.microbatch_size: profile for profile in measured}
     sized = {}
     for size in sorted({*known, *microbatch_sizes}, reverse=True):
-        # Small microbatches run less efficiently: a smaller profile promises too little rather than too much.
+        # Small microbatches run less efficiently: scaling a smaller profile is pessimistic, not optimistic.
         source = max((each for each in known if each <= size), default=min(known))
         sized[size] = known[size] if size in known else known[source].scaled(size)
     return sized
