@@ -129,11 +129,11 @@ def _level(
     inner = width - 2 * _PAD
     starts = [first + index * size for index in range(count)]
     signed = [(_signature(start, size, assignment), start, 1) for start in starts]
-    parts = _merged(signed) if assignment.devices > _SMALL else signed
+    groups = _merged(signed) if assignment.devices > _SMALL else signed
     if depth == 1:
-        content = _grid(_cells(parts, assignment), inner)
+        content = _grid(_cells(groups, assignment), inner)
     else:
-        boxes = [_counted(_level(levels, depth - 1, start, assignment, inner), copies) for _, start, copies in parts]
+        boxes = [_counted(_level(levels, depth - 1, start, assignment, inner), copies) for _, start, copies in groups]
         content = _grid(boxes, inner)
     words = f"{count} {'device' if depth == 1 else 'group'}{'s' if count > 1 else ''}"
     words += f", {bandwidth_words(bandwidth)} between them" if count > 1 else ""
@@ -155,22 +155,22 @@ def _signature(first: int, size: int, assignment: DeviceAssignment) -> _Signatur
     return tuple(assignment.signature(rank) for rank in range(first, first + size))
 
 
-def _alike(parts: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
-    return _cells(_merged(parts) if assignment.devices > _SMALL else parts, assignment)
+def _alike(groups: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
+    return _cells(_merged(groups) if assignment.devices > _SMALL else groups, assignment)
 
 
-def _merged(parts: Sequence[_BoxGroup]) -> list[_BoxGroup]:
+def _merged(groups: Sequence[_BoxGroup]) -> list[_BoxGroup]:
     """The first box of each signature, with the number of its equals."""
     found: dict[_Signature, tuple[int, int]] = {}
-    for signature, first, copies in parts:
+    for signature, first, copies in groups:
         start, before = found.get(signature, (first, 0))
         found[signature] = start, before + copies
     return [(signature, first, copies) for signature, (first, copies) in found.items()]
 
 
-def _cells(parts: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
+def _cells(groups: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
     colors = stage_colors(len(assignment.plan.stages))
-    return [_counted(_cell(rank, assignment, colors), copies) for _, rank, copies in parts]
+    return [_counted(_cell(rank, assignment, colors), copies) for _, rank, copies in groups]
 
 
 def _counted(box: Box, copies: int) -> Box:

@@ -64,6 +64,6 @@ def _shade(value: float, least: float, most: float) -> tuple[int, int, int]:
     share = 1.0 if value >= most or most <= least else log(value / least) / log(most / least)
     dark, light = (44, 45, 110), (247, 214, 120)
     middle = (43, 135, 155)
-    low, high, part = (dark, middle, share * 2) if share < 0.5 else (middle, light, share * 2 - 1)
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    low, high, position = (dark, middle, share * 2) if share < 0.5 else (middle, light, share * 2 - 1)
+    red, green, blue = (round(a + (b - a) * position) for a, b in zip(low, high, strict=True))
     return red, green, blue

@@ -105,7 +105,7 @@ def plan_costs(
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
 
     def shares(name: str) -> tuple[float, ...]:
-        return tuple(_sum(own, name) / count for own, count in zip(layers, parts, strict=True))
+        return tuple(_sum(own, name) / count for own, count in zip(layers, sharers, strict=True))
 
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
     groups = [stage.ranks for stage in plan.stages]
@@ -113,7 +113,7 @@ def plan_costs(
     traffic = find_traffic(profile.crossings, [stage.start for stage in plan.stages], skips)
     # With recomputation the relayed tensors are part of the stage's input, which is kept anyway.
     relayed = [0.0 if plan.recompute else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
-    parts = plan.replicas if placement.split else (1,) * len(layers)
+    sharers = plan.replicas if placement.split else (1,) * len(layers)
     return Costs(
         forward_seconds=shares("forward_seconds"),
         backward_seconds=shares("backward_seconds"),
@@ -132,10 +132,10 @@ def plan_costs(
         ),
         skips=tuple(traffic.direct.items()),
         saved_bytes=tuple(
-            size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, parts, strict=True)
+            size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, sharers, strict=True)
         ),
         workspace_bytes=tuple(
-            _workspace(own, plan.recompute) / count for own, count in zip(layers, parts, strict=True)
+            _workspace(own, plan.recompute) / count for own, count in zip(layers, sharers, strict=True)
         ),
         parameter_bytes=parameters,
         recompute=plan.recompute,

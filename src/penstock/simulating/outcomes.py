@@ -104,10 +104,10 @@ def _period(made: Schedule, filling: int) -> int:
     return period * ceil(filling / period) if period <= _LONGEST_PERIOD else _LONGEST_PERIOD
 
 
-def _rows(made: Schedule, played: tuple[int, ...], lengths: list[int]) -> list[dict[int, list[Action]]]:
+def _rows(made: Schedule, simulated: tuple[int, ...], lengths: list[int]) -> list[dict[int, list[Action]]]:
     """The actions of the simulated ranks for each of `lengths` minibatches, ascending; none is created twice."""
     rows: list[dict[int, list[Action]]] = [{} for _ in lengths]
-    for rank in played:
+    for rank in simulated:
         steps: list[Action] = []
         done = 0
         for length, programs in zip(lengths, rows, strict=True):

@@ -42,18 +42,18 @@ def find_route(
     `shared`: all pairs of ranks on two servers share the link between the servers. Without a cluster links are instant.
     """
     link = senders[0], receivers[0]
-    part = size_bytes / (len(senders) * len(receivers))
+    share_bytes = size_bytes / (len(senders) * len(receivers))
     if cluster is None:
         return Route(((link, 0.0),), 0.0)
     if not shared:
         bandwidth, latency = slowest_link(cluster, senders, receivers)
-        return Route(((link, part / bandwidth),), latency)
+        return Route(((link, share_bytes / bandwidth),), latency)
     size = _server_size(cluster)
     latency = 0.0
     loads: defaultdict[Link, float] = defaultdict(float)
     for a, b in product(senders, receivers):
         here, there = a // size, b // size
-        seconds = part / cluster.bandwidth(a, b)
+        seconds = share_bytes / cluster.bandwidth(a, b)
         latency = max(latency, cluster.latency(a, b))
         if here == there:
             loads[link] = max(loads[link], seconds)

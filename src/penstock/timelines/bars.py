@@ -15,7 +15,7 @@ from penstock.values.quantities import bytes_text
 __all__ = ["ROOMY", "Geometry", "draw_row", "painted_classes"]
 
 ROOMY = 16
-"""Up to so many ranks have rows of full height."""
+"""Up to this many ranks have rows of full height."""
 _LETTER = 7
 _ORDER = ("wait", "forward", "backward", "weight", "reduce", "update", "send")
 """From bottom to top."""

@@ -200,7 +200,7 @@ def _curve_columns(curve: MemoryCurve, origin: float, tick: float) -> dict[str, 
     """Distances in ticks, and whole bytes."""
     times = [round((at - origin) / tick) for at, _ in curve]
     return {
-        "at": [moment - before for before, moment in zip([0, *times], times, strict=False)],
+        "at": [time - before for before, time in zip([0, *times], times, strict=False)],
         "bytes": [round(size) for _, size in curve],
     }
 

@@ -62,7 +62,7 @@ class AcceleratorModel:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Holds the bytes per parameter of mixed precision, beside 2 for the weights themselves: 18 in all with Adam."""
+    """Holds the bytes per parameter of mixed precision, in addition to 2 for the weights: 18 in all with Adam."""
 
     gradient_bytes: float = 4
     """The gradients that microbatches are summed in and that replicas exchange."""

@@ -119,7 +119,7 @@ def checkpoint_count(layers: int, input_bytes: float, layer_bytes: float, in_fli
 
     # Only the least c for each value of ceil(l / c) can be best: there are at most 2 sqrt(l) of them.
     root = isqrt(layers)
-    counts: set[int] = {*range(1, root + 2), *(ceil(layers / parts) for parts in range(1, root + 2))}
+    counts: set[int] = {*range(1, root + 2), *(ceil(layers / rows) for rows in range(1, root + 2))}
     return min((count for count in counts if count <= layers), key=size)
 
 

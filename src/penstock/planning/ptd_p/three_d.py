@@ -2,7 +2,7 @@
 
 [Narayanan 2021] gives heuristics (chapter 4, takeaways 1 to 3) and no search (section 4.1). Here every
 config of n = p t d devices is tried by its closed form: t divides the heads, p v the layers, d the batch, b what
-is left of it, and interleaving has m mod p = 0. The best few are then played by the simulator.
+is left of it, and interleaving has m mod p = 0. The best few are then simulated.
 
 Ranks are laid out as in `penstock.planning.ptd_p.ring_links`: t innermost, then d, then p.
 """
@@ -103,8 +103,8 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[ConfigEsti
     if not found:
         raise _nothing_fits(request)
     found.sort(key=_order)
-    played = sorted((_simulated(request, one) for one in found[:simulated]), key=_order)
-    return (*played, *found[simulated:])
+    resimulated = sorted((_simulated(request, one) for one in found[:simulated]), key=_order)
+    return (*resimulated, *found[simulated:])
 
 
 def plan_three_d(
@@ -315,12 +315,12 @@ def _nothing_fits(request: ThreeDRequest) -> PlanError:
     model, limit = request.transformer, request.cluster.memory_bytes
     smallest = _smallest(request, request.count)
     fixed = [field.name for field in fields(request) if field.name in _FIXABLE and getattr(request, field.name)]
-    asked = " with " + ", ".join(f"{name} = {getattr(request, name)}" for name in fixed) if fixed else ""
+    given = " with " + ", ".join(f"{name} = {getattr(request, name)}" for name in fixed) if fixed else ""
     if smallest is None or limit is None:
         other = next((n for n in range(request.count - 1, 0, -1) if _smallest(request, n)), None)
         fix = "leave a dimension free" if other is None else f"use devices={other}, the next smaller number that has"
         return PlanError(
-            f"{request.count} devices have no configuration (p, t, d, b, v){asked}: expected p t d = {request.count}, "
+            f"{request.count} devices have no configuration (p, t, d, b, v){given}: expected p t d = {request.count}, "
             f"t a divisor of {model.heads} heads, p v of {model.layers} layers, d b of a batch of {request.batch_size} "
             f"(and m mod p = 0 if v > 1), found none. Change the batch size or the number of devices: {fix}"
         )
@@ -334,7 +334,7 @@ def _nothing_fits(request: ThreeDRequest) -> PlanError:
         if other_bytes is not None and other_bytes[0] < needed:
             fixes.append(f"recompute=True, which needs {bytes_text(other_bytes[0])}")
     return PlanError(
-        f"{model.parameters / 1e9:.4g} billion parameters do not fit on {request.count} devices{asked}: expected at "
+        f"{model.parameters / 1e9:.4g} billion parameters do not fit on {request.count} devices{given}: expected at "
         f"most {bytes_text(limit)} on each, found {bytes_text(needed)} in the smallest configuration, {config}. "
         f"Use {', or '.join(fixes)}"
     )

@@ -68,9 +68,7 @@ def compare_plans(
                 if _is_pointless(proposed) and "1f1b-flush" in constraints.schedules:
                     continue
                 if constraints.microbatches not in (None, proposed.microbatches):
-                    reason = (
-                        f"it takes {proposed.microbatches} microbatches, and {constraints.microbatches} are asked for"
-                    )
+                    reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
                     rejections.append(Rejection(query.planner, query.request.schedule, reason))
                     continue
                 bare = replace(proposed, predicted=None)

@@ -43,9 +43,9 @@ def device_order(speeds: Matrix) -> tuple[int, ...]:
     def arrange(members: tuple[int, ...]) -> tuple[int, ...]:
         if len(members) == 1:
             return members
-        parts = _parts(members, groups)
-        joined = np.array([[speeds[np.ix_(one, other)].min() for other in parts] for one in parts])
-        return _recursive_cuts(speeds, joined, [arrange(part) for part in parts])
+        subgroups = _subgroups(members, groups)
+        joined = np.array([[speeds[np.ix_(one, other)].min() for other in subgroups] for one in subgroups])
+        return _recursive_cuts(speeds, joined, [arrange(subgroup) for subgroup in subgroups])
 
     return arrange(tuple(range(len(speeds))))
 
@@ -105,18 +105,19 @@ def link_latencies(cluster: Cluster) -> Matrix:
     return slower
 
 
-def _recursive_cuts(speeds: Matrix, weights: Matrix, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Algorithm 2 over `parts`, each in order already; row i of `weights` has the links of ``parts[i]``."""
-    links = weights[~np.eye(len(parts), dtype=bool)]
+def _recursive_cuts(speeds: Matrix, weights: Matrix, subgroups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Algorithm 2 over `subgroups`, each in order already; row i of `weights` has the links of ``subgroups[i]``."""
+    links = weights[~np.eye(len(subgroups), dtype=bool)]
     if not len(links) or links.min() >= links.max() * _EQUAL:
-        # With equal links every part is cut off in turn, the last first; finding these cuts would take long.
-        return reduce(partial(_join, speeds), parts)
+        # With equal links every subgroup is cut off in turn, the last first; finding these cuts would take long.
+        return reduce(partial(_join, speeds), subgroups)
     _, side = minimum_cut(weights)
-    other = tuple(part for part in range(len(parts)) if part not in side)
-    # Part 0, which has the lowest rank, is in `other`.
+    other = tuple(subgroup for subgroup in range(len(subgroups)) if subgroup not in side)
+    # Subgroup 0, which has the lowest rank, is in `other`.
     first, last = (other, side) if len(side) <= len(other) else (side, other)
     one, two = (
-        _recursive_cuts(speeds, weights[np.ix_(half, half)], [parts[part] for part in half]) for half in (first, last)
+        _recursive_cuts(speeds, weights[np.ix_(half, half)], [subgroups[subgroup] for subgroup in half])
+        for half in (first, last)
     )
     return _join(speeds, one, two)
 
@@ -176,15 +177,15 @@ def _linked(speeds: Matrix) -> Iterator[np.ndarray[tuple[int], np.dtype[np.bool_
                 yield labels == label
 
 
-def _parts(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _subgroups(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The largest groups in `members` and the devices in none, by their lowest rank."""
     left = set(members)
-    parts = []
+    subgroups = []
     for group in reversed(groups):
         if len(group) < len(members) and left.issuperset(group):
-            parts.append(group)
+            subgroups.append(group)
             left -= set(group)
-    return sorted([*parts, *((device,) for device in left)])
+    return sorted([*subgroups, *((device,) for device in left)])
 
 
 def _check_square(matrix: Matrix) -> None:

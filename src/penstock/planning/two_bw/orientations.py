@@ -1,8 +1,8 @@
 """Orientations: how d parallel pipelines of p stages are placed on the devices, and how slow their links are.
 
 With the replicas of a stage on consecutive ranks, their all-reduce stays inside a server wherever d divides the devices
-of a server, d equal to them included (thesis, section 3.3: "orienting pipelines appropriately"). With a pipeline on
-consecutive ranks, the activations do. Seconds per byte are asked for all pairs of an orientation at once, because a
+of a server, d equal to them included [Narayanan 2021, section 3.3]. With a pipeline on
+consecutive ranks, the activations do. Seconds per byte are computed for all pairs of an orientation at once, because a
 planner tries thousands of them.
 """
 
@@ -37,7 +37,7 @@ class Orientation:
     hop_latency_seconds: _Numbers
     """(p-1, d): the latency of one activation and one gradient."""
     ring_seconds_per_byte: _Numbers
-    """(p, d): from each replica of a stage to the next one around the ring; 0 without replicas."""
+    """(p, d): from each replica of a stage to the next one in the ring; 0 without replicas."""
     ring_latency_seconds: _Numbers
     """(p, d): the latency of the same links."""
 

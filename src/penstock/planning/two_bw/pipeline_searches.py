@@ -62,8 +62,8 @@ def rank_pipelines(
 
     `profiles`: one, or several of the same model at different microbatch sizes. Their sizes are tried, and those of
     `microbatch_sizes`, for which the nearest smaller profile is scaled. `batch_size` is the maximum safe global batch,
-    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` asks for it; else
-    both ways are tried. `request.stages` fixes p, `request.straight` one pipeline.
+    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` requires it; else
+    both are tried. `request.stages` fixes p, `request.straight` one pipeline.
 
     With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
     and only these are returned; at most four times as many are tried.
@@ -91,12 +91,12 @@ def rank_pipelines(
         raise nothing_fits(kind, cluster, measured[0].parameter_bytes, search.sufficient_changes())
     if cost is None:
         return tuple(candidates)
-    asked = candidates[: 4 * shortlist]
-    judged = (_judge(found, cost, sized[found.microbatch_size], cluster) for found in asked)
-    fitting = sorted(islice(filter(None, judged), shortlist), key=_order)
+    tried = candidates[: 4 * shortlist]
+    predicted = (_predict(found, cost, sized[found.microbatch_size], cluster) for found in tried)
+    fitting = sorted(islice(filter(None, predicted), shortlist), key=_order)
     if not fitting:
         raise PlanError(
-            f"nothing fits: expected one of the best {len(asked)} candidates by the closed form, of {len(candidates)}, "
+            f"nothing fits: expected one of the best {len(tried)} candidates by the closed form, of {len(candidates)}, "
             "to fit by the given cost, found none. Use devices with more memory, a larger shortlist, or cost=None"
         )
     return tuple(fitting)
@@ -115,7 +115,7 @@ class _PipelineSearch:
     request: Request
     batch_size: int
     chains: tuple[tuple[BlockChain, ...], ...]
-    """One row without and one with recomputation, as asked; in a row, the largest microbatches first."""
+    """One row without and one with recomputation, as requested; in a row, the largest microbatches first."""
 
     def __post_init__(self) -> None:
         schedule, stages = self.request.schedule, self.request.stages
@@ -148,8 +148,8 @@ class _PipelineSearch:
     def candidates(self, every_size: bool) -> Iterator[PipelineCandidate]:
         """For every p, d, recomputation and kind of cuts: the candidate of the largest microbatch, or of every one."""
         links = LinkTable(self.cluster)
-        asked = self.request.stages
-        for stages in range(1, self.most_stages + 1) if asked is None else (asked,):
+        fixed = self.request.stages
+        for stages in range(1, self.most_stages + 1) if fixed is None else (fixed,):
             widest = 1 if self.request.straight else self.cluster.devices // stages
             for replicas in range(1, widest + 1):
                 ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
@@ -235,9 +235,9 @@ class _PipelineSearch:
         """The attempts of `nothing_fits`: the least memory, batch size or devices, the other two being as they are."""
         memory = inf if self.cluster.memory_bytes is None else self.cluster.memory_bytes
         limits = {"memory": memory, "batch": self.batch_size, "devices": self.cluster.devices}
-        asked = self.request.stages
+        fixed = self.request.stages
         found: dict[str, list[tuple[float, str]]] = {name: [] for name in limits}
-        for stages in range(1, self.units + 1) if asked is None else (asked,):
+        for stages in range(1, self.units + 1) if fixed is None else (fixed,):
             deep = stages if self.request.schedule == "2bw" else 1
             for chain in (chain for row in self.chains for chain in row):
                 least = chain.least_bytes(stage_counts(self.request.schedule, deep, stages))
@@ -251,7 +251,7 @@ class _PipelineSearch:
                 yield [f"{text.format(bytes_text(least) if name == 'memory' else least)} (for {words})"]
 
 
-def _judge(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
+def _predict(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
     """The candidate with its prediction by `cost`; None if it does not fit by that."""
     found = cost(candidate.plan(cluster), profile, cluster)
     if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
