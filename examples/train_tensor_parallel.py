@@ -76,13 +76,13 @@ def main() -> None:
     together = "RANK" in os.environ
     stages = [penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 7, (2, 3))]
     alone = penstock.Plan.of_cuts((0, 3, 7), 2, microbatches=4)
-    lanes = 1 if options.sharded else 2
+    tensor_parallel = 1 if options.sharded else 2
     pipe = penstock.Pipeline(
         model,
         sample=(batches[0, :8],),
         loss_fn=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
-        plan=penstock.Plan(tuple(stages), microbatches=4, tensor_parallel=lanes) if together else alone,
+        plan=penstock.Plan(tuple(stages), microbatches=4, tensor_parallel=tensor_parallel) if together else alone,
         parallelize=(shard if options.sharded else split) if together else None,
     )
     for step, x in enumerate(batches):
