@@ -1,4 +1,4 @@
-"""What a stage and a cut cost, for every choice of layers at once.
+"""The costs of stages and cuts, for every choice of layers at once.
 
 The planners choose among all intervals of layers. These matrices cover all of them, so that a choice takes a few numpy
 operations. Index ``[i, j]`` means the layers i up to and without j. Times are seconds per microbatch.

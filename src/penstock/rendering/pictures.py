@@ -103,7 +103,7 @@ def _bubble(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def _memory_lines(schedule: Schedule, entries: Sequence[LabeledSpan]) -> Iterator[str]:
-    """What every rank holds: the most microbatches in flight in the picture, and the weight versions."""
+    """The memory of every rank: the most microbatches in flight in the picture, and the weight versions."""
     if all(entry.span.kind == "forward" for entry in entries):
         return
     held, peaks = [0] * schedule.ranks, [0] * schedule.ranks

@@ -21,7 +21,7 @@ from penstock.timelines.timelines import Timeline
 __all__ = ["LabeledSpan", "Strip", "draw_strips", "label_spans", "last_column"]
 
 _HEIGHTS = {"reduce": 0, "update": 2}
-"""What is drawn above what: a sum of gradients may overlap a computation. Everything else is 1."""
+"""The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the simulator assumes of the machine and the runtime, beyond the profile and the cluster."""
+"""The simulator's assumptions about the machine and the runtime, beyond the profile and the cluster."""
 
 import math
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: seconds and bytes, stage by stage.
+"""The costs of the actions of a schedule: seconds and bytes, stage by stage.
 
 The simulator uses nothing else about a model or a machine, so a picture in unit time and a prediction for measured
 layers are the same computation with different costs.

@@ -51,7 +51,7 @@ class _Index:
         self._makers: dict[tuple[int, int, int, str], Span] = {}
         """Forwards and backwards by rank, stage, microbatch and kind."""
         self._queued: dict[int, Span] = {}
-        """For a send, the previous one between the same two stages."""
+        """The previous send between the same two stages, by send."""
         self._reduces: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         """All-reduces by stage and version."""
         latest: dict[tuple[int, int, int], Span] = {}
@@ -111,7 +111,7 @@ class _Index:
             yield self._queued[id(span)]
 
     def _previous(self, span: Span) -> Iterator[Span]:
-        """What its rank did before, and the send after that if it kept the rank busy."""
+        """The previous span of its rank, and the send after that if it kept the rank busy."""
         position = self._positions[id(span)]
         if not position:
             return

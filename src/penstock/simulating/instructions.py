@@ -157,7 +157,7 @@ class Writer:
             costs.update_seconds,
         )
         self._effects = [effect * self._stages for effect in MemoryEffect]
-        """What is added to the stage for each effect, in the order of `MemoryEffect`."""
+        """The number of each effect for stage 0, in the order of `MemoryEffect`."""
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
@@ -330,7 +330,7 @@ def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbe
 
 
 def content_text(content: int, stages: int) -> str:
-    """What a message carries, for an error message."""
+    """The content of a message, for an error."""
     number, key = divmod(content, len(_TOPICS) * stages**2)
     topic, pair = divmod(key, stages**2)
     source, target = divmod(pair, stages)

@@ -1,4 +1,4 @@
-"""What a rank holds in memory during the simulation of a schedule.
+"""The memory of a rank during the simulation of a schedule.
 
 It follows the runtime. A rank holds:
 
@@ -60,7 +60,7 @@ class Sizes:
     parameters: tuple[float, ...]
     recompute: bool
     skips: tuple[tuple[Skip, float], ...] = ()
-    """What is sent directly between two stages, each way."""
+    """The bytes that are sent directly between two stages, each way."""
 
     @classmethod
     def of(cls, costs: Costs, placement: Placement) -> "Sizes":
@@ -128,7 +128,7 @@ class Sizes:
         )
 
     def _kept(self) -> tuple[float, ...]:
-        """What a microbatch in flight keeps."""
+        """The bytes that a microbatch in flight keeps."""
         return self._received() if self.recompute else self.saved
 
     def _received(self) -> tuple[float, ...]:
@@ -136,7 +136,7 @@ class Sizes:
         return _sums(self.input, tuple(into))
 
     def _whole(self) -> tuple[float, ...]:
-        """What a microbatch keeps whose backward can start."""
+        """The bytes that a microbatch keeps when its backward can start."""
         return _sums(self.saved, self._received()) if self.recompute else self.saved
 
     def _table(self, entries: dict[MemoryEffect, tuple[float, ...]]) -> _Numbers:

@@ -49,7 +49,7 @@ class Outcome:
     bottleneck_seconds: float
     """How long a microbatch occupies the busiest rank, link or all-reduce."""
     limit: str
-    """What limits the speed, in words."""
+    """The limit of the speed, in words."""
 
     def prediction(self) -> Prediction:
         """This outcome as `Plan.predicted`."""

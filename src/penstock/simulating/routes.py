@@ -115,7 +115,7 @@ def _one_pair_per_level(
 
 
 def _multicast(ranks: Sequence[int], size: int, inner: int) -> dict[int, list[int]]:
-    """For each component of `size` ranks, up to two of `ranks` from different groups of `inner` ranks."""
+    """Up to two of `ranks` in each component of `size` ranks, from different groups of `inner` ranks."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         members = found.setdefault(rank // size, [])

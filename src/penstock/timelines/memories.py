@@ -1,4 +1,4 @@
-"""What a rank holds in memory over time: what is constant, and what changes.
+"""The memory of a rank over time: a constant amount, and amounts that change.
 
 The simulator predicts it from the schedule. A picture shows it below the timeline, and a planner uses it to decide
 whether a plan fits. Sizes are in bytes, times in seconds as in the timeline that it belongs to.
@@ -26,14 +26,14 @@ class RankMemory:
     master_bytes: float = 0.0
     """Full-precision copies of the weights."""
     activations: MemoryCurve = ()
-    """What forwards keep until their backward, and what a recomputation produces."""
+    """Tensors that forwards keep until their backward, and those that a recomputation produces."""
     buffers: MemoryCurve = ()
     """Messages that have arrived and are not used yet, or that are not sent yet; and the gradients of weights, from the
     end of the first backward that produces them to the end of the update that uses them."""
 
     @property
     def constant_bytes(self) -> float:
-        """What the rank holds from start to end."""
+        """The bytes that the rank holds from start to end."""
         return self.weight_bytes + self.optimizer_bytes + self.master_bytes
 
     @property

@@ -106,7 +106,7 @@ def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
 
 
 def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
-    """What the rank holds at every time of change, in bytes by kind; the viewer stacks them."""
+    """The memory of the rank at every time of change, in bytes by kind; the viewer stacks them."""
     sizes = {name: getattr(held, f"{name}_bytes") for name in _CONSTANTS} | dict.fromkeys(_CURVES, 0.0)
     yield _counter(sizes, rank, 0.0)
     changes = merge(*([(at, name, size) for at, size in getattr(held, name)] for name in _CURVES))

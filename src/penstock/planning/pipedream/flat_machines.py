@@ -252,7 +252,7 @@ def _memory_reach(
     size_bytes: float | None = None,
     tables: tuple[Counts, Matrix, Matrix] | None = None,
 ) -> _Reach:
-    """What fits in `size_bytes`, or in `room`."""
+    """The reach of stages that fit in `size_bytes`, or in `room`."""
     rows, in_flight, versions = tables if tables is not None else _count_tables(workers, room)
     size = costs.layers + 1
     least = room.size_bytes if size_bytes is None else size_bytes

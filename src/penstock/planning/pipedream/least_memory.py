@@ -95,7 +95,7 @@ def _fits(profile: Profile, devices: int, request: Request, size_bytes: float) -
 
 
 def _stage_bytes(costs: ChainCosts, room: Room, ranks: int) -> StageSeconds:
-    """What each stage of a pipeline without replicas needs, in the shape of its seconds."""
+    """The bytes that each stage of a pipeline without replicas needs, in the shape of its seconds."""
     stops = np.arange(costs.layers + 1)
 
     def held(stage: int, starts: Counts) -> Matrix:

@@ -98,7 +98,7 @@ class Hierarchy:
         return copies * replicas, behind + copies * (onwards - replicas) * self._sizes[depth]
 
     def _signature(self, depth: int, copies: int, behind: int) -> tuple[object, ...]:
-        """What matters of a context: the counts of every stage that can be in it."""
+        """The counts of every stage that can be in a context; nothing else matters."""
         if self._room is None:
             return ()
         return tuple(self._room.counts(count, count + later) for count, later in self._contexts(depth, copies, behind))

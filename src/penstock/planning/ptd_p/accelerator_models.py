@@ -85,7 +85,7 @@ class Precision:
 
     @property
     def update_bytes(self) -> float:
-        """What an update moves per parameter: it reads the gradient, writes the weight, and does both to the rest."""
+        """The bytes that an update moves per parameter: gradients and weights once, the rest in both directions."""
         return self.gradient_bytes + NUMBER_BYTES + 2 * (self.master_bytes + self.optimizer_bytes)
 
 

@@ -31,7 +31,7 @@ def simulate_pipeline(
 def _simulation_inputs(
     layers: int, costs: TransformerCosts, config: ParallelConfig, links: ParallelLinks, microbatches: int
 ) -> tuple[Plan, Profile, Cluster]:
-    """What is simulated. A stage is one layer of the profile; its seconds include gathers and recomputation."""
+    """The inputs of the simulation: a layer of the profile is a stage with its gathers and recomputation."""
     p, stages = config.pipeline, config.pipeline * config.stages_per_rank
     _, gathering, sent_bytes = boundary_seconds(costs, links)
     rows = []

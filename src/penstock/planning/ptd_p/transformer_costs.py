@@ -1,4 +1,4 @@
-"""What the modules of a transformer cost one device: seconds, parameters and bytes for one microbatch, cut t ways.
+"""The costs of a transformer on one device: seconds, parameters and bytes for one microbatch, cut t ways.
 
 Layers are cut as Megatron-LM cuts them [Narayanan 2021, section 4.2.3]: the first matrix of each block by columns, the
 second by rows, so that a forward has two all-reduces of b s h numbers and a backward two more, in all 8 b s h (t - 1) /
@@ -45,7 +45,7 @@ class ModuleCosts:
     """The all-reduces' share of both."""
     parameters: float
     saved_bytes: float
-    """What a microbatch keeps from its forward to its backward."""
+    """The bytes that a microbatch keeps from its forward to its backward."""
 
     @property
     def seconds(self) -> float:

@@ -89,7 +89,7 @@ def _compare(best: Plan, other: Plan) -> str:
 
 
 def _advise(ranked: Sequence[Plan]) -> list[str]:
-    """What to know before running the best plan."""
+    """Warnings about the best plan."""
     best = ranked[0]
     lines = []
     if best.schedule not in SYNCHRONOUS:

@@ -1,4 +1,4 @@
-"""What would be enough where a search finds nothing: memory, devices, recomputation or smaller microbatches."""
+"""Explains a search without a plan: which memory, devices, recomputation or microbatches would be enough."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def explain_infeasibility(
 def _changes(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints
 ) -> Iterator[Iterator[str | None]]:
-    """For each thing that can be changed alone, its changes, the least first."""
+    """The attempts of `nothing_fits`: single changes of the search."""
 
     def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str | None:
         ranked = compare_plans(profiles, cluster, constraints).ranked

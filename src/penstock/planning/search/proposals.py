@@ -1,4 +1,4 @@
-"""What each planner proposes for a query of the search, with the closed form that it compares by.
+"""The proposals of each planner for a query of the search, with the closed form that it compares by.
 
 The planners have different inputs: some support replicas, some split microbatches, some need the number of stages. Here
 all of them answer the same query. A new planner is a file of its own, a method here, a line in `Proposer.propose`, and

@@ -118,7 +118,7 @@ class _LeadingDevices:
 
 
 def _fronts(machine: OrderedDevices, devices: int, most_replicas: int) -> Iterator[_LeadingDevices]:
-    """For r = 1, 2, ... `most_replicas` of the last `devices` devices."""
+    """The first r of the last `devices` devices, for r = 1, 2, ... `most_replicas`."""
     last = slice(machine.devices - devices, machine.devices)
     speeds, latencies = machine.speeds[last, last], machine.latencies[last, last]
     speed, latency = np.inf, 0.0

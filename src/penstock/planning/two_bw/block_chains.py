@@ -28,7 +28,7 @@ StageCounts = tuple[tuple[int, int], ...]
 
 
 def stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
-    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline."""
+    """The counts of each of `stages` stages under `schedule` with `microbatches` per pipeline."""
     # Except under gpipe, a full pipeline holds no more with more microbatches.
     return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
 

@@ -17,7 +17,7 @@ from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 __all__ = ["CONSECUTIVE_RANKS", "ConsecutiveRanks", "LinkTable", "Orientation"]
 
 ConsecutiveRanks: TypeAlias = Literal["replicas", "pipelines"]
-"""What is on consecutive ranks: the replicas of a stage, or the stages of a pipeline."""
+"""Whether the replicas of a stage or the stages of a pipeline are on consecutive ranks."""
 
 CONSECUTIVE_RANKS: tuple[ConsecutiveRanks, ...] = get_args(ConsecutiveRanks)
 

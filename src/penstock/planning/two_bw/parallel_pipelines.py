@@ -49,7 +49,6 @@ class PipelineCandidate:
     """``m``: the microbatches of one minibatch in ONE pipeline."""
     recompute: bool
     consecutive: ConsecutiveRanks
-    """What is on consecutive ranks."""
     microbatch_seconds: float
     """``t``: the time between two microbatches of a pipeline."""
     samples_per_second: float
@@ -59,7 +58,7 @@ class PipelineCandidate:
     stage_bytes: tuple[float, ...]
     """The peak of each rank of each stage."""
     limit: str
-    """What limits the speed of the pipelines."""
+    """The limit of the speed, in words."""
     predicted: Prediction | None = None
     """The prediction of the cost that was used instead of the closed form."""
 

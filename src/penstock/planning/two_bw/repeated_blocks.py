@@ -107,7 +107,7 @@ def cut_positions(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[
 def _alike(
     sizes: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], length: int, tolerance: float
 ) -> npt.NDArray[np.bool_]:
-    """For every layer i: whether layer i + `length` is like it."""
+    """Whether layer i + `length` is like layer i, for every i."""
     one, other = seconds[:-length], seconds[length:]
     scale = np.maximum(np.maximum(one, other), seconds.mean(axis=0))
     near = np.abs(one - other) <= tolerance * scale
