@@ -518,7 +518,7 @@ def test_what_does_not_fit_by_another_cost_is_left_out():
     ranked = rank_pipelines(profile, cluster, request(), batch_size=64, cost=heavy, shortlist=1000)
 
     assert ranked and all(max(candidate.predicted.peak_bytes) <= 300 for candidate in ranked)
-    with pytest.raises(PlanError, match="the cost that was given finds none"):
+    with pytest.raises(PlanError, match="to fit by the given cost, found none"):
         rank_pipelines(profile, cluster, request(recompute=True, stages=2), batch_size=64, cost=heavy)
 
 
