@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
-from support.pieces import assert_equals_model, every_split, run_pieces
+from support.chain_execution import assert_equals_model, every_split, run_stages
 
 VOCABULARY, LENGTH, WIDTH = 50, 8, 16
 
@@ -180,12 +180,12 @@ def test_dropout_does_not_depend_on_the_cut(model: Build, inputs: Inputs, names:
     whole = build(model, 0.3)
     chain = capture(whole, inputs(3))
     call = Call((), inputs(3))
-    expected = run_pieces(chain, whole, call, (0, len(chain.layers)), seed=7)
+    expected = run_stages(chain, whole, call, (0, len(chain.layers)), seed=7)
 
     assert any(layer.random for layer in chain.layers)
     assert not any(layer.random for layer in chain.evaluation().layers)
     for bounds in every_split(len(chain.layers)):
-        found = run_pieces(chain, whole, call, bounds, seed=7)
+        found = run_stages(chain, whole, call, bounds, seed=7)
         assert all(map(torch.equal, expected.outputs, found.outputs))
         assert all(torch.equal(expected.gradients[n], found.gradients[n]) for n in expected.gradients)
 

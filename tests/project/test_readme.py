@@ -87,7 +87,7 @@ def test_set_up_commands_exist() -> None:
     commands = [shlex.split(line, comments=True)[0] for line in blocks("sh")[0].splitlines()]
 
     assert commands == ["./scripts/train", "./scripts/test"]
-    for command in [*commands, ".ci/run"]:
+    for command in [*commands, "./scripts/check", ".ci/run"]:
         assert os.access(ROOT / command, os.X_OK), f"{command} cannot be executed"
         run(["sh", "-n", command], ROOT)
 

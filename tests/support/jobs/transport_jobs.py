@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.simulated.tardy_backend import LIVE
+from support.transport_selection import sharing_memory
 
 __all__ = [
     "close_before_it_comes",

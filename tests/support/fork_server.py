@@ -1,8 +1,7 @@
-"""Scripts that begin as copies of a process that has imported torch and Penstock: they start in no time.
+"""A fork server for scripts: each script starts as a fork of a process that has already imported torch and Penstock.
 
-To import them takes seconds of every process that a test starts. A `Nursery` is a process that did so; it forks a copy
-of itself for each script. From then on a copy is a process as any other one: it has its own environment, arguments and
-output, it may be killed or stopped, and it ends as Python ends.
+The imports would take seconds in each process that a test starts. A fork has its own environment, arguments and
+output, it can be killed or stopped, and it exits like any Python process.
 """
 
 import gc
@@ -18,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Nursery", "finish"]
+__all__ = ["Child", "ForkServer", "finish"]
 
 
 def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | None, str]]:
-    """Exit code and standard error of each process; it is an error of the test if one hangs."""
+    """The exit code and standard error of each process. Raises if one does not end in `seconds`."""
     try:
         errors = [process.communicate(timeout=seconds)[1] for process in processes]
         return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
@@ -35,8 +34,8 @@ def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | No
             process.kill()
 
 
-class Nursery:
-    """A process that starts scripts."""
+class ForkServer:
+    """Starts scripts as forks of one process."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory()
@@ -50,7 +49,7 @@ class Nursery:
         )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = Path()) -> "Child":
-        """``python ARGUMENTS`` in `folder`; the first argument is a script."""
+        """Starts ``python ARGUMENTS`` in `folder`; the first argument is a script."""
         self._started += 1
         stem = Path(self._directory.name) / str(self._started)
         place = {"folder": str(folder.absolute()), "stem": str(stem)}
@@ -58,7 +57,7 @@ class Nursery:
         return Child(self, pid, stem)
 
     def start_ranks(self, arguments: Sequence[str], ranks: int) -> "list[Child]":
-        """So many processes of one script, as torchrun would start them but with nobody to end them for us."""
+        """Starts `ranks` processes of one script, as torchrun does, but without its supervision."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -71,7 +70,7 @@ class Nursery:
         return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}) for rank in range(ranks)]
 
     def ask(self, **request: Any) -> Any:
-        """What the process answers to `request`."""
+        """Sends `request` to the process and returns its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -79,26 +78,26 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        """Ends the process; its children are those of whoever started them."""
+        """Ends the server, but not the scripts that it has started."""
         self._process.communicate()
         self._directory.cleanup()
 
 
 class Child:
-    """A running script, with what tests use of `subprocess.Popen`."""
+    """A running script, with those methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, nursery: Nursery, pid: int, stem: Path) -> None:
-        self._nursery, self._pid, self._stem = nursery, pid, stem
+    def __init__(self, fork_server: ForkServer, pid: int, stem: Path) -> None:
+        self._server, self._pid, self._stem = fork_server, pid, stem
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code (that of a signal is negative), None while it runs."""
+        """The exit code (negative for a signal), None while it runs."""
         if self.returncode is None:
-            self.returncode = self._nursery.ask(ended=self._pid)
+            self.returncode = self._server.ask(ended=self._pid)
         return self.returncode
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
-        """Its output and its errors, when it has ended. `TimeoutExpired` if it has not after so many seconds."""
+        """Waits for the end and returns standard output and standard error. Raises `TimeoutExpired` after `timeout`."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -107,18 +106,18 @@ class Child:
         return self._stem.with_suffix(".out").read_text(), self.errors()
 
     def errors(self) -> str:
-        """Its standard error so far."""
+        """The standard error so far."""
         return self._stem.with_suffix(".err").read_text()
 
     def kill(self) -> None:
-        """Ends it at once, if it has not ended."""
+        """Kills it if it still runs."""
         if self.poll() is None:
             os.kill(self._pid, signal.SIGKILL)
 
 
 def _serve() -> str | None:
-    """In each copy the script that it shall run; None when nobody asks any more."""
-    import torch._dynamo  # what the first optimizer of a process imports
+    """Forks at each request. Returns the path of the script in each fork, and None in the server at its end."""
+    import torch._dynamo  # imported by the first optimizer of a process
     import torch.distributed  # noqa: F401
 
     import penstock

@@ -1,6 +1,6 @@
-"""Running a chain in pieces: the oracle helpers of the capture tests.
+"""Runs a captured chain stage by stage and compares the result with the model it was captured from.
 
-Each piece runs on detached leaves, as on a rank of its own, and backwards with the gradients of the piece after it.
+Each stage runs on detached leaves, as on a rank of its own, and its backward takes the gradients of the stage after it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from penstock.capturing.samples import Call, flatten
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training pass leaves behind."""
+    """The results of one forward and backward."""
 
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None]
@@ -37,12 +37,12 @@ def differentiate(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-def run_whole(model: nn.Module, call: Call) -> Outcome:
+def run_model(model: nn.Module, call: Call) -> Outcome:
     with preserved([model]):
         clear(model.parameters())
         own = call.copied()
         leaves, structure = flatten(model(*own.args, **own.kwargs))
-        # A cache of keys and values, which pytree cannot open, is left out of the chain's output.
+        # A chain's output omits a cache of keys and values, which pytree cannot flatten.
         known = [leaf if isinstance(leaf, Tensor | int | float | str) else None for leaf in leaves]
         leaves, structure = flatten(pytree.tree_unflatten(known, structure))
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -53,7 +53,7 @@ def run_whole(model: nn.Module, call: Call) -> Outcome:
         )
 
 
-def run_pieces(
+def run_stages(
     chain: LayerChain, model: nn.Module, call: Call, bounds: Sequence[int], seed: int | None = None
 ) -> Outcome:
     """The chain cut at `bounds` (from 0 to the number of layers)."""
@@ -101,8 +101,8 @@ def clear(parameters: Any) -> None:
 
 
 def assert_same(expected: Outcome, found: Outcome, summed: frozenset[str] = frozenset()) -> None:
-    """Equal bit for bit; but for the parameters `summed`, which have three uses or more: where a cut separates them the
-    three gradients are added in another order, (a + b) + c or a + (b + c).
+    """Asserts equality bit for bit. The parameters `summed` are used three times or more: a cut between the uses
+    changes the order in which their gradients are added, (a + b) + c or a + (b + c).
     """
     assert found.structure == expected.structure
     assert len(found.outputs) == len(expected.outputs)
@@ -123,12 +123,12 @@ def assert_same(expected: Outcome, found: Outcome, summed: frozenset[str] = froz
 
 
 def every_split(layers: int) -> list[tuple[int, ...]]:
-    """No cut, each single cut, and a cut everywhere."""
+    """The bounds of the stages for no cut, for each single cut, and for all cuts."""
     return [(0, layers), *((0, cut, layers) for cut in range(1, layers)), tuple(range(layers + 1))]
 
 
 def assert_equals_model(chain: LayerChain, model: nn.Module, call: Call, summed: frozenset[str] = frozenset()) -> None:
-    """For every cut: outputs, all gradients and all buffers equal those of the model, bit for bit."""
-    expected = run_whole(model, call)
+    """Asserts for every split: outputs, gradients and buffers equal those of the model, bit for bit."""
+    expected = run_model(model, call)
     for bounds in every_split(len(chain.layers)):
-        assert_same(expected, run_pieces(chain, model, call, bounds), summed)
+        assert_same(expected, run_stages(chain, model, call, bounds), summed)

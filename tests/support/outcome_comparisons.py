@@ -1,7 +1,7 @@
-"""Whether two outcomes of a training on a device are the same: really, and to the bit.
+"""Compares the outcomes of two trainings on a device: first within a tolerance, then bit for bit.
 
-A GPU may compute one product by several kernels, whose results differ in the last bit. So outcomes must first be close,
-which a mistake of the runtime is not, and then equal, which also depends on how the kernels were chosen.
+A GPU may compute one product by several kernels, whose results differ in the last bit. A mistake of the runtime makes
+outcomes differ by more than the tolerance; whether they are equal bit for bit also depends on the choice of kernels.
 """
 
 from functools import partial
@@ -14,15 +14,15 @@ from support.training import Outcome
 __all__ = ["CLOSE", "assert_close", "assert_same", "differing", "on_host"]
 
 CLOSE = 1e-12
-"""What a last bit that differs grows to in a few steps of float64, and more."""
+"""More than a difference in the last bit of float64 grows to in a few steps."""
 SHAKY = ("linear.bias", "running_mean")
-"""In layers that take the mean off, the bias before it has a gradient that is nothing but rounding. AdamW divides it by
-its own size, so that a last bit that differs is 1e-8 of the weight after a few steps. No output depends on it."""
+"""Parameters whose gradient is only rounding error, since the next layer subtracts the mean. AdamW divides it by its
+own size, so that a difference in the last bit becomes 1e-8 of the weight in a few steps. No output depends on it."""
 SHAKY_CLOSE = 1e-6
 
 
 def assert_close(expected: Outcome, actual: Outcome, tolerance: float = CLOSE) -> None:
-    """What `actual` has is that of `expected`, but for rounding: otherwise something is wrong."""
+    """Asserts that `actual` equals `expected` within `tolerance`."""
     assert len(actual.losses) == len(expected.losses)
     torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
     for name, tensor in actual.state.items():
@@ -32,12 +32,12 @@ def assert_close(expected: Outcome, actual: Outcome, tolerance: float = CLOSE) -
 
 
 def assert_same(expected: Outcome, actual: Outcome) -> None:
-    """The bits of `actual` are those of `expected`; the message says whether it is at least close."""
+    """Asserts that `actual` equals `expected` bit for bit; the message says whether they are at least close."""
     assert_close(expected, actual)
     found = differing(expected, actual)
     assert not found, (
-        f"close (within {CLOSE:g}), and not to the bit: {len(found)} of {len(actual.losses)} losses and "
-        f"{len(actual.state)} tensors differ. By how much at most: {', '.join(found)}"
+        f"close (within {CLOSE:g}), but not to the bit: {len(found)} of {len(actual.losses)} losses and "
+        f"{len(actual.state)} tensors differ, at most by: {', '.join(found)}"
     )
 
 
@@ -54,8 +54,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def on_host(outcome: Outcome) -> Outcome:
-    """With its tensors in the host's memory: another process would otherwise read the memory of the device of this one,
-    for as long as this one keeps it.
-    """
+    """`outcome` with its tensors in host memory, which another process can read without sharing device memory."""
     state = {name: tensor.cpu() for name, tensor in outcome.state.items()}
     return Outcome(outcome.losses, state, outcome.evaluated)

@@ -1,4 +1,4 @@
-"""What the tests of pictures share: small timelines with memory, and XML to look into."""
+"""Sample timelines, small and large, and a reader of SVG elements, for the tests of pictures and pages."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 
-__all__ = ["SPANS", "SVG", "classes", "elements", "large_timeline", "remembered", "shifted"]
+__all__ = ["SPANS", "SVG", "classes", "elements", "large_timeline", "shifted", "timeline_with_memory"]
 
 SPANS = (
     Span(0, "0F0@0", 1.0, 2.0),
@@ -27,15 +27,15 @@ SPANS = (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def remembered() -> Timeline:
-    """The spans with memory: 4 GB are always held, activations of 3 GB come and go, a message of 1 GB arrives."""
+def timeline_with_memory() -> Timeline:
+    """`SPANS` with memory: 4 GB are always held, activations take 3 GB for a time, and a message of 1 GB arrives."""
     first = RankMemory(1e9, 2e9, 1e9, ((1.0, 3e9), (8.0, 0.0)), ((5.5, 1e9), (6.0, 0.0)))
     second = RankMemory(1e9, 2e9, 1e9, ((2.5, 3e9), (5.5, 0.0)), ())
     return Timeline(SPANS, 2, (first, second))
 
 
 def shifted(timeline: Timeline, origin: float, factor: float) -> Timeline:
-    """The same `factor` times as slow, read from a clock that shows `origin` seconds more."""
+    """`timeline`, `factor` times as slow and `origin` seconds later."""
     spans = (
         Span(span.rank, span.action, origin + factor * span.start_seconds, origin + factor * span.stop_seconds)
         for span in timeline.spans
@@ -67,5 +67,5 @@ def elements(document: str, tag: str) -> list[ElementTree.Element]:
 
 
 def classes(document: str, tag: str, name: str) -> Iterator[ElementTree.Element]:
-    """Those of one class."""
+    """The elements `tag` of class `name`."""
     return (element for element in elements(document, tag) if element.get("class") == name)

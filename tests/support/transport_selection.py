@@ -1,4 +1,4 @@
-"""What carries messages between the processes of a test."""
+"""Selects the transport between the processes of a test: shared memory or Gloo."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ __all__ = ["sharing_memory"]
 
 @contextmanager
 def sharing_memory(shared: bool) -> Iterator[None]:
-    """In its body shared memory carries them or, if not `shared`, Gloo, as between hosts."""
+    """Sends messages through shared memory or, if not `shared`, over Gloo, as between hosts."""
     before = os.environ.get(SHARED_MEMORY)
     os.environ[SHARED_MEMORY] = "1" if shared else "0"
     try:

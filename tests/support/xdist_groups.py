@@ -1,7 +1,7 @@
-"""Which tests stay together where several processes share the suite (pytest-xdist).
+"""Groups tests for pytest-xdist: one worker runs all tests of a group.
 
-The tests of a file do, since they share what is expensive; but one process runs all tests that need the pool, which
-would otherwise be there twice. The marks of ``--dist loadgroup`` would say so, but have no effect under pytest 9.2.
+The tests of a file are a group, since they share fixtures. All tests that use the pool of processes are one group, so
+that the pool exists once. The marks of ``--dist loadgroup`` have no effect under pytest 9.2, hence this scheduler.
 """
 
 import ast
@@ -14,7 +14,7 @@ __all__ = ["GroupScheduling"]
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Hands out the tests by file, and all that need the pool together; the largest group first."""
+    """Hands out the tests by file, and the tests that use the pool as one group; the largest group first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
@@ -23,7 +23,7 @@ class GroupScheduling(LoadScopeScheduling):
 
 @cache
 def _pooled(file: Path) -> frozenset[str]:
-    """The tests and fixtures of a file that take the pool, or a fixture that does."""
+    """The tests and fixtures of a file that use the pool, directly or through another fixture."""
     defined = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
     taken = {node.name: {argument.arg for argument in node.args.args} for node in defined}
     found: frozenset[str] = frozenset({"pool"})
