@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jobs import JOBS, Linears, Setting
-from peaks import measure_peaks
+from contenders.jobs import JOBS, Linears, Setting
+from measurement.peaks import measure_peaks
 from support.jobs.benchmark_jobs import run_worker
 from support.paths import ROOT
 from support.processes import Pool

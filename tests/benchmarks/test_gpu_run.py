@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gpu_children import Child
-from gpu_parts import CLOSING_SECONDS, PARTS, Group, Part, Program, Suite
-from gpu_run import Record, run_part
-from gpu_summary import COLUMNS, LINES, WIDTH, parts_in, summary, table
-from gpu_tasks import NO_CARD, Row
-from gpu_waits import CALLS, WAITING, verdict
+from gpu_probe.waits import CALLS, WAITING, verdict
+from gpu_run.children import Child
+from gpu_run.parts import CLOSING_SECONDS, PARTS, Group, Part, Program, Suite
+from gpu_run.run import Record, run_part
+from gpu_run.summary import COLUMNS, LINES, WIDTH, parts_in, summary, table
+from gpu_run.tasks import NO_CARD, Row
 from support.paths import ROOT
 
 LONG = 60.0
@@ -146,7 +146,7 @@ def test_two_processes_meet_without_nccl(tmp_path: Path) -> None:
     """A scene, over Gloo: a mistake in what all scenes share would cost a run on a card."""
     found = tmp_path / "found.jsonl"
     ending = Child(
-        ["benchmarks/gpu_pairs.py", "late", "--backend", "gloo", "--found", str(found)], tmp_path, LONG
+        ["benchmarks/gpu_probe/pairs.py", "late", "--backend", "gloo", "--found", str(found)], tmp_path, LONG
     ).wait()
     assert (ending.code, ending.overdue) == (0, ""), (tmp_path / "output.txt").read_text()
     (note,) = [json.loads(line) for line in found.read_text().splitlines()]
