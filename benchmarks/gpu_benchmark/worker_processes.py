@@ -4,6 +4,7 @@ A benchmark of many contenders must outlive each of them: one that runs out of m
 becomes a row with the reason, and a new crew goes on with the next one.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -39,7 +40,7 @@ class Crew:
         self._processes, self._connections = [], []
         for rank in range(processes):
             here, there = context.Pipe()
-            serving = (there, prepare, rank, processes, tuple(arguments))
+            serving = (there, copies, prepare, rank, processes, tuple(arguments))
             process = context.Process(target=_serve, args=serving, daemon=True)
             process.start()
             # Only the process itself holds that end, so that its death can be seen.
@@ -92,9 +93,14 @@ class Crew:
             connection.close()
 
 
-def _serve(connection: Connection, prepare: Prepare, rank: int, processes: int, arguments: tuple[Any, ...]) -> None:
+def _serve(
+    connection: Connection, copied: bool, prepare: Prepare, rank: int, processes: int, arguments: tuple[Any, ...]
+) -> None:
     """One process, until it is killed."""
     torch.set_num_threads(1)
+    if copied:
+        # What the process inherits stays; a collection of garbage would look through all of it.
+        gc.freeze()
     try:
         respond = prepare(rank, processes, *arguments)
         while True:

@@ -78,7 +78,7 @@ class Child:
             self._abort_members()
         if self._reason:
             since = now - self._aborted
-            if since < STACKS_SECONDS:
+            if since < STACKS_SECONDS and not self._is_alone():
                 return None
             self._signal(signal.SIGKILL)
             if not self._has_ended() and since < STACKS_SECONDS + DEATH_SECONDS:
@@ -110,6 +110,10 @@ class Child:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
+    def _is_alone(self) -> bool:
+        """Whether it has ended, and so has every process of its group."""
+        return self._has_ended() and _members(self._process.pid) <= {self._process.pid}
+
     def _abort_members(self) -> None:
         """Python writes the stacks of all threads when it is aborted. One process after the other, the first one last:
         they write to one file, letter by letter.
@@ -131,14 +135,14 @@ class Child:
         return Ending(code, seconds, self._reason)
 
 
-def _members(group: int) -> list[int]:
-    """The processes of a process group."""
-    found = []
+def _members(group: int) -> set[int]:
+    """The processes of a process group that have not been waited for."""
+    found = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The name of the program, in brackets, may hold anything.
             if int(entry.read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(entry.parent.name))
+                found.add(int(entry.parent.name))
     return found
 
 

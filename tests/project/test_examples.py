@@ -24,9 +24,10 @@ Train = Callable[[int, list[str]], str]
 
 @pytest.fixture(scope="module")
 def train(fork_server: ForkServer) -> Train:
-    """Runs an example on so many processes, once for each list of arguments, and returns what it prints.
+    """Runs an example on that many processes, once for each list of arguments, and returns what it prints.
 
-    In one process it holds two stages.
+    A single process holds two stages. Of the two examples the first one is started by torchrun where there are several
+    processes.
     """
 
     @cache
@@ -35,6 +36,11 @@ def train(fork_server: ForkServer) -> Train:
             child = fork_server.start([*arguments, "--stages", "2"], ENVIRONMENT, ROOT)
             printed, errors = child.communicate(timeout=300)
             code = child.returncode
+        elif arguments[0] == DIGITS[0]:
+            ranks = fork_server.start_ranks(arguments, processes, ROOT)
+            told = [child.communicate(timeout=300) for child in ranks]
+            printed, errors = ("".join(streams) for streams in zip(*told, strict=True))
+            code = max(abs(child.returncode) for child in ranks)
         else:
             together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             command = [*together, str(processes), *arguments]

@@ -5,6 +5,7 @@ output, it can be killed or stopped, and it exits like any Python process.
 """
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ class ForkServer:
         pid = self.ask(arguments=list(arguments), environment=dict(environment), **place)
         return Child(self, pid, stem)
 
-    def start_ranks(self, arguments: Sequence[str], ranks: int) -> "list[Child]":
+    def start_ranks(self, arguments: Sequence[str], ranks: int, folder: Path = Path()) -> "list[Child]":
         """Starts `ranks` processes of one script, as torchrun does, but without its supervision."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -67,7 +68,7 @@ class ForkServer:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}) for rank in range(ranks)]
+        return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}, folder) for rank in range(ranks)]
 
     def ask(self, **request: Any) -> Any:
         """Sends `request` to the process and returns its answer."""
@@ -118,11 +119,14 @@ class Child:
 def _serve() -> str | None:
     """Forks at each request. Returns the path of the script in each fork, and None in the server at its end."""
     import torch._dynamo  # imported by the first optimizer of a process
-    import torch.distributed  # noqa: F401
+    import torch.distributed
+    import torch.export._trace  # noqa: F401
 
     import penstock
 
     assert penstock.Pipeline
+    if importlib.util.find_spec("sklearn") is not None:
+        import sklearn.datasets  # noqa: F401  # the data of an example
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)

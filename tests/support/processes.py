@@ -26,13 +26,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Pool"]
+__all__ = ["IMPORTED", "Pool"]
 
 _AFTER_SECONDS = 60.0
 """How long the others may still take when one has failed."""
 _TOLD_SECONDS = 1.0
 """How long a process has to say where it is."""
-_IMPORTED = ["torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft"]
+IMPORTED = ("torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ _Answer: TypeAlias = tuple[bool, Any]
 
 
 class Pool:
-    """`size` processes that run jobs together, each of which may take so many `seconds`."""
+    """`size` processes that run jobs together. A job may take `seconds`; the processes have `imported` the modules."""
 
-    def __init__(self, size: int, seconds: float = 240.0) -> None:
+    def __init__(self, size: int, seconds: float = 240.0, imported: Sequence[str] = IMPORTED) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+        self._context.set_forkserver_preload(list(imported))
         self._directory = tempfile.TemporaryDirectory()
         self._seconds = seconds
         self._jobs = self._started = 0
