@@ -14,6 +14,7 @@ import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class Report:
         )
         return "\n\n".join([f"{self.head}\n{rest}", table(rows), legend(self.sharing)]) + "\n"
 
-    def value(self) -> dict[str, object]:
+    def value(self) -> dict[str, Any]:
         """All of it, for machines."""
         size, rows = SIZES[self.size], with_versions(self.rows)
         return {

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,7 @@ def _plan(setting: Setting, method: str, per_rank: int) -> penstock.Plan:
     return replace(even, stages=tuple(replace(stage, start=start, stop=stop) for stage, start, stop in cut))
 
 
-def pipeline(setting: Setting, **options: object) -> penstock.Pipeline:
+def pipeline(setting: Setting, **options: Any) -> penstock.Pipeline:
     """Penstock with `options` for the job of `setting`."""
     job = setting.job
     sample = (job.batch(1)[0],)

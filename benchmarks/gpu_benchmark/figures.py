@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -191,7 +191,7 @@ def agreement(rows: Sequence[Row | Missing]) -> float:
     return (max(told) - min(told)) / statistics.fmean(told) if told else 0.0
 
 
-def value_of(row: Row | Missing) -> dict[str, object]:
+def value_of(row: Row | Missing) -> dict[str, Any]:
     """It, for JSON."""
     if isinstance(row, Missing):
         return asdict(row)

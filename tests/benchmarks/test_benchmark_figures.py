@@ -117,7 +117,7 @@ def test_rows_compare_round_by_round() -> None:
     assert (flush.median_seconds, flush.least_seconds, flush.most_seconds) == (7.5, 5.0, 10.0)
     assert flush.processor_seconds == 15.0
     assert (flush.over_peer, flush.over_ddp, flush.over_best_flush) == (1.2, 1.0, 1.2)
-    assert (flush.share_of_perfect, flush.share_of_ideal) == (0.8, pytest.approx(0.9))
+    assert (flush.share_of_perfect, flush.share_of_ideal) == (0.8, pytest.approx(0.9))  # type: ignore[comparison-overlap]
     assert flush.overhead_seconds == pytest.approx((0.5 + 1.0) / 2 / 16)
     assert (delayed.over_peer, delayed.over_ddp, delayed.over_best_flush) == (None, 1.25, 1.5)
     assert (delayed.share_of_perfect, delayed.share_of_ideal) == (1.0, 1.0)

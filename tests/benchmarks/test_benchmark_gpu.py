@@ -31,6 +31,8 @@ from penstock.timelines.timelines import Span, Timeline
 from support.jobs.benchmark_jobs import prepare_fragile
 from support.paths import ROOT
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 CPU = torch.device("cpu")
 VARIANTS = ("", ", clipped", ", 4 samples", ", compiled")
 LOOPS = [name + variant for variant in VARIANTS for name in ("plain loop", "penstock, one stage")]

@@ -16,6 +16,8 @@ from convergence.unstashed import Unstashed
 from convergence_study import Study, main, read
 from support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 Records = dict[str, dict[str, Any]]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpu_probe.waits import CALLS, WAITING, verdict
+from gpu_probe.waits import CALLS, verdict
 from gpu_run.children import Child
-from gpu_run.parts import CLOSING_SECONDS, PARTS, Group, Part, Program, Suite
+from gpu_run.parts import CLOSING_SECONDS, PARTS, WAITING, Group, Part, Program, Suite
 from gpu_run.run import Record, run_part
 from gpu_run.summary import COLUMNS, LINES, WIDTH, parts_in, summary, table
 from gpu_run.tasks import NO_CARD, Row
@@ -109,6 +109,8 @@ def test_a_call_that_takes_longer_than_the_spin_is_not_said_to_wait() -> None:
 # Without a card
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
     run_script(tmp_path, "1", "3")
     told = run_script(tmp_path, "2", "--only", "test_data")
@@ -135,6 +137,7 @@ def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
     assert NO_CARD in told
 
 
+@pytest.mark.processes
 def test_without_arguments_the_parts_are_told(tmp_path: Path) -> None:
     told = run_script(tmp_path)
     for part in PARTS:
@@ -142,6 +145,7 @@ def test_without_arguments_the_parts_are_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_two_processes_meet_without_nccl(tmp_path: Path) -> None:
     """A scene, over Gloo: a mistake in what all scenes share would cost a run on a card."""
     found = tmp_path / "found.jsonl"
@@ -156,6 +160,8 @@ def test_two_processes_meet_without_nccl(tmp_path: Path) -> None:
 # What goes wrong
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_next_one_runs_whatever_becomes_of_a_program(tmp_path: Path) -> None:
     tasks = (
         program("hangs", HANGS, 5.0),
@@ -193,6 +199,7 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.processes
 def test_a_part_ends_in_time(tmp_path: Path) -> None:
     """What is under way when its limit is near is ended, and what was not begun by then is a row."""
     tasks = (program("hangs", "import time; time.sleep(1000)", 2.0), program("comes too late", GOOD, 4.0))
@@ -245,6 +252,8 @@ def test_cannot_begin(broken):
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
     """After one that hangs, dies or spoils the device the others go on, in a process of their own."""
     file = tmp_path / "test_trial.py"
@@ -275,6 +284,7 @@ def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
     assert "one is not two" in log
 
 
+@pytest.mark.processes
 def test_a_file_that_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     file = tmp_path / "test_trial.py"
     file.write_text("import no_such_module_anywhere\n")
@@ -288,6 +298,8 @@ def test_a_file_that_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     assert (rows["unmarked"].status, rows["unmarked"].reason) == ("failed", "no test was selected")
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_file_whose_time_was_up_goes_on_where_it_was(tmp_path: Path) -> None:
     slow = tmp_path / "test_slow.py"
     slow.write_text(

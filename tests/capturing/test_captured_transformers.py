@@ -130,6 +130,7 @@ def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
 def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:
     whole = build(model, 0.0)
@@ -155,6 +156,7 @@ def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, n
         assert shapes[0][-1] == WIDTH
 
 
+@pytest.mark.slow
 def test_t5_sends_what_its_blocks_pass() -> None:
     chain = capture(build(t5, 0.0), pair(3), check=False)
     hidden, bias = (3, LENGTH, WIDTH), (3, 2, LENGTH, LENGTH)

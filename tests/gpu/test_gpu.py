@@ -90,7 +90,7 @@ def test_hooks_clipping_and_scaling(schedule: str, recipe: str) -> None:
     assert_close(run_reference(case(schedule), **HOOKED[recipe]), run_hooked(case(schedule), recipe))
 
 
-def cast_options(schedule: str) -> dict[str, object]:
+def cast_options(schedule: str) -> dict[str, Any]:
     """A perceptron of float32 weights under autocast."""
     tried = replace(case(schedule), subject="perceptron")
     return {**tried.options, "autocast": torch.bfloat16, "sample": (tried.options["sample"][0].float(),)}

@@ -103,6 +103,7 @@ def test_a_rank_that_leaves_early_is_named(fork_server: ForkServer) -> None:
     assert "left the training loop earlier" in errors
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
     code, errors = outlive(*launch(fork_server, "freeze", 1, 2))
 
@@ -133,6 +134,7 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
     assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in told), told
 
 
+@pytest.mark.slow
 def test_a_frozen_replica_is_named(fork_server: ForkServer) -> None:
     code, errors = outlive(*launch(fork_server, "freeze", 1, 2, "2bw", "2"))
 
@@ -154,7 +156,7 @@ def test_on_a_gpu_an_exception_ends_every_rank(fork_server: ForkServer, failing:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
-    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)
+    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)  # type: ignore[call-arg]
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors

@@ -117,6 +117,8 @@ def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
     done = launch(tmp_path, "-o", "cluster.yaml", "--device", "cpu")
 
@@ -133,7 +135,9 @@ def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
 
 def test_the_command_speaks_json(fork_server: ForkServer, tmp_path: Path):
     program = tmp_path / "probe.py"
-    program.write_text("import sys; from penstock.cli import main; sys.exit(main(['probe', '--json', '--no-progress']))")
+    program.write_text(
+        "import sys; from penstock.cli import main; sys.exit(main(['probe', '--json', '--no-progress']))"
+    )
     ranks = fork_server.start_ranks([str(program)], 2, tmp_path)
     printed, errors = zip(*(child.communicate(timeout=120) for child in ranks), strict=True)
 

@@ -13,6 +13,8 @@ import pytest
 from support.fork_server import ForkServer
 from support.paths import ROOT
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 GPT = ["examples/train_gpt.py", "--config", "configs/gpt.yaml", "--text-bytes", "100000", "--sampled-bytes", "5"]
 GPT += ["--width", "32", "--blocks", "2", "--context", "32"]
 DIGITS = ["examples/train_digits.py", "--config", "configs/digits.yaml", "--width", "8"]

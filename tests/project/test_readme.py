@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.paths import ROOT
+
+pytestmark = pytest.mark.processes
 
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -31,6 +35,7 @@ def test_first_script_is_the_quickstart() -> None:
     assert (ROOT / "examples" / "quickstart.py").read_text() == blocks("python")[0]
 
 
+@pytest.mark.slow
 def test_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
     printed = run([sys.executable, str(ROOT / "examples" / "quickstart.py")], tmp_path)
 
@@ -92,6 +97,7 @@ def test_set_up_commands_exist() -> None:
         run(["sh", "-n", command], ROOT)
 
 
+@pytest.mark.slow
 def test_command_line_works_as_shown(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for line in blocks("sh")[1].splitlines():

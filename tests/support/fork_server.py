@@ -124,7 +124,7 @@ def _serve() -> str | None:
 
     import penstock
 
-    assert penstock.Pipeline
+    assert penstock.Pipeline is not None
     if importlib.util.find_spec("sklearn") is not None:
         import sklearn.datasets  # noqa: F401  # the data of an example
     gc.freeze()

@@ -17,6 +17,8 @@ from support.jobs.pool_jobs import FragileArgument, end, find_process, hang, rai
 from support.paths import ROOT
 from support.processes import Pool
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 HANGING = """
 import time
 
