@@ -1,4 +1,4 @@
-"""Processes that are asked for one thing after another; what fails in one ends them all, and is told as a reason.
+"""Worker processes that answer one request after another. A failure in one ends all of them and is reported in a line.
 
 A benchmark of many contenders must outlive each of them: one that runs out of memory, hangs, or takes its process down
 becomes a row with the reason, and a new crew goes on with the next one.
@@ -28,7 +28,7 @@ class Failed(Exception):
 
 
 class Crew:
-    """So many processes of one launch."""
+    """Holds the processes of one launch."""
 
     def __init__(self, processes: int, prepare: Prepare, arguments: Sequence[Any] = (), copies: bool = True) -> None:
         """`copies`: whether the processes are copies of one that has imported what most need, which starts them sooner.

@@ -1,4 +1,4 @@
-"""Which streams a device holds up that wait for nothing: ``python benchmarks/gpu_probe/queues.py NAME --found FILE``.
+"""Finds streams that a device holds up without need: ``python benchmarks/gpu_probe/queues.py NAME --found FILE``.
 
 CUDA feeds all streams of a process through some hardware queues: CUDA_DEVICE_MAX_CONNECTIONS, which the caller sets,
 and which NAME only names. What stands behind a kernel that spins, or behind a wait for one, waits with it if it is in

@@ -1,6 +1,6 @@
-"""What a machine with a GPU is, for whoever reads its figures: ``python benchmarks/gpu_run/environment.py FILE``.
+"""Describes a machine with a GPU, its driver and its libraries: ``python benchmarks/gpu_run/environment.py FILE``.
 
-Whatever cannot be found out is null, with the reason under "unknown".
+A value that cannot be found is null, with the reason under "unknown".
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What became of each test, written down as it is known: a plugin of pytest, and the reading of its file.
+"""Writes the outcome of each test as soon as it is known: a plugin of pytest, and the reader of its file.
 
-A process that hangs or dies has told all that it knew. The next one passes over what the first has begun, so that one
-bad test costs its file one row, and not the rest. A file of JUnit, by contrast, is written when all is over.
+If a process hangs or dies, the outcomes so far are in the file. The next process skips the tests that were begun, so
+that one bad test costs one row and not the rest of its file. A JUnit file, by contrast, is written only at the end.
 """
 
 import json

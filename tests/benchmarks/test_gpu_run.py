@@ -1,4 +1,4 @@
-"""The command for a machine with a GPU ends in time and goes on past what fails; what it measures is not tested."""
+"""The command for a machine with a GPU ends in time and continues after failures; what it measures is not tested."""
 
 import ast
 import json
@@ -42,7 +42,7 @@ def program(name: str, source: str, limit_seconds: float = LONG) -> Program:
 
 
 def rows_of(record: Record) -> dict[str, Row]:
-    """By name; nothing is told twice."""
+    """The rows by name, each of which is unique."""
     assert len({row.name for row in record.rows}) == len(record.rows)
     return {row.name: row for row in record.rows}
 
@@ -76,7 +76,7 @@ def test_the_parts_are_of_known_length() -> None:
 
 
 def is_marked(file: Path) -> bool:
-    """Whether ``pytest.mark.gpu`` stands in its code; what stands in a string is a test for somebody else."""
+    """Whether ``pytest.mark.gpu`` stands in its code; a string does not count: it is the source of another test."""
     return any(
         isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.gpu"
         for node in ast.walk(ast.parse(file.read_text()))
@@ -191,7 +191,7 @@ def test_the_next_one_runs_whatever_becomes_of_a_program(tmp_path: Path) -> None
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process does anything; whoever adopted it may not have taken notice of its end."""
+    """Whether the process runs; a zombie that its new parent has not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.processes
 def test_a_part_ends_in_time(tmp_path: Path) -> None:
-    """What is under way when its limit is near is ended, and what was not begun by then is a row."""
+    """A task that runs when the limit is near is ended; a task that was not begun by then is a row, too."""
     tasks = (program("hangs", "import time; time.sleep(1000)", 2.0), program("comes too late", GOOD, 4.0))
     record = run_part(part_of(Group("all", 3, tasks), limit_seconds=CLOSING_SECONDS + 5.0), tmp_path)
     rows = rows_of(record)
@@ -255,7 +255,7 @@ def test_cannot_begin(broken):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
-    """After one that hangs, dies or spoils the device the others go on, in a process of their own."""
+    """After a test that hangs, dies or spoils the device, the others continue in a new process."""
     file = tmp_path / "test_trial.py"
     file.write_text(SUITE)
     suite = Suite("trial", str(file), LONG, silence_seconds=6.0)

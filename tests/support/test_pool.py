@@ -1,7 +1,4 @@
-"""The pool of processes that tests share: whatever a job does, the next one has processes that are as new.
-
-And the end of a run of tests whose device hangs, which is tried with a test that only sleeps.
-"""
+"""The pool of processes: whatever a job does, the next job gets working processes. And the end of a run that hangs."""
 
 import os
 import subprocess

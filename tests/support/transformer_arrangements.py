@@ -3,6 +3,7 @@
 import math
 from itertools import accumulate, permutations
 from operator import mul
+from typing import Any
 
 from penstock.planning.ptd_p.accelerators import Accelerator
 from penstock.planning.ptd_p.arrangements import (
@@ -61,5 +62,5 @@ def slowest_pair(cluster: Cluster, groups: list[list[int]], *, striped: bool) ->
     return min((cluster.bandwidth(a, b) * rails(group, a, b) for group, a, b in pairs), default=math.inf)
 
 
-def best(transformer: Transformer, devices: int, batch: int, server: int = 8, **fixed: int | bool) -> Candidate:
+def best(transformer: Transformer, devices: int, batch: int, server: int = 8, **fixed: Any) -> Candidate:
     return rank_three_d(ThreeDRequest(transformer, selene(devices, server), batch, **fixed), 0)[0]

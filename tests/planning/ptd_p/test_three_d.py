@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -332,7 +333,7 @@ def test_takeaway_2_throughput_falls_with_the_tensor_size_as_in_figure_4_15() ->
     assert rates[2] / rates[3] > rates[1] / rates[2]
 
 
-def best_size(model: Transformer, devices: int, batch: int, **fixed: int | bool) -> int:
+def best_size(model: Transformer, devices: int, batch: int, **fixed: Any) -> int:
     return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).arrangement.microbatch_size
 
 
