@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("support.outcome_comparisons", "support.training"
 # On a busy machine the generation of inputs is slow too, which is no fault of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
-PROCESS_FIXTURES = frozenset({"fork_server", "pool"})
+PROCESS_FIXTURES = frozenset({"fork_server", "pool", "wheel"})
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -258,7 +258,7 @@ def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
     """After a test that hangs, dies or spoils the device, the others continue in a new process."""
     file = tmp_path / "test_trial.py"
     file.write_text(SUITE)
-    suite = Suite("trial", str(file), LONG, silence_seconds=6.0)
+    suite = Suite("trial", str(file), LONG, silence_seconds=12.0)
     (row,) = run_part(part_of(Group("all", 200, (suite,))), tmp_path).rows
     outcomes = {test["test"].rpartition("::")[2]: (test["outcome"], test["reason"]) for test in row.tests}
     processes = dict(line.rsplit(" ", 1) for line in (tmp_path / "processes").read_text().splitlines())
@@ -268,7 +268,7 @@ def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
         "test_fails": ("failed", "AssertionError: one is not two"),
         "test_is_skipped": ("skipped", "no reason"),
         "test_is_expected_to_fail": ("xfailed", "assert False"),
-        "test_ends_badly[hang]": ("hung", "silent for 6 s"),
+        "test_ends_badly[hang]": ("hung", "silent for 12 s"),
         "test_ends_badly[die]": ("crashed", "its process ended with -9"),
         "test_ends_badly[leave]": ("crashed", "its process ended with 1"),
         "test_follows": ("passed", ""),
