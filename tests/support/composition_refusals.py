@@ -15,7 +15,7 @@ import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport, connect_tensor_parallel
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import Processes
 from support import models
 from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
@@ -219,13 +219,13 @@ TYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64
 
 
 def messages_over_tp_ranks() -> tuple[list[str], int]:
-    """Messages of every shape and type from one rank of two tensor-parallel ranks to another: what came otherwise than it was sent, and
-    the bytes that this process sent.
+    """Sends messages of every shape and dtype between two ranks of two processes each. Returns what arrived changed,
+    and the bytes that this process sent.
     """
     world = Processes()
     groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
     rank = world.rank // 2
-    cut, report = Edge(0, 1), Edge(0, 1, "reports")
+    cut, report = Edge(0, 1), Edge(0, 1, Channel.REPORTS)
     transport = connect_tensor_parallel(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
     assert isinstance(transport, TensorParallelTransport)
     torch.manual_seed(0)

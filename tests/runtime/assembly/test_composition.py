@@ -140,7 +140,7 @@ def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> No
 
 
 def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
-    """Without a plan: two stages of two tensor-parallel ranks on four processes. Only one process of a rank tells what the rank did."""
+    """Without a plan: two stages of two processes each. Only one process of a rank reports what the rank did."""
     run = Run("split_columns_and_rows", tp=2)
     found = pool.run(4, jobs.look_around, run, None)
 
