@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.runtime.devices.communicators import Communicator, Members, connect_nccl, nccl_failure
 
-__all__ = ["ACCELERATORS", "Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
+__all__ = ["ACCELERATORS", "Accelerator", "Event", "Layout", "Stream", "accelerator_of"]
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """The shape, the strides (which leave no gaps) and the dtype of a tensor."""
@@ -103,7 +103,7 @@ class Accelerator(Protocol):
         """
 
 
-class Cuda:
+class _Cuda:
     """An NVIDIA GPU, through ``torch.cuda``."""
 
     _lent: ClassVar[WeakSet[Any]] = WeakSet()
@@ -194,7 +194,7 @@ class Cuda:
         tensor.record_stream(stream)
 
 
-ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": Cuda}
+ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": _Cuda}
 """Constructors of accelerators, by device type."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["GRAPH_CAPTURERS", "CudaGraphCapturer", "GraphCapturer", "GraphPool", "GraphWork"]
+__all__ = ["GRAPH_CAPTURERS", "GraphCapturer", "GraphPool", "GraphWork"]
 
 GraphPool: TypeAlias = Any
 """A memory pool that captured graphs allocate from."""
@@ -37,7 +37,7 @@ class GraphCapturer(Protocol):
         """
 
 
-class CudaGraphCapturer:
+class _CudaGraphCapturer:
     """Captures CUDA graphs, through ``torch.cuda``.
 
     It does not use ``torch.cuda.make_graphed_callables``, for three reasons. That function synchronizes the whole
@@ -86,5 +86,5 @@ class CudaGraphCapturer:
         current.wait_stream(stream)
 
 
-GRAPH_CAPTURERS: dict[str, Callable[[torch.device], GraphCapturer]] = {"cuda": CudaGraphCapturer}
+GRAPH_CAPTURERS: dict[str, Callable[[torch.device], GraphCapturer]] = {"cuda": _CudaGraphCapturer}
 """Constructors of graph capturers, by device type."""

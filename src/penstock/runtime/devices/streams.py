@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, Stream, accelerator_of
 
-__all__ = ["DeviceStreams", "HostStreams", "Streams", "UpdateOrder", "streams_for"]
+__all__ = ["DeviceStreams", "Streams", "UpdateOrder", "streams_for"]
 
 
 class Streams(Protocol):
@@ -43,7 +43,7 @@ class Streams(Protocol):
         """
 
 
-class HostStreams:
+class _HostStreams:
     """Ranks that compute on a CPU."""
 
     def on(self, rank: int) -> AbstractContextManager[object]:
@@ -152,4 +152,4 @@ class UpdateOrder:
 def streams_for(device: torch.device, ranks: Iterable[int]) -> Streams:
     """Makes the streams of `ranks`, which compute on `device`."""
     accelerator = accelerator_of(device)
-    return HostStreams() if accelerator is None else DeviceStreams(accelerator, ranks)
+    return _HostStreams() if accelerator is None else DeviceStreams(accelerator, ranks)

@@ -16,10 +16,10 @@ import torch
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, accelerator_of
 
-__all__ = ["DeviceTimer", "EventTimestamp", "HostTimer", "Timer", "Timestamp", "timer_for"]
+__all__ = ["DeviceTimer", "HostTimer", "Timer", "Timestamp", "timer_for"]
 
 
-class EventTimestamp:
+class _EventTimestamp:
     """The position of `event` in a stream. When the timestamp is no longer referenced, its event goes to `free`."""
 
     __slots__ = ("_free", "event")
@@ -31,7 +31,7 @@ class EventTimestamp:
         self._free.append(self.event)
 
 
-Timestamp: TypeAlias = float | EventTimestamp
+Timestamp: TypeAlias = float | _EventTimestamp
 """Seconds of ``time.perf_counter``, or a position in a stream."""
 
 
@@ -76,18 +76,18 @@ class DeviceTimer:
         self._free: list[Event] = []
         """Events of dropped timestamps. Threads pop and append them, both atomic operations."""
 
-    def now(self) -> EventTimestamp:
+    def now(self) -> _EventTimestamp:
         try:
             event: Event | None = self._free.pop()
         except IndexError:
             event = None
-        return EventTimestamp(self._accelerator.record_timed_event(event), self._free)
+        return _EventTimestamp(self._accelerator.record_timed_event(event), self._free)
 
     def passed(self, timestamp: Timestamp) -> bool:
-        return cast(EventTimestamp, timestamp).event.query()
+        return cast(_EventTimestamp, timestamp).event.query()
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
-        begun, ended = cast(EventTimestamp, start).event, cast(EventTimestamp, stop).event
+        begun, ended = cast(_EventTimestamp, start).event, cast(_EventTimestamp, stop).event
         begun.synchronize()
         ended.synchronize()
         return self._accelerator.seconds(begun, ended)

@@ -46,11 +46,11 @@ from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
-__all__ = ["Endpoints", "Inbox", "Outbox", "Sum"]
+__all__ = ["Endpoints"]
 
-Inbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
-Outbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
-Sum: TypeAlias = GlooSum | NcclSum
+_AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
+_AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
+_AnySum: TypeAlias = GlooSum | NcclSum
 
 _GRACE = 60.0
 """The time by which a communicator's own timeout exceeds ours. Our error says more, so it must come first."""
@@ -72,9 +72,9 @@ class Endpoints:
     watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
     flusher: Flusher = field(default_factory=Flusher)
-    outboxes: dict[Edge, Outbox] = field(default_factory=dict)
-    inboxes: dict[Edge, Inbox] = field(default_factory=dict)
-    sums: dict[tuple[int, ...], Sum] = field(default_factory=dict)
+    outboxes: dict[Edge, _AnyOutbox] = field(default_factory=dict)
+    inboxes: dict[Edge, _AnyInbox] = field(default_factory=dict)
+    sums: dict[tuple[int, ...], _AnySum] = field(default_factory=dict)
     _staging: Staging = field(init=False)
     """One staging for all messages through the host: a GPU has few streams."""
     _shutdowns: list[Callable[[], None]] = field(default_factory=list)
@@ -177,7 +177,7 @@ class Endpoints:
 
         self.timeout.wait_for(can_go_on, context, peers)
 
-    def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> Sum:
+    def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
         agreement = Agreement(ranks, self.rank, self.store, self.timeout)
         members = self._members(agreement.context, ranks)
         if not over_nccl or self.accelerator is None:

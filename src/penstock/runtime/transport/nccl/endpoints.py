@@ -2,8 +2,8 @@
 
 A send or a receive of NCCL is work of the GPU, in a stream of the communicator. It starts when the computing stream has
 reached the point at which it was enqueued, and the computing stream can wait for its end. NCCL has no tags, so order
-alone matches receives with sends. If both directions between two ranks shared a communicator, each rank's send could
-wait behind the other's.
+alone matches receives with sends. Each direction has a communicator of its own. If two ranks shared one and both sent
+first, each rank's receive would wait behind its own send, and both sends would wait forever.
 
 While an operation waits for the other rank, it occupies a part of the GPU. Whatever synchronizes the whole GPU, such as
 CUDA when it loads a kernel at its first use, then waits for that rank as well. So a receive is enqueued when its

@@ -19,14 +19,14 @@ from typing import NamedTuple, Protocol
 
 from penstock.runtime.transport.timeouts import FAST_POLL_SECONDS, POLL_SECONDS, Timeout
 
-__all__ = ["PendingTask", "PendingWork", "Watchdog", "WatchedEndpoint"]
+__all__ = ["PendingWork", "Watchdog"]
 
 ABORT_SECONDS = 20.0
 """How long the communicators may take to abort."""
 
 
 @dataclass(slots=True, eq=False)
-class PendingTask:
+class _PendingTask:
     """An operation that has been enqueued on a GPU."""
 
     is_done: Callable[[], bool]
@@ -38,14 +38,14 @@ class PendingWork:
     """
 
     def __init__(self) -> None:
-        self._tasks: deque[PendingTask] = deque()
+        self._tasks: deque[_PendingTask] = deque()
         """Oldest first."""
         self._lock = threading.Lock()
 
-    def add(self, is_done: Callable[[], bool]) -> PendingTask:
+    def add(self, is_done: Callable[[], bool]) -> _PendingTask:
         """Adds an operation."""
         self.oldest()
-        task = PendingTask(is_done)
+        task = _PendingTask(is_done)
         self._tasks.append(task)
         return task
 
@@ -66,7 +66,7 @@ class PendingWork:
         return True
 
 
-class WatchedEndpoint(Protocol):
+class _WatchedEndpoint(Protocol):
     """An endpoint of an edge, or of a sum."""
 
     @property
@@ -79,7 +79,7 @@ class WatchedEndpoint(Protocol):
 
 
 class _Watched(NamedTuple):
-    endpoint: WatchedEndpoint
+    endpoint: _WatchedEndpoint
     abort: Callable[[], None]
     failure: Callable[[], str]
 
@@ -98,7 +98,7 @@ class Watchdog:
     def watch(
         self,
         context: str,
-        endpoint: WatchedEndpoint,
+        endpoint: _WatchedEndpoint,
         abort: Callable[[], None],
         failure: Callable[[], str] = lambda: "",
     ) -> None:
