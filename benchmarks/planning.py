@@ -38,8 +38,8 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
-from planning_baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
-from planning_profiles import join, load_profiles
+from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
+from planners.profiles import join, load_profiles
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {

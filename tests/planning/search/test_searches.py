@@ -41,6 +41,7 @@ def equal_layers(count: int, cut_bytes: float = 0.0, size: int = 4) -> Profile:
     return Profile(tuple(layers), size)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), clusters())
 def test_everything_ranked_verifies_and_is_predicted_as_the_simulator_does(profile: Profile, cluster: Cluster) -> None:
@@ -56,6 +57,7 @@ def test_everything_ranked_verifies_and_is_predicted_as_the_simulator_does(profi
         assert cluster.memory_bytes is None or max(made.predicted.peak_bytes) <= cluster.memory_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), clusters(), st.data())
 def test_it_keeps_to_what_is_fixed_and_loses_no_more_by_it(
@@ -63,22 +65,22 @@ def test_it_keeps_to_what_is_fixed_and_loses_no_more_by_it(
 ) -> None:
     microbatches = 4 * cluster.devices
     free = compare_plans((profile,), cluster, PlanConstraints(microbatches=microbatches)).ranked
-    constraints = PlanConstraints(
+    wishes = PlanConstraints(
         schedule=data.draw(st.sampled_from([None, *SCHEDULES])),
         straight=data.draw(st.booleans()),
         recompute=data.draw(st.sampled_from([None, False, True])),
         microbatches=microbatches,
     )
     try:
-        fixed = compare_plans((profile,), cluster, constraints)
+        fixed = compare_plans((profile,), cluster, wishes)
     except PlanError:  # too few layers for several stages per rank
         reject()
     assume(fixed.ranked)
 
     best = fixed.ranked[0]
-    assert constraints.schedule in (None, best.schedule)
-    assert constraints.recompute in (None, best.recompute)
-    assert best.ranks == len(best.stages) // best.stages_per_rank or not constraints.straight
+    assert wishes.schedule in (None, best.schedule)
+    assert wishes.recompute in (None, best.recompute)
+    assert best.ranks == len(best.stages) // best.stages_per_rank or not wishes.straight
     assert free and best.predicted.samples_per_second <= free[0].predicted.samples_per_second * 1.001
     assert best.microbatches <= microbatches
 
@@ -168,11 +170,11 @@ def test_messages_count_where_memory_is_tight() -> None:
     """VGG-16: by its planner's own count a plan fits that does not with its messages; another one does."""
     vgg = Profile.from_pipedream(PIPEDREAM / "vgg16" / "graph.txt")
     cluster = Cluster.uniform(4, 12e9, 16e9)
-    constraints = {"straight": True, "schedule": "1f1b-flush", "recompute": False}
+    wishes = {"straight": True, "schedule": "1f1b-flush", "recompute": False}
 
     blind = partition(vgg, cluster, straight=True, schedule="1f1b-flush", microbatches=16)
     assert max(evaluate(blind, vgg, cluster).peak_bytes) > 16e9
-    assert max(plan(vgg, cluster, **constraints).predicted.peak_bytes) <= 16e9
+    assert max(plan(vgg, cluster, **wishes).predicted.peak_bytes) <= 16e9
 
 
 def test_links_carry_both_directions_at_once() -> None:
@@ -207,4 +209,4 @@ def test_profiles_must_belong_together() -> None:
     with pytest.raises(PlanError, match=r"profile\[1\]: expected a microbatch size of its own, found 4 again"):
         plan([equal_layers(3), equal_layers(3)], Cluster.uniform(2, 1e9))
     with pytest.raises(PlanError, match="expected a Profile, several, or a Transformer, found 3"):
-        plan([3], Cluster.uniform(2, 1e9))
+        plan([3], Cluster.uniform(2, 1e9))  # type: ignore[list-item]
