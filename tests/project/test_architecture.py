@@ -248,7 +248,7 @@ def test_only_the_worker_and_its_mailbox_read_actions_in_the_torch_half() -> Non
         if name in ACTIONS
     }
 
-    assert readers == {"penstock.runtime.engine.mailboxes", "penstock.runtime.engine.worker"}
+    assert readers == {"penstock.runtime.engine.mailbox", "penstock.runtime.engine.worker"}
 
 
 def test_only_lowering_makes_communication() -> None:
