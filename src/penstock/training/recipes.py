@@ -1,4 +1,4 @@
-"""How a pipeline trains, apart from its schedule: the loss, the optimizer, types, clipping, scaling."""
+"""The options that say how a pipeline trains, apart from its schedule."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +18,9 @@ __all__ = ["Recipe"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """Arguments of `Pipeline` and `reference_train`, which explain them. `PenstockError` if one is wrong."""
+    """Holds arguments of `Pipeline` and `reference_train`, which explain them. Raises `PenstockError` if one
+    is wrong.
+    """
 
     loss_fn: LossFunction
     optimizer: MakeOptimizer

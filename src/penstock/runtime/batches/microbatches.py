@@ -69,7 +69,7 @@ class Microbatch:
 
 
 def split(
-    form: ModelInputs, inputs: Any, target: Any, count: int, slices: int = 1, weigh: LossWeight | None = None
+    spec: ModelInputs, inputs: Any, target: Any, count: int, slices: int = 1, weigh: LossWeight | None = None
 ) -> tuple[Microbatch, ...]:
     """Cuts `inputs` and `target` into `count` microbatches, which replicas will cut into at most `slices` slices each.
     `weigh` returns the size that the loss for a target is a mean over, if that is not its number of samples.
@@ -77,8 +77,8 @@ def split(
     Tensors whose dimension 0 counts the samples are cut along it (views, no copies); everything else goes whole to
     every microbatch. Raises `PenstockError` if the sizes disagree or there are too few samples.
     """
-    tensors = form.read(inputs)
-    samples = _samples(form, tensors)
+    tensors = spec.read(inputs)
+    samples = _samples(spec, tensors)
     if samples < count:
         raise PenstockError(
             f"a minibatch of {samples} sample(s) cannot be cut into {count} microbatches: pass at least {count} "
@@ -93,14 +93,14 @@ def split(
     spans = even_spans(samples, count)
     sizes = [len(span) for span in spans]
     for size in {len(span) for whole in set(sizes) for span in even_spans(whole, slices)}:
-        form.check_samples(size)
+        spec.check_samples(size)
     _check_target(target, samples)
     targets = _split_target(target, samples, spans)
     amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
     check_amounts(amounts)
     total = sum(amounts)
     names = tuple(tensors)
-    columns = [_split_rows(t, spans) if name in form.batched else [t] * count for name, t in tensors.items()]
+    columns = [_split_rows(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
     signatures: dict[int, Hashable] = {}
     made = []
     for size, amount, target_piece, *cut in zip(sizes, amounts, targets, *columns, strict=True):
@@ -113,7 +113,7 @@ def split(
     return tuple(made)
 
 
-def take_slice(form: ModelInputs, microbatch: Microbatch, index: int, slices: int) -> Microbatch:
+def take_slice(spec: ModelInputs, microbatch: Microbatch, index: int, slices: int) -> Microbatch:
     """Slice `index` of the `slices` that the replicas of a stage cut `microbatch` into."""
     if slices == 1:
         return microbatch
@@ -122,7 +122,7 @@ def take_slice(form: ModelInputs, microbatch: Microbatch, index: int, slices: in
     target = _narrow(microbatch.target, samples, span)
     return replace(
         microbatch,
-        inputs=_cut(form, microbatch.inputs, span),
+        inputs=_cut(spec, microbatch.inputs, span),
         target=target,
         samples=len(span),
         amount=amount_of(microbatch.weigh, target, len(span)),
@@ -137,10 +137,10 @@ def even_spans(samples: int, count: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def count_microbatches(form: ModelInputs, inputs: Any) -> int:
+def count_microbatches(spec: ModelInputs, inputs: Any) -> int:
     """The number of microbatches of at most the captured size in a batch of any size."""
-    samples = _samples(form, form.read(inputs))
-    return max(1, -(-samples // form.microbatch_size))
+    samples = _samples(spec, spec.read(inputs))
+    return max(1, -(-samples // spec.microbatch_size))
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -170,8 +170,8 @@ def _join_leaf(column: tuple[Any, ...], sizes: Sequence[int]) -> Any:
     return torch.stack(column)
 
 
-def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
-    counts = {name: tensors[name].shape[0] if tensors[name].ndim else 0 for name in tensors if name in form.batched}
+def _samples(spec: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
+    counts = {name: tensors[name].shape[0] if tensors[name].ndim else 0 for name in tensors if name in spec.batched}
     if not counts:
         raise PenstockError(
             "no input has a batch dimension: nothing in sample= has as its dimension 0 the number of samples. Pass "
@@ -180,7 +180,7 @@ def _samples(form: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
     if len(set(counts.values())) > 1:
         raise PenstockError(
             f"the inputs disagree on the number of samples (dimension 0): {counts}. Pass inputs of one batch size. "
-            f"These tensors are taken to count samples because each had dimension 0 of {form.microbatch_size} in "
+            f"These tensors are taken to count samples because each had dimension 0 of {spec.microbatch_size} in "
             "sample=: if one does not, give sample= another number of samples"
         )
     samples = next(iter(counts.values()))
@@ -202,9 +202,9 @@ def _check_target(target: Any, samples: int) -> None:
         )
 
 
-def _cut(form: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[str, Tensor]:
+def _cut(spec: ModelInputs, tensors: Mapping[str, Tensor], span: range) -> dict[str, Tensor]:
     return {
-        name: tensor.narrow(0, span.start, len(span)) if name in form.batched else tensor
+        name: tensor.narrow(0, span.start, len(span)) if name in spec.batched else tensor
         for name, tensor in tensors.items()
     }
 

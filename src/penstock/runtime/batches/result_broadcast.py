@@ -39,29 +39,29 @@ class ResultBroadcast:
         results = []
         for last in placement.stages[-1]:
             taken = placement.taken_by(last, microbatches)
-            form = ("results", batch.training, len(taken))
+            kind = ("results", batch.training, len(taken))
             if not taken:
                 continue
             if last in self.local:
                 message = self._message(batch, [batch.results[last, k] for k in taken])
                 for edge in self._edges(last, placement):
-                    self.transport.send(edge, form, (message,))
+                    self.transport.send(edge, kind, (message,))
                 results.append(ReplicaResults(taken, self.staging.to_host([message])))
             else:
-                results.append(ReplicaResults(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
+                results.append(ReplicaResults(taken, self.transport.post(Edge(last, self.rank, "reports"), kind)))
         return Loss(results)
 
     def outputs(self, batch: BatchRun, placement: Placement, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each microbatch. Waits for them."""
         pending: dict[int, PendingMessage] = {}
         for k, microbatch in enumerate(microbatches):
-            form = ("output", microbatch.signature)
+            kind = ("output", microbatch.signature)
             last = placement.rank_of(len(placement.stages) - 1, k)
             if last in self.local:
                 for edge in self._edges(last, placement):
-                    self.transport.send(edge, form, batch.outputs[k])
+                    self.transport.send(edge, kind, batch.outputs[k])
             else:
-                pending[k] = self.transport.post(Edge(last, self.rank, "reports"), form)
+                pending[k] = self.transport.post(Edge(last, self.rank, "reports"), kind)
         messages = [pending[k].wait() if k in pending else batch.outputs[k] for k in range(len(microbatches))]
         return [[tensor.to(self.device) for tensor in message if tensor is not None] for message in messages]
 

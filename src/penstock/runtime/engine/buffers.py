@@ -1,6 +1,6 @@
 """Shares the buffers of a replicated stage.
 
-Buffers (BatchNorm's statistics, say) are not trained: every replica updates its own with its own microbatches, and
+Buffers (such as BatchNorm's statistics) are not trained: every replica updates its own with its own microbatches, and
 BatchNorm does not read them in training. Evaluations and checkpoints must not depend on the replica, so all replicas
 copy the buffers of the first one at every drain.
 """

@@ -22,9 +22,9 @@ from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
 from penstock.scheduling.recomputation import find_direct
 
-__all__ = ["Autocast", "Forwards"]
+__all__ = ["Forwards"]
 
-Autocast: TypeAlias = Callable[[], AbstractContextManager[None]]
+_Autocast: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes the context that forwards and losses are computed in."""
 
 
@@ -32,7 +32,7 @@ class Forwards:
     """Runs the forwards of `stages`, those of one rank; `heads` has the loss head of the last stage if it is there."""
 
     def __init__(
-        self, stages: Mapping[int, LocalStage], heads: Mapping[int, LossHead], autocast: Autocast | None
+        self, stages: Mapping[int, LocalStage], heads: Mapping[int, LossHead], autocast: _Autocast | None
     ) -> None:
         self._stages, self._heads, self._autocast = stages, heads, autocast
         self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.module(0).random))
@@ -94,7 +94,7 @@ class Forwards:
         return outputs
 
 
-def _inside(autocast: Autocast, compute: Compute) -> Compute:
+def _inside(autocast: _Autocast, compute: Compute) -> Compute:
     def inside(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with autocast():
             return compute(received)

@@ -10,7 +10,7 @@ Laws of this file:
   2. Gradients of several updates may be alive at once. None is left with the weights, since the gradients of the next
      update may be taken at the same version.
   3. The gradients of an update are changed in place, so nothing else may hold them: a sum over stages is a new tensor,
-     since its summands may be on their way to another stage, or be the sum of that stage as well.
+     since its summands may be in flight to another stage, or be the sum of that stage as well.
 """
 
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ class Gradients:
         rank: int,
         schedule: Schedule,
         stages: Mapping[int, LocalStage],
-        norms: GradientNorms | None = None,
-        scaler: LossScaler | None = None,
+        norms: GradientNorms | None,
+        scaler: LossScaler | None,
     ) -> None:
         self.norms, self.scaler = norms, scaler
         self._rank, self._schedule, self._stages = rank, schedule, stages
@@ -83,7 +83,7 @@ class Gradients:
         """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
 
         It is the share of the minibatch's samples. Where updates are taken over rounds of microbatches it is the share
-        of the microbatch, and `_mean` divides by their number, which is not the same for all stages.
+        of the microbatch, and `_final` divides by their number, which is not the same for all stages.
         """
         weight = microbatch.microbatch_share if self._averages else microbatch.weight
         if self.scaler is None:
@@ -103,7 +103,8 @@ class Gradients:
         if microbatch != last:
             return None
         held = self._stages[stage]
-        # A deferred update with tied weights is summed after backwards of the next one, which some replicas run later.
+        # A deferred update with tied weights is summed after backwards of the next one, which other replicas may not
+        # have run by then.
         if held.reducer is not None and not (held.ties and stage in self._schedule.deferred):
             held.reducer.arm(update, held.weights.leaves(version))
         return update

@@ -22,7 +22,7 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 
-__all__ = ["Comparison", "PredictionCheck", "make_prediction_check"]
+__all__ = ["PredictionCheck", "make_prediction_check"]
 
 WARM_UP_STEPS = 3
 """Steps that are not measured, while libraries load, memory is allocated and connections are made."""
@@ -33,7 +33,7 @@ _TOPIC = "forecast"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class _Comparison:
     """The prediction and the measurement of one step."""
 
     predicted_seconds: float
@@ -79,7 +79,7 @@ class PredictionCheck:
         self._world = world
         self._steps: list[tuple[Timestamp, Timestamp, Sequence[ActionTiming]]] = []
         self._published = False
-        self._comparison: Comparison | None = None
+        self._comparison: _Comparison | None = None
 
     def wants(self, step: int, samples: Iterable[int]) -> bool:
         """Whether to `add` step `step` of a run, whose microbatches have `samples` each.
@@ -95,7 +95,7 @@ class PredictionCheck:
         """Adds a step from `start` to `stop`, with the actions of this process in it."""
         self._steps.append((start, stop, timings))
 
-    def compare(self) -> Comparison | None:
+    def compare(self) -> _Comparison | None:
         """The comparison, once every process has measured enough; until then None. Rank 0 logs it the first time."""
         if self._comparison is not None:
             return self._comparison
@@ -123,15 +123,15 @@ class PredictionCheck:
         timeline = Timeline(tuple(spans), self._plan.ranks)
         return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
 
-    def _conclude(self, measurements: Sequence[Sequence[float]]) -> Comparison:
+    def _conclude(self, measurements: Sequence[Sequence[float]]) -> _Comparison:
         predicted, ranks = self._plan.predicted, self._plan.ranks
         assert predicted is not None
         measured_seconds, busy = measurements[0][0], sum(measured[1] for measured in measurements)
         if len(measurements) == 1:
             work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
-            return Comparison(work, measured_seconds, predicted.bubble, None, ranks)
+            return _Comparison(work, measured_seconds, predicted.bubble, None, ranks)
         bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
-        return Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
+        return _Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
 
 
 def make_prediction_check(plan: Plan, flushes: bool, world: World, timer: Timer) -> PredictionCheck | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.capturing.model_forms import ModelInputs
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
-from penstock.runtime.devices.timestamps import HostTimer, Timestamp
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
@@ -61,7 +61,7 @@ class Worker:
         heads: Mapping[int, LossHead],
         gradients: Gradients,
         updater: Updater,
-        now: Callable[[], Timestamp] = HostTimer.now,
+        now: Callable[[], Timestamp],
     ) -> None:
         """`inputs`: describes the model's inputs. `heads`: the loss head of the last stage if it is on this rank."""
         self.rank, self.stages, self.gradients = rank, stages, gradients

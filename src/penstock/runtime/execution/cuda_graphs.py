@@ -36,7 +36,7 @@ from penstock.runtime.devices.graph_capture import GraphCapturer, Pool
 __all__ = ["CudaGraphStage"]
 
 WARM_UPS = 3
-"""The work of a stage runs so often before it is first captured, as in PyTorch's own captures."""
+"""The number of times that a stage's work runs before it is first captured, as in PyTorch's own captures."""
 _Signature: TypeAlias = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, bool], ...]
 _Gradients: TypeAlias = Sequence[Tensor | None]
 
@@ -157,7 +157,7 @@ class _CapturedGraphs:
             if stage.gradients is None:
                 stage.gradients = self._make_gradients(self._warm_up())
             self.differentiable = tuple([kept for _, kept in stage.outputs])
-            self._starts = [torch.zeros_like(form, device=stage.device) for form, kept in stage.outputs if kept]
+            self._starts = [torch.zeros_like(output, device=stage.device) for output, kept in stage.outputs if kept]
             self._capture()
 
     def forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,8 +7,8 @@ operators read and the gradients of their results, by autograd's own formulas. A
 lies between an operator and its weights (transposes, casts), and adds them to the weights' ``.grad``.
 
 A weight is *deferred* if every path to it leads through such an operator. All other leaves (the weights of norms and of
-recurrent layers, say, or one that is used in two ways) get their gradients in the input backward, so that autograd sums
-them in its own order; the weight backward adds these to ``.grad``.
+recurrent layers, for example, or one that is used in two ways) get their gradients in the input backward, so that
+autograd sums them in its own order; the weight backward adds these to ``.grad``.
 
 Each input backward walks over the graph once, which takes about half a microsecond for each node.
 
@@ -84,7 +84,7 @@ class WeightBackward:
     __slots__ = ("_deferred", "_made")
 
     def __init__(self, deferred: Sequence[_Deferred], made: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # The last one runs first. Gradients of shared weights come last, and are summed in one run of autograd.
+        # The last one runs first. Those of shared weights are at the end, and are summed in one run of autograd.
         self._deferred = sorted(deferred, key=lambda work: not work.exclusive)
         self._made = tuple(made)
 

@@ -52,7 +52,7 @@ class _Bucket:
     """
 
     @property
-    def form(self) -> tuple[int, torch.dtype]:
+    def layout(self) -> tuple[int, torch.dtype]:
         """The length and the type of the row."""
         return sum(self.counts), self.parameters[0].dtype
 
@@ -128,7 +128,7 @@ class Reducer:
         self._buckets = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 else 1)
         self._late = frozenset(late)
         self._updates: dict[int, _PendingUpdate] = {}
-        transport.agree(group, rank, {self._form(index): bucket.form for index, bucket in enumerate(self._buckets)})
+        transport.agree(group, rank, {self._kind(index): bucket.layout for index, bucket in enumerate(self._buckets)})
 
     def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
         """Registers hooks so that each bucket of gradients of `leaves` is sent as soon as the next backward, the last
@@ -185,11 +185,11 @@ class Reducer:
     def _send(self, current: _PendingUpdate, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
         if current.began is None:
             current.began = self._now()
-        form = self._form(len(current.pending))
-        message = self._transport.reduce(self._group, self._rank, form, bucket.pack(gradients))
+        kind = self._kind(len(current.pending))
+        message = self._transport.reduce(self._group, self._rank, kind, bucket.pack(gradients))
         current.pending.append((message, gradients.keys() >= set(bucket.names)))
 
-    def _form(self, index: int) -> Hashable:
+    def _kind(self, index: int) -> Hashable:
         """The message kind of a bucket."""
         return "gradients", self._stage, index
 

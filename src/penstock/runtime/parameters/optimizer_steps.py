@@ -44,9 +44,9 @@ class Updater:
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         factors: Mapping[int, float],
-        make_scheduler: MakeScheduler | None = None,
-        hooks: tuple[UpdateHook, ...] = (),
-        delays: tuple[int, ...] = (),
+        make_scheduler: MakeScheduler | None,
+        hooks: tuple[UpdateHook, ...],
+        delays: tuple[int, ...],
     ) -> None:
         self.hooks = HookStates(hooks)
         self._delays = delays

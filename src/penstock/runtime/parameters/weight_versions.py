@@ -113,19 +113,20 @@ class VersionedWeights:
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, masters, slots), module
         if copied:
-            self._make(self._slots, module, {id(buffer): buffer for buffer in module.buffers()})
+            self._copy_modules({id(buffer): buffer for buffer in module.buffers()})
             return
         assert versions == 1 and not masters, "a module that is not copied has one version, which the optimizer steps"
         self._leaves, self._modules = [dict(parameters)], [module]
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process, with the same weights, and gradients and buffers of its own."""
-        other = VersionedWeights.__new__(VersionedWeights)
-        other._make(self._slots, self._module, {})
+        other = copy.copy(self)
+        other._copy_modules({})
         return other
 
-    def _make(self, slots: _Slots, module: StageModule, buffers: Mapping[int, Tensor]) -> None:
-        self._slots = slots
+    def _copy_modules(self, buffers: Mapping[int, Tensor]) -> None:
+        """Makes leaves and a copy of the module for every slot; the copies use `buffers`, by the id of the original."""
+        slots = self._slots
         self._leaves = [
             {
                 name: nn.Parameter(from_local_shard(slot[name], p), requires_grad=p.requires_grad)
@@ -136,10 +137,9 @@ class VersionedWeights:
         for leaves in self._leaves:
             for name in slots.masters:
                 cast(Any, leaves[name]).grad_dtype = slots.parameters[name].dtype
-        first = _copy(module, slots.parameters, self._leaves[0], buffers)
+        first = _copy(self._module, slots.parameters, self._leaves[0], buffers)
         own = {id(buffer): buffer for buffer in first.buffers()}
         self._modules = [first, *(_copy(first, self._leaves[0], leaves, own) for leaves in self._leaves[1:])]
-        self._module = module
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
