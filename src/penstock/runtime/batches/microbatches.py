@@ -27,7 +27,8 @@ __all__ = ["Microbatch", "count_microbatches", "even_spans", "join", "split", "t
 # Not frozen: a frozen one takes three times as long to make, and every step makes m of them.
 @dataclass(slots=True, eq=False)
 class Microbatch:
-    """The samples of a minibatch that go through the pipeline together, or the slice of them that a replica takes.
+    """Holds the samples of a minibatch that go through the pipeline together, or the slice of them that a replica
+    takes.
 
     It is not changed after it is made.
     """

@@ -16,7 +16,7 @@ __all__ = ["Loss", "Metrics", "MicrobatchResult", "ReplicaResults", "StepResult"
 
 
 class MicrobatchResult(NamedTuple):
-    """Loss and metrics of one microbatch, or of the slice of it that one replica of the last stage has."""
+    """Holds loss and metrics of one microbatch, or of the slice of it that one replica of the last stage has."""
 
     metric_names: tuple[str, ...]
     values: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class ReplicaResults:
 
 
 class Loss:
-    """The mean loss over the samples of one minibatch, on every rank.
+    """Holds the mean loss over the samples of one minibatch, on every rank.
 
     ``float(loss)`` waits for the ranks of the last stage if it must; it never flushes the pipeline. Only reading it
     costs anything.
@@ -138,7 +138,7 @@ class Metrics(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of `Pipeline.step` or `Pipeline.evaluate`."""
+    """Holds the result of `Pipeline.step` or `Pipeline.evaluate`."""
 
     loss: Loss
 

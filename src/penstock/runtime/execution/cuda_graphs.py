@@ -132,7 +132,7 @@ class _SharedCapture:
 
 
 class _CapturedGraphs:
-    """The captured forward and backward of one slot, for one microbatch at a time.
+    """Holds the captured forward and backward of one slot, and replays them for one microbatch at a time.
 
     `given`: the arguments of the first microbatch; the first `received` of them came from other stages.
     """

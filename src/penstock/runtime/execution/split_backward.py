@@ -53,7 +53,7 @@ _MOVES = frozenset(
 
 
 class _WeightUse(NamedTuple):
-    """An argument of an operator that is a weight, possibly moved or cast."""
+    """Describes an argument of an operator that is a weight, possibly moved or cast."""
 
     slot: int
     entry: GradientEdge
@@ -68,7 +68,7 @@ class _WeightUse(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """The deferred weight gradients of one operator."""
+    """Holds the deferred weight gradients of one operator."""
 
     compute: Callable[[], Sequence[Tensor]]
     uses: Sequence[_WeightUse]
@@ -77,8 +77,8 @@ class _Deferred(NamedTuple):
 
 
 class WeightBackward:
-    """The weight backward that an input backward leaves: `deferred` gradients are to be computed, and those `made` for
-    other leaves are to be added to them.
+    """Holds what an input backward leaves: the `deferred` gradients, which are to be computed, and those `made` for
+    other leaves, which are to be added to ``.grad``.
     """
 
     __slots__ = ("_deferred", "_made")
@@ -185,7 +185,7 @@ def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
 
 @dataclass(slots=True, eq=False)
 class _OperatorNode:
-    """A node of an operator, and its arguments that may be weights."""
+    """Holds a node of an operator, and its arguments that may be weights."""
 
     node: Node
     uses: list[_WeightUse]

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATORS", "OperatorRule", "kinds_of"]
+__all__ = ["OPERATORS", "kinds_of"]
 
 _Formula: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Maps the gradient of an operator's result to the gradients of some of its arguments, in their order."""
@@ -31,7 +31,7 @@ def _always(node: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorRule:
+class _OperatorRule:
     """Describes how to defer the weight gradients of one type of node in autograd's graph."""
 
     slots: _Arguments
@@ -151,11 +151,11 @@ def kinds_of(*names: str) -> tuple[type, ...]:
 
 
 _KNOWN = {
-    "AddmmBackward0": OperatorRule((0, 1, 2), _read_addmm, _has_plain_factors),
-    "MmBackward0": OperatorRule((0, 1), _read_mm),
-    "BmmBackward0": OperatorRule((0, 1), _read_bmm),
-    "ConvolutionBackward0": OperatorRule((1, 2), _read_convolution),
-    "EmbeddingBackward0": OperatorRule((0,), _read_embedding),
+    "AddmmBackward0": _OperatorRule((0, 1, 2), _read_addmm, _has_plain_factors),
+    "MmBackward0": _OperatorRule((0, 1), _read_mm),
+    "BmmBackward0": _OperatorRule((0, 1), _read_bmm),
+    "ConvolutionBackward0": _OperatorRule((1, 2), _read_convolution),
+    "EmbeddingBackward0": _OperatorRule((0,), _read_embedding),
 }
 
 OPERATORS = {kind: operator for name, operator in _KNOWN.items() for kind in kinds_of(name)}

@@ -33,15 +33,13 @@ FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 2**23
 """On a CPU, where the thread that sums a bucket takes processor time from the backward."""
 GPU_BUCKET_BYTES = 2**25
-"""On GPUs, where a sum of 8 MiB is too short to be worth its overhead; PyTorch's DistributedDataParallel
-takes 25 MiB.
-"""
+"""On GPUs, where a sum of 8 MiB ends soon after it has begun; PyTorch's DistributedDataParallel takes 25 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters whose gradients are sent together, of one type and on one device. Of a `DTensor` the local shard is
-    sent.
+    """Holds parameters whose gradients are sent together, of one type and on one device. Of a `DTensor` the local shard
+    is sent.
     """
 
     names: tuple[str, ...]
@@ -87,7 +85,7 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _PendingUpdate:
-    """The gradients of one update while they are made and summed."""
+    """Holds the gradients of one update while they are made and summed."""
 
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     """The leaves whose gradients are final and not yet sent."""
