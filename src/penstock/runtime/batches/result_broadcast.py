@@ -15,7 +15,7 @@ from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import Loss, MicrobatchResult, ReplicaResults
 from penstock.runtime.devices.staging import Staging
-from penstock.runtime.transport.transport import Edge, PendingMessage, Transport
+from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
 
 __all__ = ["ResultBroadcast"]
@@ -48,7 +48,7 @@ class ResultBroadcast:
                     self.transport.send(edge, kind, (message,))
                 results.append(ReplicaResults(taken, self.staging.to_host([message])))
             else:
-                results.append(ReplicaResults(taken, self.transport.post(Edge(last, self.rank, "reports"), kind)))
+                results.append(ReplicaResults(taken, self.transport.post(Edge(last, self.rank, Channel.REPORTS), kind)))
         return Loss(results)
 
     def outputs(self, batch: BatchRun, placement: Placement, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
@@ -61,12 +61,12 @@ class ResultBroadcast:
                 for edge in self._edges(last, placement):
                     self.transport.send(edge, kind, batch.outputs[k])
             else:
-                pending[k] = self.transport.post(Edge(last, self.rank, "reports"), kind)
+                pending[k] = self.transport.post(Edge(last, self.rank, Channel.REPORTS), kind)
         messages = [pending[k].wait() if k in pending else batch.outputs[k] for k in range(len(microbatches))]
         return [[tensor.to(self.device) for tensor in message if tensor is not None] for message in messages]
 
     def _edges(self, last: int, placement: Placement) -> list[Edge]:
-        return [Edge(last, rank, "reports") for rank in range(placement.ranks) if rank not in self.local]
+        return [Edge(last, rank, Channel.REPORTS) for rank in range(placement.ranks) if rank not in self.local]
 
     def _message(self, batch: BatchRun, results: Sequence[MicrobatchResult]) -> Tensor:
         metric_names = self.metric_names.setdefault(batch.training, results[0].metric_names)

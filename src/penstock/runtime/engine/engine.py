@@ -171,7 +171,7 @@ class Engine:
         """
         kept = list(self.timings)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
         own = [timing for timings in kept for timing in timings]
-        times = iter(self._context.timer.on_clock([mark for *_, start, stop in own for mark in (start, stop)]))
+        times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in own for mark in (start, stop)]))
         timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in own]
         gathered = [timing for timings in world.gather(timed) for timing in timings]
         zero = min((start for _, _, start, _ in gathered), default=0.0)
@@ -211,7 +211,7 @@ class Engine:
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])
         trains = schedule is self._schedule and isinstance(segment, Step)
-        with self._context.streams.part():
+        with self._context.streams.ordered_segment():
             run_cooperatively(self._workers, programs, self._context.streams, self._prepare if trains else None)
         timings = [timing for worker in self._workers for timing in worker.end()]
         if batch.training:

@@ -57,7 +57,7 @@ class Mailbox:
             self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
-        self._transport.begin()
+        self._transport.begin_segment()
         for action in program:
             if isinstance(action, _RECEIVES):
                 edges = self._awaited[action] = self._edges_to(action)

@@ -31,7 +31,7 @@ from torch.func import functional_call
 from penstock.capturing.chain import LayerRunner, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.errors import PenstockError
-from penstock.runtime.devices.graph_capture import GraphCapturer, Pool
+from penstock.runtime.devices.graph_capture import GraphCapturer, GraphPool
 
 __all__ = ["CudaGraphStage"]
 
@@ -99,7 +99,7 @@ class _SharedCapture:
     """Other leaves over the memory of `leaves`."""
     names: dict[str, nn.Parameter] = field(init=False)
     """The aliases, by each name under which a module has the parameter."""
-    backwards: Pool = field(init=False)
+    backwards: GraphPool = field(init=False)
     """The memory pool of all backwards: nothing in it is needed when the next one begins."""
     outputs: tuple[tuple[Tensor, bool], ...] = ()
     """The outputs of a forward on the meta device, and whether each has a gradient; set with the first slot."""
@@ -192,7 +192,7 @@ class _CapturedGraphs:
         stage = self._shared
         buffers = list(stage.module.buffers())
         found: _Gradients = ()
-        with stage.capturer.aside():
+        with stage.capturer.warm_up():
             for _ in range(WARM_UPS):
                 self._compute()
                 found = self._differentiate([torch.zeros_like(o) for o in self._live if o.requires_grad])
@@ -221,10 +221,10 @@ class _CapturedGraphs:
     def _capture(self) -> None:
         stage, capturer = self._shared, self._shared.capturer
         try:
-            outputs, self._go_forward = capturer.record(self._compute, capturer.pool())
+            outputs, self._go_forward = capturer.capture(self._compute, capturer.pool())
             self._outputs = tuple([output.detach() for output in outputs])
             if self._starts:
-                _, self._go_backward = capturer.record(self._compute_gradients, stage.backwards)
+                _, self._go_backward = capturer.capture(self._compute_gradients, stage.backwards)
         except RuntimeError as error:
             raise PenstockError(
                 f"stage {stage.number} ({', '.join(stage.module.names)}) cannot be captured as a CUDA graph: expected "
