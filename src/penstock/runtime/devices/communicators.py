@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from penstock.torch_internals.distributed import end_coalescing, start_coalescing
+
 __all__ = ["Communicator", "Members", "Work", "connect_gloo", "connect_nccl", "nccl_failure", "together"]
 
 
@@ -39,20 +41,11 @@ class Communicator(Protocol):
     def supports_coalescing(self) -> bool:
         """Whether several calls can be one, which begin together."""
 
-    def _start_coalescing(self) -> None:
-        """The calls that follow are one."""
-
-    def _end_coalescing(self) -> Work:
-        """No more of them."""
-
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int, /) -> Work:
         """Sends them, beside the computation."""
 
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> Work:
         """Receives them, beside the computation."""
-
-    def _allgather_base(self, every: Tensor, own: Tensor, /) -> Work:
-        """Gives everybody's `own` to all, one after the other in `every`."""
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
@@ -89,10 +82,10 @@ def together(communicator: Communicator, calls: Sequence[Callable[[], Work]]) ->
     """What `calls` of `communicator` give. NCCL does several in one kernel, so that none waits for another one."""
     if len(calls) == 1 or not communicator.supports_coalescing:
         return [call() for call in calls]
-    communicator._start_coalescing()
+    start_coalescing(communicator)
     for call in calls:
         call()
-    return [communicator._end_coalescing()]
+    return [end_coalescing(communicator)]
 
 
 def connect_gloo(members: Members) -> Communicator:
@@ -113,8 +106,6 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
     multiprocessor from computing. By default these are up to 32, of the 132 that an H100 has.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # PyTorch counts from when a message is told of, however late the device comes to it; the watch knows better.
-    options._timeout = timedelta(days=1)
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas
@@ -128,6 +119,8 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
         made = dist.ProcessGroupNCCL(
             PrefixStore(members.name, members.store), members.place(members.rank), len(members.ranks), options
         )
+        # PyTorch counts from when a message is told of, however late the device comes to it; the watch knows better.
+        made.set_timeout(timedelta(days=1))
         # Otherwise single messages and grouped ones would each connect at their first use, and apart.
         made.eager_connect_single_device(device)
     return cast(Communicator, made)
@@ -136,7 +129,7 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
 def nccl_failure(communicator: Any) -> str:
     """What PyTorch has found wrong with `communicator`, which `connect_nccl` made; empty if nothing."""
     error = communicator.get_error()
-    return "" if error == torch._C._distributed_c10d.ErrorType.SUCCESS else f"NCCL: {error}"
+    return "" if error.name == "SUCCESS" else f"NCCL: {error}"
 
 
 @contextmanager

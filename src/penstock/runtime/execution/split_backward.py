@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.execution.weight_gradients import OPERATORS, kinds_of
+from penstock.runtime.execution.weight_gradients import OPERATORS
+from penstock.torch_internals.autograd import node_kinds, sequence_number
 
 __all__ = ["WeightPart", "go_backward_to_inputs"]
 
@@ -38,10 +39,10 @@ Node: TypeAlias = Any
 GROUP_BYTES = 2**22
 """About so many bytes of gradients of weights are there before they are added to those of earlier microbatches."""
 
-(_LEAF,) = kinds_of("AccumulateGrad")
-(_TRANSPOSED,) = kinds_of("TBackward0")
+(_LEAF,) = node_kinds("AccumulateGrad")
+(_TRANSPOSED,) = node_kinds("TBackward0")
 _MOVES = frozenset(
-    kinds_of(
+    node_kinds(
         *("TBackward0", "TransposeBackward0", "TransposeBackward1", "PermuteBackward0", "ViewBackward0"),
         *("UnsafeViewBackward0", "AliasBackward0", "CloneBackward0", "ToCopyBackward0", "SplitBackward0"),
         *("SplitWithSizesBackward0", "UnbindBackward0", "SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"),
@@ -221,7 +222,7 @@ def _survey(outputs: Sequence[Tensor], received: Collection[int]) -> tuple[list[
             operator.claims = [claim for claim in operator.claims if claim.path[-1] not in wrong]
     operators = [operator for operator in operators if operator.claims]
     if shared:
-        operators.sort(key=lambda operator: operator.node._sequence_nr())
+        operators.sort(key=lambda operator: sequence_number(operator.node))
     for operator in operators:
         for claim in operator.claims:
             left.pop(claim.path[-1], None)

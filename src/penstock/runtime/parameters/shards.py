@@ -8,11 +8,13 @@ Laws of this file:
   2. `settled`, `whole` and `assign` may communicate, so all processes of the tensor's mesh call them together.
 """
 
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from penstock.torch_internals.distributed import local_tensor
 
 __all__ = ["assign", "dimensions_of", "distributed_like", "of_part", "part_of", "point", "settled", "whole"]
 
@@ -21,15 +23,14 @@ T = TypeVar("T")
 
 def part_of(tensor: Tensor) -> Tensor:
     """The memory of this process's part, as a plain tensor without history."""
-    # Not to_local(): since torch 2.13 it wraps the part of a parameter anew.
-    return tensor._local_tensor.data if isinstance(tensor, DTensor) else tensor.data
+    return local_tensor(tensor).data if isinstance(tensor, DTensor) else tensor.data
 
 
 def point(parameter: nn.Parameter, part: Tensor) -> None:
     """Makes `part` the memory of this process's part of `parameter`, which keeps its identity."""
     if isinstance(parameter, DTensor):
         # Setting .data of a DTensor changes what torch believes of its storage, but not the part that it computes with.
-        cast(Any, parameter)._local_tensor.data = part
+        local_tensor(parameter).data = part
     else:
         parameter.data = part
 

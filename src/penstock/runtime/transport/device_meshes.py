@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.scheduling.placements import Placement
 
@@ -29,7 +28,7 @@ def stage_mesh(placement: Placement, rank: int, lanes: int, device: torch.device
     mesh = _make_mesh(placement, rank, lanes, device)
     for group in mesh.get_all_groups():
         # A mesh takes no timeout of its own (torch 2.11 to 2.13), and that of the default group may be half an hour.
-        _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        group.set_timeout(timedelta(seconds=timeout_seconds))
     return mesh
 
 

@@ -20,6 +20,7 @@ from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, together
 from penstock.runtime.transport.timeouts import Patience
 from penstock.runtime.transport.transport import Forms
+from penstock.torch_internals.distributed import gather_into
 
 __all__ = ["WHOLE_BYTES", "Agreement", "OrderedSum"]
 
@@ -61,7 +62,7 @@ class OrderedSum:
 
     def _gather(self, own: Tensor, every: Tensor) -> Tensor:
         """Everybody's `own`, by their places, in the memory of `every`."""
-        self._group._allgather_base(every, own).wait()
+        gather_into(self._group, every, own).wait()
         return every
 
     def _swap(self, own: Tensor) -> Tensor:
