@@ -59,13 +59,13 @@ class Series:
         left = self._deadline - time.monotonic()
         if left <= 0:
             return missing("left out: the deadline had passed")
-        patience = min(contender.variant.patience_seconds, left + GRACE_SECONDS)
+        timeout = min(contender.variant.patience_seconds, left + GRACE_SECONDS)
         try:
             if self._crew is None:
                 arguments = (launch, self._size, self._device, next(meetings))
                 self._crew = Crew(launch.processes, Bench, arguments, copies=self._device.type == "cpu")
-                self.facts = self._crew.ask(FACTS, patience)[0]
-            taken = self._crew.ask(contender.name, patience)
+                self.facts = self._crew.ask(FACTS, timeout)[0]
+            taken = self._crew.ask(contender.name, timeout)
         except Failed as failure:
             self._dismiss()
             return missing(str(failure))

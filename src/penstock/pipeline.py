@@ -17,10 +17,10 @@ from penstock.autoplans import Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.assembly.captured_models import begin
+from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
-from penstock.runtime.assembly.failure_guard import Guard
+from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_parts, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -34,12 +34,12 @@ from penstock.runtime.assembly.stages import (
 )
 from penstock.runtime.batches.batch_splitter import BatchCutter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.required_inputs import Readings, find_readings, held_stages
+from penstock.runtime.batches.required_inputs import RequiredInputs, find_required_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.devices.device_context import site_of
-from penstock.runtime.engine.engine import Engine, LocalStages, recruit
+from penstock.runtime.devices.device_context import make_device_context
+from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
 from penstock.runtime.engine.prediction_checks import forecast_of
-from penstock.runtime.execution.recomputation import Grain, Recompute, choose_grains
+from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_grains
 from penstock.runtime.parameters.optimizer_steps import Updater, exchanged, readings_of
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
@@ -128,7 +128,7 @@ class Pipeline:
 
     cluster: Cluster | None = None
     """What ``plan="auto"`` found the links to be; None with another plan."""
-    reads: Readings
+    reads: RequiredInputs
 
     def __init__(
         self,
@@ -161,10 +161,10 @@ class Pipeline:
         updating = (loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates)
         recipe = Recipe(*updating, loss_weight, version_dtype, update_hooks)
         self._world: World = join_world()
-        self._guarded, self._sample = Guard(self._world), sample
+        self._guarded, self._sample = FailureGuard(self._world), sample
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                beginning = begin(model, sample, init_fn, recipe, compile, parallelize is not None)
+                beginning = capture_for_training(model, sample, init_fn, recipe, compile, parallelize is not None)
                 self._chain, self._device = beginning.chain, beginning.device
             if isinstance(plan, str):
                 undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
@@ -180,7 +180,7 @@ class Pipeline:
                 verify(self.schedule)
                 check_parts(self.schedule, bool(compile), parallelize is not None, grains)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
-                self.reads = find_readings(self._chain, held_stages(self.plan, self.schedule, self._ranks))
+                self.reads = find_required_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
             self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
             hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
@@ -196,11 +196,11 @@ class Pipeline:
         self.profile, self.cluster = made.profile, made.cluster
         return made.plan
 
-    def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Grain]) -> LocalStages:
+    def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
         """What this process holds."""
-        readings = readings_of(recipe, self.schedule.promise.delays)
+        readings = readings_of(recipe, self.schedule.guarantees.delays)
         modules = self._hooked.modules
-        self._site = site_of(self._device, self._ranks, transport.check)
+        self._site = make_device_context(self._device, self._ranks, transport.check)
         held = (self._ranks, transport, grains, modules, readings, self._site)
         return build_stages(self.plan, self._chain, self.schedule, *held)
 
@@ -210,11 +210,11 @@ class Pipeline:
         self.optimizers = make_optimizers(recipe.optimizer, self.named_parameters())
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
-        self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.promise.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.moments)
+        self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.timer)
         counted = counted_parameters(self.plan, chain)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = recruit(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
+        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
         return Engine(schedule, self._stages, workers, transport, forecast, self._site, seed)
 
     @cached_property

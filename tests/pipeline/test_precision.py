@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
+from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from support import models
 from support.jobs.precision_jobs import CAST, cast_options, run_cast, run_low
 from support.processes import Pool
@@ -88,7 +88,9 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     """The bytes of the weights of a layer in so many versions, and of what the optimizer steps."""
     layer = nn.Linear(10, 10)
     chain = penstock.capture(layer, (torch.randn(2, 10),))
-    weights = VersionedWeights(chain.stage(0, 1), dict(layer.named_parameters()), versions, reading=Reading(dtype))
+    weights = VersionedWeights(
+        chain.stage(0, 1), dict(layer.named_parameters()), versions, reading=ComputeWeights(dtype)
+    )
     slots = [tensor for slot in range(versions) for tensor in weights.slot(slot).values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}
     return sum(storages.values())

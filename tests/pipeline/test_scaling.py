@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.training.scaling import LossScale, ScaleCourse
+from penstock.training.scaling import LossScale, LossScaler
 from support import models
 from support.jobs.precision_jobs import CAST, cast_options
 from support.jobs.scaling_jobs import RISKY, run_scaled, scaled_options
@@ -104,7 +104,7 @@ def test_the_scale_is_in_the_state_dict(schedule: str) -> None:
 
 
 def test_an_overflow_lowers_only_the_scale_that_it_was_made_with() -> None:
-    course = ScaleCourse(LossScale(16.0, interval=2))
+    course = LossScaler(LossScale(16.0, interval=2))
     assert [course.used(update) for update in (1, 2)] == [16.0, 16.0]
     course.settle([1], keep=0)
     assert course.scale == 8.0

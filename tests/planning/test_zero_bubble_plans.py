@@ -18,7 +18,7 @@ from penstock.planning.memory import chunks_in_flight, peak_bytes
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.predictions import foresee, slowest_part
 from penstock.planning.requests import Request
-from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
 from penstock.simulating import evaluate, simulate
@@ -188,7 +188,7 @@ def test_replicas_of_a_folded_pipeline() -> None:
             "stages on a rank",
         ),
         (
-            lambda: Wishes(schedule="zb-v", stages_per_rank=4),
+            lambda: PlanConstraints(schedule="zb-v", stages_per_rank=4),
             "schedule='zb-v', stages_per_rank=4: expected choices that go together, found none that do: several stages "
             "per rank need schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='pipedream', "
             "synchronous=True rules out pipedream and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp "

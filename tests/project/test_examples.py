@@ -51,7 +51,7 @@ def train(nursery: Nursery) -> Train:
 def test_gpt(train: Train, processes: int) -> None:
     printed = train(processes, [*GPT, "--steps", "20"])
 
-    assert [promise for promise in PROMISED if printed.count(promise) != 1] == []
+    assert [guarantees for guarantees in PROMISED if printed.count(guarantees) != 1] == []
     before, after = (float(re.search(rf"loss {when}: ([\d.]+)", printed)[1]) for when in ("before", "after"))
     assert after < before
     assert "tokens per second" in printed
@@ -62,7 +62,7 @@ def test_gpt(train: Train, processes: int) -> None:
 def test_digits(train: Train, processes: int) -> None:
     printed = train(processes, [*DIGITS, "--steps", "30"])
 
-    assert [promise for promise in PROMISED if printed.count(promise) != 1] == []
+    assert [guarantees for guarantees in PROMISED if printed.count(guarantees) != 1] == []
     # Ten digits: one who guesses is right in one of ten.
     assert all(float(share) > 30 for share in re.findall(r"accuracy ([\d.]+)%", printed))
     assert "test set: loss" in printed

@@ -176,7 +176,7 @@ def test_what_is_public_or_our_own_is_none(source: str) -> None:
 
 
 def test_names_that_penstock_and_torch_both_give_are_torchs() -> None:
-    """On `self` they are Penstock's: no class of Penstock's that inherits from one of PyTorch's may give such a name."""
+    """On `self` they are Penstock's: no class of ours that inherits from PyTorch may give such a name."""
     inheriting = [
         (module, node)
         for module, tree in TREES.items()

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_pages import data_of, page_of
 
 from penstock.cli import main
 from penstock.commands.descriptions import describe_profile
@@ -14,6 +13,7 @@ from penstock.simulating import critical_path, simulate
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
+from support.page_contents import data_of, page_of
 
 
 def played(made: Schedule, cut: float = 0.0, bandwidth: float = float("inf")) -> Timeline:

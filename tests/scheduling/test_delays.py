@@ -16,7 +16,7 @@ def found_delays(schedule: Schedule, minibatches: int) -> list[int]:
         for action in row:
             match action:
                 case Backward(stage, microbatch, version) | BackwardWeight(stage, microbatch, version):
-                    of = microbatch // schedule.promise.microbatches_per_update[stage] + 1
+                    of = microbatch // schedule.guarantees.microbatches_per_update[stage] + 1
                     taken[stage, of] = version
                 case Update(stage, version) if (stage, version) in taken:
                     delays[stage] = max(delays[stage], version - 1 - taken[stage, version])
@@ -27,25 +27,25 @@ def found_delays(schedule: Schedule, minibatches: int) -> list[int]:
 
 def enough(schedule: Schedule) -> int:
     """So many minibatches fill the pipe and go on."""
-    return 4 + 3 * (max(schedule.promise.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
+    return 4 + 3 * (max(schedule.guarantees.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
 
 
 @settings(max_examples=300)
 @given(schedules(6, 10))
 def test_the_delay_is_what_the_programs_show(schedule: Schedule) -> None:
-    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
 
 
 @settings(max_examples=200)
 @given(replicated_schedules(4, 3, 10))
 def test_replicas_have_the_delay_of_their_rounds(schedule: Schedule) -> None:
-    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
 
 
 @settings(max_examples=200)
 @given(waiting_schedules(5, 8))
 def test_updates_that_wait_are_no_later_in_numbers(schedule: Schedule) -> None:
-    assert tuple(found_delays(schedule, enough(schedule))) == schedule.promise.delays
+    assert tuple(found_delays(schedule, enough(schedule))) == schedule.guarantees.delays
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_updates_that_wait_are_no_later_in_numbers(schedule: Schedule) -> None:
     ],
 )
 def test_delays_of_small_pipelines(schedule: Schedule, delays: tuple[int, ...]) -> None:
-    assert schedule.promise.delays == delays
+    assert schedule.guarantees.delays == delays

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduling.actions import Compute, Receive, Send, format_programs, parse, parse_programs
 from penstock.scheduling.arrivals import longest_wait
-from penstock.scheduling.definitions import Drain, Shape, Step
+from penstock.scheduling.definitions import Drain, PipelineShape, Step
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.orders import GPIPE, INTERLEAVED, PIPEDREAM, TWO_BW
 from penstock.scheduling.placements import Placement
@@ -60,7 +60,7 @@ def test_one_stage_has_no_messages() -> None:
     st.integers(0, 3),
 )
 def test_lowering_adds_messages_only_and_each_beside_its_action(method, ranks, factor, minibatch) -> None:
-    shape = Shape(Placement.straight(ranks, factor if method.interleaves else 1), ranks * factor)
+    shape = PipelineShape(Placement.straight(ranks, factor if method.interleaves else 1), ranks * factor)
     for part in (Step(minibatch), Drain(minibatch)):
         programs = [tuple(method.order(shape, rank, part)) for rank in range(ranks)]
         lowered = lower(programs, shape.placement)
@@ -81,7 +81,7 @@ def _concerns(compute, message, source: int) -> bool:
 
 @pytest.mark.parametrize("method", [GPIPE, PIPEDREAM, TWO_BW])
 def test_lowering_parts_is_lowering_the_whole(method) -> None:
-    shape = Shape(Placement.straight(3), 4)
+    shape = PipelineShape(Placement.straight(3), 4)
     parts = [*(Step(minibatch) for minibatch in range(3)), Drain(3)]
     rows = [[action for part in parts for action in method.order(shape, rank, part)] for rank in range(3)]
     pieces = [lower([method.order(shape, rank, part) for rank in range(3)], shape.placement) for part in parts]

@@ -71,7 +71,7 @@ def test_in_flight_on_each_replica(replicas: list[int], in_flight: tuple[int, ..
     """Specs, section 2.3: ceil(workers in and behind the stage / its replicas)."""
     made = replicated("pipedream", replicas, 1)
 
-    assert made.promise.in_flight == made.promise.versions == in_flight
+    assert made.guarantees.in_flight == made.guarantees.versions == in_flight
     assert verify(made, 4 * sum(replicas)).in_flight == in_flight
 
 
@@ -88,7 +88,9 @@ def test_random_replicated_schedules_keep_the_laws(made: Schedule, minibatches: 
     verification = verify(made, minibatches)
 
     assert verification.actions == sum(map(len, _distinct_rows(made, minibatches)))
-    assert all(seen <= promised for seen, promised in zip(verification.in_flight, made.promise.in_flight, strict=True))
+    assert all(
+        seen <= promised for seen, promised in zip(verification.in_flight, made.guarantees.in_flight, strict=True)
+    )
 
 
 def _distinct_rows(made: Schedule, minibatches: int):
@@ -117,7 +119,7 @@ def test_every_microbatch_is_summed_once_at_one_version(made: Schedule, minibatc
         updates = max(version for at, version in parts if at == stage)
         sums = [sorted(parts[stage, version]) for version in range(1, updates + 1)]
         assert [microbatch for part in sums for microbatch in part] == list(range(total))
-        size = made.promise.microbatches_per_update[stage]
+        size = made.guarantees.microbatches_per_update[stage]
         assert [len(part) for part in sums[:-1]] == [size] * (updates - 1)
         assert all(len(versions[stage, version]) == 1 for version in range(1, updates + 1))
 

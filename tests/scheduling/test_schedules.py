@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.definitions import Method
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import GPIPE, METHODS, one_f_one_b_flush
 from penstock.scheduling.schedules import Schedule, inference, schedule
 from penstock.scheduling.verification.verifier import verify
@@ -37,7 +37,9 @@ def test_fields() -> None:
 def test_schedules_compare_hash_and_pickle_by_value() -> None:
     one, other = Schedule("pipedream", 4, 1), Schedule("pipedream", 4, 1, vertical_sync=True)
 
-    assert one == Schedule("pipedream", 4, 1, methods=(*METHODS, Method("mine", GPIPE.order, GPIPE.promise)))
+    assert one == Schedule(
+        "pipedream", 4, 1, methods=(*METHODS, ScheduleDefinition("mine", GPIPE.order, GPIPE.guarantees))
+    )
     assert one != other
     assert len({one, other, Schedule("pipedream", 4, 1)}) == 2
     assert pickle.loads(pickle.dumps(other)) == other
@@ -112,12 +114,12 @@ def test_what_a_method_cannot_run() -> None:
 
 def test_a_method_of_ones_own() -> None:
     """A new schedule is one function; here GPipe's promise with the order of 1F1B, which more than keeps it."""
-    mine = Method("mine", one_f_one_b_flush.order, GPIPE.promise)
+    mine = ScheduleDefinition("mine", one_f_one_b_flush.order, GPIPE.guarantees)
     made = Schedule("mine", 3, 4, methods=(mine,))
 
     assert made.step(0) == Schedule("1f1b-flush", 3, 4).step(0)
     assert verify(made).in_flight == (3, 2, 1)
-    assert made.promise.in_flight == (4, 4, 4)
+    assert made.guarantees.in_flight == (4, 4, 4)
 
 
 def test_inference() -> None:

@@ -121,7 +121,7 @@ def test_stages_that_share_nothing_stay_as_they_are() -> None:
 
     assert replace(bare, ties=((0, 2),)).row(1, Step(3)) == bare.row(1, Step(3))
     assert replace(bare, ties=((0, 2),)).row(2, Step(3)) != bare.row(2, Step(3))
-    assert (bare.promise.gradients, DELAYED.promise.gradients) == ((1, 1, 1, 1), (2, 1, 2))
+    assert (bare.guarantees.gradients, DELAYED.guarantees.gradients) == ((1, 1, 1, 1), (2, 1, 2))
 
 
 @settings(max_examples=60, deadline=None)

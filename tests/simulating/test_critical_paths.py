@@ -4,7 +4,6 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulator_oracle import problems
 
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating import simulate
@@ -14,6 +13,7 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
+from support.simulation_problems import problems
 
 
 def actions(timeline: Timeline) -> list[str]:

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulator_oracle import problems
 
 from penstock.errors import PlanError
 from penstock.simulating import simulate
@@ -11,6 +10,7 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
+from support.simulation_problems import problems
 
 
 def make_profile(*layers: tuple[float, float, float, float, float]) -> Profile:

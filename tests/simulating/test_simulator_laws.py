@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulator_oracle import number, problems, speeds
 
 from penstock.scheduling.schedules import Schedule, schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
@@ -14,6 +13,7 @@ from penstock.simulating.simulator import play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
+from support.simulation_problems import number, problems, speeds
 
 
 def balanced(stages: int, cut: float = 0.0) -> Profile:

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulator_oracle import problems
 
 from penstock.scheduling.actions import (
     Backward,
@@ -26,6 +25,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import schedules
+from support.simulation_problems import problems
 
 
 def make_profile(stages: int, saved: float = 0.0, cut: float = 0.0, weights: float = 0.0) -> Profile:
@@ -212,8 +212,8 @@ def test_a_workspace_takes_the_room_of_layers_that_are_not_at_work() -> None:
 
 
 def check_course(memory: RankMemory, stays: list[tuple[float, float, float]]) -> None:
-    moments = sorted({moment for begin, end, _ in stays for moment in (begin, end)})
-    for earlier, later in pairwise(moments):
+    timer = sorted({moment for begin, end, _ in stays for moment in (begin, end)})
+    for earlier, later in pairwise(timer):
         middle = (earlier + later) / 2
         if not earlier < middle < later:
             continue

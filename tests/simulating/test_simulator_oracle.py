@@ -23,9 +23,9 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.simulating import simulate
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
-from support.schedule_strategies import replicated_schedules, schedules
+from support.simulation_problems import problems
 
 Spot = tuple[int, int]
 
@@ -150,52 +150,7 @@ class Oracle:
                     self.start[spot], self.stop[spot] = begin, end
 
 
-number = st.integers(0, 8).map(float)
-speeds = st.sampled_from([0.5, 1.0, 2.0, 4.0, float("inf")])
 """Quotients of small numbers by these are exact."""
-
-
-def make_plan(draw: st.DrawFn, schedule: Schedule, layers: int) -> Plan:
-    extra = sorted(draw(st.lists(st.integers(0, schedule.stages - 1), max_size=2)))[: layers - schedule.stages]
-    lengths = [1 + extra.count(stage) for stage in range(schedule.stages)]
-    lengths[-1] += layers - sum(lengths)
-    cuts = [sum(lengths[:stage]) for stage in range(schedule.stages + 1)]
-    stages = tuple(Stage(cuts[index], cuts[index + 1], ranks) for index, ranks in enumerate(schedule.placement.stages))
-    return Plan(
-        stages,
-        schedule.method,
-        schedule.microbatches,
-        vertical_sync=schedule.vertical_sync,
-        recompute=draw(st.booleans()),
-        routing="split" if schedule.placement.split else "round-robin",
-    )
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
-    straight = schedules(most_ranks=4, most_microbatches=5)
-    schedule = draw(st.one_of(straight, replicated_schedules(3, 4, 6)))
-    layers = draw(
-        st.lists(
-            st.tuples(number, number, number, number, st.sampled_from([None, 0, 0.25, 1])),
-            min_size=schedule.stages,
-            max_size=schedule.stages + 2,
-        )
-    )
-    profile = Profile(
-        tuple(
-            LayerProfile("", f, b, cut, 0, weights, weight_seconds=None if part is None else part * b)
-            for f, b, cut, weights, part in layers
-        ),
-        8,
-    )
-    if draw(st.booleans()):
-        cluster = Cluster.uniform(schedule.ranks, draw(speeds), latency_seconds=draw(number))
-    else:
-        rows = [[draw(speeds) for _ in range(schedule.ranks)] for _ in range(schedule.ranks)]
-        delays = [[draw(number) for _ in range(schedule.ranks)] for _ in range(schedule.ranks)]
-        cluster = Cluster.from_matrix(rows, latency_seconds=delays)
-    return schedule, make_plan(draw, schedule, len(layers)), profile, cluster, draw(st.integers(1, 3))
 
 
 @settings(max_examples=400, deadline=None)

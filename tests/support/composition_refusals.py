@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
-from penstock.runtime.transport.tensor_parallel_transport import Lanes, connect_lanes
+from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport, connect_tensor_parallel
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import Processes
 from support import models
@@ -226,8 +226,8 @@ def messages_over_lanes() -> tuple[list[str], int]:
     groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
     rank = world.rank // 2
     cut, report = Edge(0, 1), Edge(0, 1, "reports")
-    transport = connect_lanes(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
-    assert isinstance(transport, Lanes)
+    transport = connect_tensor_parallel(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
+    assert isinstance(transport, TensorParallelTransport)
     torch.manual_seed(0)
     wrong = []
     for kind in TYPES:

@@ -11,26 +11,16 @@ from penstock.cli import main
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
+from support.page_contents import data_of, page_of
 from support.pictured import SPANS, large_timeline, remembered, shifted
 
 KINDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}
-
-
-def page_of(path: Path, timeline: Timeline, **options: object) -> str:
-    timeline.save_html(path / "page.html", **options)  # type: ignore[arg-type]
-    return (path / "page.html").read_text(encoding="utf-8")
 
 
 def body_of(page: str) -> ElementTree.Element:
     """The page without its script and style, which must be well-formed XML."""
     page = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL).removeprefix("<!DOCTYPE html>")
     return ElementTree.fromstring(page)
-
-
-def data_of(page: str) -> dict:  # type: ignore[type-arg]
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert match is not None
-    return json.loads(match[1])  # type: ignore[no-any-return]
 
 
 def read_spans(data: dict, panel: int = 0) -> list[tuple[int, str, float, float, int, int, int]]:  # type: ignore[type-arg]

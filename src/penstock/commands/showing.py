@@ -117,7 +117,7 @@ def _play(plan: "Plan") -> "Timeline":
     from penstock.values import Cluster, LayerProfile, Profile
 
     played = schedule(plan)
-    backward = 2.0 if played.promise.splits else 1.0
+    backward = 2.0 if played.guarantees.splits else 1.0
     layer = LayerProfile("stage", 1.0, backward, 0.0, 0.0, 0.0, weight_seconds=backward / 2)
     cluster = Cluster.uniform(played.ranks, float("inf"))
     timeline = simulate(played, Profile((layer,) * played.stages, 1), cluster, split_seconds=0.0)
@@ -128,7 +128,7 @@ def _equal(plan: "Plan") -> str:
     """What `_play` takes to be equally long."""
     from penstock.scheduling import schedule
 
-    return "forward, input part and weight part" if schedule(plan).promise.splits else "forward and backward"
+    return "forward, input part and weight part" if schedule(plan).guarantees.splits else "forward and backward"
 
 
 def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments: argparse.Namespace, title: str) -> str:

@@ -16,7 +16,7 @@ from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
 from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
-from penstock.training.scaling import ScaleCourse
+from penstock.training.scaling import LossScaler
 from penstock.training.update_hooks import HookStates
 from penstock.values.plans import Plan
 
@@ -96,7 +96,7 @@ class Training:
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
         """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
-        self.scales = None if recipe.scaling is None else ScaleCourse(recipe.scaling)
+        self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         self._names: dict[int, str] = {}

@@ -6,7 +6,7 @@ A planner has a room of its own; here is what they share, and the search that as
 from penstock.planning.pipedream import noam, partition
 from penstock.planning.planners import plan
 from penstock.planning.ptd_p import plan_three_d
-from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.searches import compare_plans
 
-__all__ = ["Wishes", "compare_plans", "noam", "partition", "plan", "plan_three_d"]
+__all__ = ["PlanConstraints", "compare_plans", "noam", "partition", "plan", "plan_three_d"]

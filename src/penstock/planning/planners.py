@@ -7,7 +7,7 @@ from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
-from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import explain_search
 from penstock.planning.search.infeasibility import describe_needs
 from penstock.planning.search.searches import compare_plans
@@ -62,7 +62,7 @@ def plan(
 
     Raises `PlanError` for choices that make no sense, and if nothing fits in memory: then it says what would be needed.
     """
-    wishes = Wishes(
+    wishes = PlanConstraints(
         planner=planner,
         schedule=schedule,
         microbatches=microbatches,
@@ -87,13 +87,15 @@ def plan(
     return replace(found.ranked[0], explanation=explain_search(found))
 
 
-def _plan_transformer(transformer: Transformer, cluster: Cluster, wishes: Wishes) -> Plan:
-    understood = Wishes(
+def _plan_transformer(transformer: Transformer, cluster: Cluster, wishes: PlanConstraints) -> Plan:
+    understood = PlanConstraints(
         batch_size=wishes.batch_size, stages_per_rank=wishes.stages_per_rank, recompute=wishes.recompute
     )
     if wishes != understood:
         different = [
-            field.name for field in fields(Wishes) if getattr(wishes, field.name) != getattr(understood, field.name)
+            field.name
+            for field in fields(PlanConstraints)
+            if getattr(wishes, field.name) != getattr(understood, field.name)
         ]
         raise PlanError(
             f"{', '.join(different)}: expected batch_size, stages_per_rank or recompute for a transformer, found "

@@ -35,7 +35,7 @@ from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.connection_rounds import arrange
-from penstock.runtime.transport.transport import Edge, Ticket, Transport
+from penstock.runtime.transport.transport import Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster
 
@@ -230,7 +230,7 @@ class _Side:
     def _send(self, form: str, tensor: Tensor) -> None:
         self.transport.send(Edge(self.rank, self.partner, "probe"), form, (tensor,))
 
-    def _post(self, form: str) -> Ticket:
+    def _post(self, form: str) -> PendingMessage:
         return self.transport.post(Edge(self.partner, self.rank, "probe"), form)
 
     def _receive(self, form: str) -> list[float]:

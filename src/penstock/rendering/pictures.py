@@ -47,7 +47,7 @@ def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None
 
 
 def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
-    splits = schedule.promise.splits
+    splits = schedule.guarantees.splits
     costs = Costs.unit(schedule.stages, split=splits)
     timeline = execute(schedule.program(minibatches), schedule.shape.placement, costs)
     marks = read_marks(timeline)

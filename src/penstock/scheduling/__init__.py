@@ -14,7 +14,7 @@ from penstock.scheduling.actions import (
     parse,
     parse_programs,
 )
-from penstock.scheduling.definitions import Drain, Method, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, ScheduleDefinition, Step, VersionRule
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
@@ -29,13 +29,13 @@ __all__ = [
     "Compute",
     "Drain",
     "Forward",
-    "Method",
+    "Guarantees",
+    "PipelineShape",
     "Programs",
-    "Promise",
     "Receive",
     "Schedule",
+    "ScheduleDefinition",
     "Send",
-    "Shape",
     "Step",
     "Update",
     "Verification",

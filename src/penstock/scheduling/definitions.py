@@ -1,6 +1,6 @@
 """What a scheduling method is: an order of compute actions, and the promises that the order keeps.
 
-A method is data. Its `order` says what each rank computes; its `promise` says what that costs and which weights it
+A method is data. Its `order` says what each rank computes; its `guarantees` says what that costs and which weights it
 reads, and the verifier holds one against the other. So a new schedule is one file in `orders/`, and nothing else.
 
 Laws of this file:
@@ -21,13 +21,13 @@ from penstock.scheduling.placements import Placement
 __all__ = [
     "Drain",
     "Entry",
-    "Finished",
-    "Method",
+    "Guarantees",
+    "LastUpdate",
     "NormRule",
     "Order",
-    "Part",
-    "Promise",
-    "Shape",
+    "PipelineShape",
+    "ScheduleDefinition",
+    "Segment",
     "Step",
     "Summed",
     "VersionRule",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PipelineShape:
     """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas.
 
     `waiting`: the stages whose updates need what other stages know, so that an order may not update at once.
@@ -105,7 +105,7 @@ class Drain:
     minibatches: int
 
 
-Part: TypeAlias = Step | Drain
+Segment: TypeAlias = Step | Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,16 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class LastUpdate:
     """A mark: `stage` has made its last update, the one to `version`, before the pipe is empty."""
 
     stage: int
     version: int
 
 
-Entry: TypeAlias = Compute | Summed | Finished
+Entry: TypeAlias = Compute | Summed | LastUpdate
 """What an order yields."""
-Order: TypeAlias = Callable[[Shape, int, Part], Iterator[Entry]]
+Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
 
 
 class VersionRule(Enum):
@@ -151,7 +151,7 @@ class NormRule(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Guarantees:
     """What a method costs and keeps to, per stage; `verify` holds every program to it.
 
     `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
@@ -203,13 +203,13 @@ class Promise:
                 return (0,) * len(self.versions)
 
 
-def accept_any(shape: Shape) -> None:
+def accept_any(shape: PipelineShape) -> None:
     """The check of a method that runs with any number of ranks and microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """A scheduling method: its `name`, the `order` of a rank's actions, and its `promise` for a pipeline of some shape.
+class ScheduleDefinition:
+    """A scheduling method: its `name`, the `order` of a rank's actions, and its `guarantees` for a shape of pipeline.
 
     `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
     `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form. `defers`: the order of
@@ -219,8 +219,8 @@ class Method:
 
     name: str
     order: Order
-    promise: Callable[[Shape], Promise]
-    check: Callable[[Shape], None] = accept_any
+    guarantees: Callable[[PipelineShape], Guarantees]
+    check: Callable[[PipelineShape], None] = accept_any
     interleaves: bool = False
     syncs: bool = False
     defers: bool = False

@@ -40,7 +40,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import Entry, Finished, NormRule, Summed
+from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
 from penstock.scheduling.placements import Placement
 from penstock.values.crossings import Skip
 
@@ -164,7 +164,7 @@ class _Lowering:
                         yield entry
                     case Summed(stage, version):
                         yield from self._leave(stage, version)
-                    case Finished(stage, version):
+                    case LastUpdate(stage, version):
                         yield from self._hear(stage, version)
                     case Update():
                         raise AssertionError("updates come in runs of their own")

@@ -11,7 +11,15 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
-from penstock.scheduling.definitions import Drain, Method, NormRule, Part, Promise, Shape, Step
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    NormRule,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+)
 from penstock.scheduling.lowering import lower_row
 from penstock.scheduling.orders import INFERENCE, METHODS
 from penstock.scheduling.placements import Placement
@@ -34,7 +42,9 @@ class Schedule:
     `replicated`: where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`.
     `norms`: whether stages tell each other the norms of their gradients, as `known_norms` says; an inference has none.
     `skips`: pairs of stages, others between them, that send each other values directly; see `choose_skips`.
-    `methods`: where the name is looked up; give your own `Method` here. `ScheduleError` says what does not fit.
+    `methods`: where the name is looked up; give your own `ScheduleDefinition` here.
+
+    `ScheduleError` says what does not fit.
     """
 
     method: str
@@ -46,15 +56,15 @@ class Schedule:
     replicated: Placement | None = None
     norms: bool = False
     skips: tuple[Skip, ...] = ()
-    methods: tuple[Method, ...] = field(default=METHODS, repr=False)
-    shape: Shape = field(init=False, repr=False, compare=False)
-    promise: Promise = field(init=False, repr=False, compare=False)
+    methods: tuple[ScheduleDefinition, ...] = field(default=METHODS, repr=False)
+    shape: PipelineShape = field(init=False, repr=False, compare=False)
+    guarantees: Guarantees = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         method = _find_method(self.method, self.methods)
         placement = _place(self, method)
         waiting = _waiting(self, len(placement.stages))
-        shape = Shape(placement, self.microbatches, self.vertical_sync, waiting)
+        shape = PipelineShape(placement, self.microbatches, self.vertical_sync, waiting)
         if method.folds and self.stages_per_rank != 2:
             raise ScheduleError(
                 f"schedule {method.name!r}: a rank holds two stages, got stages_per_rank={self.stages_per_rank}; give "
@@ -76,7 +86,7 @@ class Schedule:
         straight = Placement.straight(shape.placement.length, self.stages_per_rank)
         object.__setattr__(self, "replicated", None if shape.placement == straight else shape.placement)
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "promise", method.promise(shape))
+        object.__setattr__(self, "guarantees", method.guarantees(shape))
         _check_ties(self, method)
         _check_norms(self)
         _check_skips(self)
@@ -109,7 +119,7 @@ class Schedule:
     @property
     def flushes(self) -> bool:
         """Whether the pipe is empty after every step, so that there is nothing to drain."""
-        return self.promise.flushes
+        return self.guarantees.flushes
 
     @property
     def deferred(self) -> frozenset[int]:
@@ -121,14 +131,14 @@ class Schedule:
     def norm_rule(self) -> NormRule:
         """Whose norms of gradients a stage knows at an update."""
         (method,) = self.methods
-        if not self.norms or not self.promise.trains:
+        if not self.norms or not self.guarantees.trains:
             return NormRule.NONE
         return NormRule.ALL if self.flushes or method.defers else NormRule.LAGGED
 
     @property
     def microbatches_per_update(self) -> int:
         """How many microbatches one update of a stage sums up; of a stage with the most, where they differ."""
-        return max(self.promise.microbatches_per_update)
+        return max(self.guarantees.microbatches_per_update)
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`; the first one of its replicas."""
@@ -140,15 +150,15 @@ class Schedule:
 
     def versions(self, stage: int) -> int:
         """How many weight versions of `stage` are alive at once; version x lives in slot ``x % versions(stage)``."""
-        return self.promise.versions[stage]
+        return self.guarantees.versions[stage]
 
     def in_flight(self, stage: int) -> int:
         """How many microbatches of `stage` wait for their backward at once, at most."""
-        return self.promise.in_flight[stage]
+        return self.guarantees.in_flight[stage]
 
     def last_taken(self, rank: int, stage: int, version: int) -> int | None:
         """The last of the microbatches that `rank` takes of those that the update of `stage` to `version` sums up."""
-        size = self.promise.microbatches_per_update[stage]
+        size = self.guarantees.microbatches_per_update[stage]
         taken = self.placement.taken_by(rank, range((version - 1) * size, version * size))
         return taken[-1] if taken else None
 
@@ -167,7 +177,7 @@ class Schedule:
         parts = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
         return tuple(tuple(action for part in parts for action in part[rank]) for rank in range(self.ranks))
 
-    def row(self, rank: int, part: Part) -> tuple[Action, ...]:
+    def row(self, rank: int, part: Segment) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
         (method,) = self.methods
         row = self.lower(rank, part)
@@ -175,13 +185,13 @@ class Schedule:
             return row
         return tuple(row[place] for place in _order_of_arrivals(self, rank, part.minibatch % self.placement.stride(0)))
 
-    def lower(self, rank: int, part: Part) -> tuple[Action, ...]:
+    def lower(self, rank: int, part: Segment) -> tuple[Action, ...]:
         """The same with each receive directly before what uses it, whatever was sent before."""
         (method,) = self.methods
         order = method.order(self.shape, rank, part)
         return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
 
-    def _rows(self, part: Part) -> Programs:
+    def _rows(self, part: Segment) -> Programs:
         return tuple(self.row(rank, part) for rank in range(self.ranks))
 
     def __str__(self) -> str:
@@ -232,7 +242,7 @@ def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[i
     return tuple(places[action] for action in follow_sends(row, first, placement, others))
 
 
-def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
+def _find_method(name: str, methods: tuple[ScheduleDefinition, ...]) -> ScheduleDefinition:
     for method in methods:
         if method.name == name:
             return method
@@ -241,7 +251,7 @@ def _find_method(name: str, methods: tuple[Method, ...]) -> Method:
     raise ScheduleError(f"schedule: there is no method {name!r}. {hint}Choose one of {', '.join(map(repr, names))}")
 
 
-def _place(schedule: Schedule, method: Method) -> Placement:
+def _place(schedule: Schedule, method: ScheduleDefinition) -> Placement:
     placement = schedule.replicated
     if placement is None and method.folds:
         return Placement.folded(schedule.ranks)
@@ -262,7 +272,7 @@ def _waiting(schedule: Schedule, stages: int) -> frozenset[int]:
     return frozenset(stage for group in schedule.ties for stage in group)
 
 
-def _check_ties(schedule: Schedule, method: Method) -> None:
+def _check_ties(schedule: Schedule, method: ScheduleDefinition) -> None:
     for group in schedule.ties:
         if len(group) < 2 or list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < schedule.stages:
             raise ScheduleError(

@@ -30,7 +30,7 @@ from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
 from penstock.simulating.instructions import RECEIVE, SEND, Instructions, Mark, content_stages
 from penstock.simulating.player import Track
-from penstock.timelines.memories import Course, RankMemory
+from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.values.crossings import Skip
 
 __all__ = ["Sizes", "hold", "peak_bytes"]
@@ -199,9 +199,9 @@ def _changes(track: Track, sizes: Sizes, schedule: Schedule) -> tuple[_Changes, 
     makers = computes[np.searchsorted(computes, sends) - 1]
     users = _users(marks, np.array(track.instructions.contents, dtype=np.int64)[counted][~sent], len(sizes.saved))
     used = np.where(backward[users], ends[users], starts[users])
-    moments = [stops[makers], messages[~sent], messages[sent], used, ends[made], stops[gone]]
+    times = [stops[makers], messages[~sent], messages[sent], used, ends[made], stops[gone]]
     amounts = [carried[sends], carried[receives], -carried[sends], -carried[receives], weights[made], -weights[gone]]
-    return kept, _drop_nothing(np.concatenate(moments), np.concatenate(amounts))
+    return kept, _drop_nothing(np.concatenate(times), np.concatenate(amounts))
 
 
 def _users(marks: npt.NDArray[np.int64], received: npt.NDArray[np.int64], stages: int) -> _Places:
@@ -228,7 +228,7 @@ def _gradients(track: Track, marks: npt.NDArray[np.int64], schedule: Schedule) -
     for stage in schedule.stages_of(track.rank):
         backwards = np.flatnonzero((owners == stage) & _sums_up(kinds))
         updates = np.flatnonzero((owners == stage) & (kinds == Mark.UPDATE))
-        size = schedule.promise.microbatches_per_update[stage]
+        size = schedule.guarantees.microbatches_per_update[stage]
         # Backwards come in the order of their microbatches: where those of each update begin and end.
         ends = _taken(schedule, track.rank, stage, size * np.arange(len(updates) + len(backwards) + 1))
         ends = np.minimum(ends, len(backwards))
@@ -269,19 +269,19 @@ def _sums_up(marks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return np.isin(marks, (Mark.BACKWARD, Mark.BACKWARD_KEPT, Mark.WEIGHT_PART))
 
 
-def _drop_nothing(moments: _Numbers, amounts: _Numbers) -> _Changes:
+def _drop_nothing(times: _Numbers, amounts: _Numbers) -> _Changes:
     changed = amounts != 0
-    return moments[changed], amounts[changed]
+    return times[changed], amounts[changed]
 
 
 def _totals(changes: _Changes) -> _Changes:
     """Each moment of change once, ascending, and the bytes that are held from it on."""
     order = np.argsort(changes[0], kind="stable")
-    moments, held = changes[0][order], np.cumsum(changes[1][order])
-    last = np.append(moments[1:] != moments[:-1], np.ones(min(1, len(moments)), dtype=bool))
-    return moments[last], held[last]
+    times, held = changes[0][order], np.cumsum(changes[1][order])
+    last = np.append(times[1:] != times[:-1], np.ones(min(1, len(times)), dtype=bool))
+    return times[last], held[last]
 
 
-def _course(changes: _Changes) -> Course:
-    moments, held = _totals(changes)
-    return tuple(zip(moments.tolist(), held.tolist(), strict=True))
+def _course(changes: _Changes) -> MemoryCurve:
+    times, held = _totals(changes)
+    return tuple(zip(times.tolist(), held.tolist(), strict=True))

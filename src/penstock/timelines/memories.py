@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import TypeAlias
 
-__all__ = ["Course", "RankMemory"]
+__all__ = ["MemoryCurve", "RankMemory"]
 
-Course: TypeAlias = tuple[tuple[float, float], ...]
+MemoryCurve: TypeAlias = tuple[tuple[float, float], ...]
 """(seconds, bytes from then on), ascending; nothing is held before the first entry."""
 
 
@@ -25,9 +25,9 @@ class RankMemory:
     """The optimizer's state."""
     master_bytes: float = 0.0
     """Weights of full precision beside those that compute."""
-    activations: Course = ()
+    activations: MemoryCurve = ()
     """What forwards keep until their backward, and what a recomputation makes again."""
-    buffers: Course = ()
+    buffers: MemoryCurve = ()
     """Messages that have arrived and are not used yet, and those that are not sent yet; and the gradients of weights,
     from the end of the first backward that makes them to the end of the update that takes them."""
 
@@ -53,5 +53,5 @@ class RankMemory:
         if moment is not None:
             yield moment, self.constant_bytes + sum(latest)
 
-    def _courses(self) -> tuple[Course, Course]:
+    def _courses(self) -> tuple[MemoryCurve, MemoryCurve]:
         return self.activations, self.buffers

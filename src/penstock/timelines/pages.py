@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
-from penstock.timelines.memories import Course, RankMemory
+from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.panels import Panel, held_stages, peak_words
 from penstock.timelines.spans import Span
 from penstock.values.quantities import bytes_text, seconds_text
@@ -196,11 +196,11 @@ def _memory(memory: RankMemory, origin: float, tick: float) -> dict[str, object]
     }
 
 
-def _course(course: Course, origin: float, tick: float) -> dict[str, list[int]]:
+def _course(course: MemoryCurve, origin: float, tick: float) -> dict[str, list[int]]:
     """Distances in ticks, and whole bytes."""
-    moments = [round((at - origin) / tick) for at, _ in course]
+    times = [round((at - origin) / tick) for at, _ in course]
     return {
-        "at": [moment - before for before, moment in zip([0, *moments], moments, strict=False)],
+        "at": [moment - before for before, moment in zip([0, *times], times, strict=False)],
         "bytes": [round(size) for _, size in course],
     }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.timelines.memories import Course, RankMemory
+from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.spans import Span
 from penstock.values.documents import read_json
 
@@ -167,7 +167,7 @@ def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     return RankMemory(weight, optimizer, master, activations, buffers)
 
 
-def _read_course(events: Sequence[dict[str, Any]], name: str) -> Course:
+def _read_course(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:
     """Of one part, without the moments at which it does not change."""
     course = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
     before = [(0.0, 0.0), *course]

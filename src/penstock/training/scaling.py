@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 
-__all__ = ["LossScale", "ScaleCourse", "read_loss_scale"]
+__all__ = ["LossScale", "LossScaler", "read_loss_scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def read_loss_scale(wish: LossScale | str | float | None) -> LossScale | None:
             )
 
 
-class ScaleCourse:
+class LossScaler:
     """The scale from update to update of one stage, the last one.
 
     An overflow lowers the scale only if the gradients were made with the present one: under a schedule with several

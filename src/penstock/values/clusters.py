@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from penstock.errors import PlanError
-from penstock.values.documents import Place, is_count, number_text, read_yaml, text_of, write_text
+from penstock.values.documents import YamlNode, is_count, number_text, read_yaml, text_of, write_text
 
 __all__ = ["Cluster", "LinkLevels", "LinkMatrix", "Links"]
 
@@ -267,13 +267,13 @@ class Cluster:
                 )
 
 
-def _read_level(place: Place) -> tuple[tuple[int, float], float]:
+def _read_level(place: YamlNode) -> tuple[tuple[int, float], float]:
     places = place.mapping(("count", "bytes_per_second"), ("latency_seconds",))
     latency = places["latency_seconds"].number() if "latency_seconds" in places else 0.0
     return (places["count"].integer(), places["bytes_per_second"].number()), latency
 
 
-def _read_rows(place: Place) -> tuple[tuple[float, ...], ...]:
+def _read_rows(place: YamlNode) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(value.number() for value in row.items()) for row in place.items())
 
 

@@ -1,6 +1,6 @@
 """Reading files that people edit: every place in a file knows its own name.
 
-Profiles, clusters and plans are small files that somebody will change by hand and get wrong. A `Place` carries the
+Profiles, clusters and plans are small files that somebody will change by hand and get wrong. A `YamlNode` carries the
 file, the path inside it (``layers[3].cut_bytes``) and what stands there, so that an error can say all of it and the
 mend.
 
@@ -22,7 +22,7 @@ import yaml
 from penstock.errors import PenstockError
 
 __all__ = [
-    "Place",
+    "YamlNode",
     "is_count",
     "number_text",
     "quoted_text",
@@ -41,7 +41,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class YamlNode:
     """What stands at one place of a file, and how to complain about it."""
 
     file: str
@@ -53,7 +53,7 @@ class Place:
         """Raises the file's error: where, `expected`, what was found, `mend`."""
         raise self.error(f"{self._head()}expected {expected}, found {text_of(self.value)}: {mend}")
 
-    def mapping(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, "Place"]:
+    def mapping(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, "YamlNode"]:
         """The places of a mapping with these keys and no others."""
         if not isinstance(self.value, dict):
             self.fail(f"a mapping with the keys {', '.join(required)}", "write `key: value` pairs here")
@@ -72,7 +72,7 @@ class Place:
                 )
         return {str(key): self._inside(f".{key}", value) for key, value in self.value.items()}
 
-    def items(self) -> tuple["Place", ...]:
+    def items(self) -> tuple["YamlNode", ...]:
         """The places of a list."""
         if not isinstance(self.value, list):
             self.fail("a list", "write the entries as a list")
@@ -131,14 +131,14 @@ class Place:
             return self.value
         return None
 
-    def _inside(self, step: str, value: object) -> "Place":
-        return Place(self.file, f"{self.where}{step}".removeprefix("."), value, self.error)
+    def _inside(self, step: str, value: object) -> "YamlNode":
+        return YamlNode(self.file, f"{self.where}{step}".removeprefix("."), value, self.error)
 
     def _head(self) -> str:
         return f"{self.file}: {self.where}: " if self.where else f"{self.file}: "
 
 
-def read_json(path: str | Path, error: type[PenstockError]) -> Place:
+def read_json(path: str | Path, error: type[PenstockError]) -> YamlNode:
     """The whole of a JSON file; `error` if it is missing or broken."""
     text = read_text(path, error)
     try:
@@ -149,10 +149,10 @@ def read_json(path: str | Path, error: type[PenstockError]) -> Place:
         ) from None
     except _WrittenTwice as twice:
         raise error(f"{path}: {twice}. Remove one") from None
-    return Place(str(path), "", value, error)
+    return YamlNode(str(path), "", value, error)
 
 
-def read_yaml(path: str | Path, error: type[PenstockError]) -> Place:
+def read_yaml(path: str | Path, error: type[PenstockError]) -> YamlNode:
     """The whole of a YAML file; `error` if it is missing or broken."""
     text = read_text(path, error)
     try:
@@ -165,7 +165,7 @@ def read_yaml(path: str | Path, error: type[PenstockError]) -> Place:
         raise error(f"{path}: not YAML: {broken}. Mend it there") from None
     except _WrittenTwice as twice:
         raise error(f"{path}: {twice}. Remove one") from None
-    return Place(str(path), "", value, error)
+    return YamlNode(str(path), "", value, error)
 
 
 def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from penstock.errors import PlanError
 from penstock.values.documents import (
-    Place,
+    YamlNode,
     is_count,
     number_text,
     quoted_text,
@@ -269,14 +269,14 @@ class Plan:
         )
 
 
-def _read_stage(place: Place) -> Stage:
+def _read_stage(place: YamlNode) -> Stage:
     places = place.mapping(("start", "stop", "ranks"))
     start, stop = places["start"].integer(), places["stop"].integer()
     ranks = tuple(rank.integer() for rank in places["ranks"].items())
     return place.build(lambda: Stage(start, stop, ranks))
 
 
-def _read_prediction(place: Place) -> Prediction:
+def _read_prediction(place: YamlNode) -> Prediction:
     places = place.mapping([field.name for field in fields(Prediction) if field.name != "limit"], ["limit"])
     peaks = tuple(peak.number() for peak in places.pop("peak_bytes").items())
     limit = places.pop("limit").text() if "limit" in places else ""

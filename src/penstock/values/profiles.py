@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import ProfileError
 from penstock.values.crossings import Crossing
-from penstock.values.documents import Place, is_count, read_json, text_of, write_text
+from penstock.values.documents import YamlNode, is_count, read_json, text_of, write_text
 from penstock.values.graph_files import read_graph
 from penstock.values.graphs import linearise
 
@@ -242,13 +242,13 @@ def _list(name: str, rows: Sequence[str]) -> str:
     return f'  "{name}": [\n' + ",\n".join(f"    {row}" for row in rows) + "\n  ]"
 
 
-def _read_crossing(place: Place) -> Crossing:
+def _read_crossing(place: YamlNode) -> Crossing:
     places = place.mapping(("name", "made", "read", "size_bytes"))
     read = tuple(number.integer() for number in places["read"].items())
     return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number())
 
 
-def _read_layer(place: Place) -> LayerProfile:
+def _read_layer(place: YamlNode) -> LayerProfile:
     numbers = [field.name for field in fields(LayerProfile)[1:-2]]
     places = place.mapping(("name", *numbers), ("workspace_bytes", "weight_seconds"))
     name = places.pop("name").text()

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.devices.streams import DeviceStreams, UpdateOrder
-from penstock.runtime.devices.timestamps import DeviceMoments
-from penstock.runtime.transport.transport import Edge, Loopback
+from penstock.runtime.devices.timestamps import DeviceTimer
+from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 LAYOUT: Layout = (torch.Size((3,)), (1,), torch.float64)
@@ -30,7 +30,7 @@ def made(device: SimulatedDevice, value: float) -> Tensor:
 
 def messages(device: SimulatedDevice) -> bool:
     """Two ranks of one process send each other tensors, and drop them; whether each read what was sent."""
-    streams, transport = DeviceStreams(device, (0, 1)), Loopback(DeviceStaging(device))
+    streams, transport = DeviceStreams(device, (0, 1)), LoopbackTransport(DeviceStaging(device))
     found = []
     with streams.part():
         for number in range(4):
@@ -151,11 +151,11 @@ def test_gradients_are_kept_until_the_rank_has_waited_for_the_update() -> None:
 
 def test_moments_of_a_device_are_when_it_came_there() -> None:
     device = SimulatedDevice(0)
-    moments = DeviceMoments(device)
-    first = moments.now()
-    assert not moments.passed(first)
-    second = moments.now()
-    one, other = moments.on_clock([first, second])
+    timer = DeviceTimer(device)
+    first = timer.now()
+    assert not timer.passed(first)
+    second = timer.now()
+    one, other = timer.on_clock([first, second])
 
-    assert moments.passed(first) and moments.passed(second)
-    assert 0 <= other - one == pytest.approx(moments.seconds(first, second), abs=1e-6)
+    assert timer.passed(first) and timer.passed(second)
+    assert 0 <= other - one == pytest.approx(timer.seconds(first, second), abs=1e-6)

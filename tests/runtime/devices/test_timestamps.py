@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.runtime.devices.timestamps import DeviceMoments
+from penstock.runtime.devices.timestamps import DeviceTimer
 from penstock.timelines import Timeline
 from penstock.values import Prediction
 from support.simulated.simulated_device import SimulatedDevice
@@ -25,10 +25,10 @@ EARLY = 12
 class Noted:
     """A mark between two operations of its stream, which note when the device does them."""
 
-    def __init__(self, device: SimulatedDevice, moments: DeviceMoments) -> None:
+    def __init__(self, device: SimulatedDevice, timer: DeviceTimer) -> None:
         self.times: list[float] = []
         device.do(device.current(), self.note)
-        self.mark = moments.now()
+        self.mark = timer.now()
         device.do(device.current(), self.note)
 
     def note(self) -> None:
@@ -50,11 +50,11 @@ class Noted:
 def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str, int]]) -> None:
     """Whatever marks are dropped before or after the device has come to them, on whichever streams."""
     device = SimulatedDevice(seed)
-    moments, streams, held = DeviceMoments(device), [device.stream(), device.stream()], list[Noted]()
+    timer, streams, held = DeviceTimer(device), [device.stream(), device.stream()], list[Noted]()
     for action, number in actions:
         if action == "mark":
             with device.on(streams[number]):
-                held.append(Noted(device, moments))
+                held.append(Noted(device, timer))
         elif action == "drop" and held:
             del held[number % len(held)]
         elif action == "advance":
@@ -65,7 +65,7 @@ def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str
     for noted in held:
         before, after = noted.times
         assert before <= noted.mark.event.passed_at <= after
-    on_clock = moments.on_clock([noted.mark for noted in held])
+    on_clock = timer.on_clock([noted.mark for noted in held])
     # The device's clock is set by the host's once for all of them.
     shifts = [moment - noted.mark.event.passed_at for noted, moment in zip(held, on_clock, strict=True)]
     assert all(shift >= 0 and shift == pytest.approx(shifts[0], abs=1e-6) for shift in shifts)
@@ -73,16 +73,16 @@ def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str
 
 def test_an_event_is_recorded_again_when_nobody_refers_to_its_mark() -> None:
     device = SimulatedDevice(0)
-    moments = DeviceMoments(device)
-    first, second = moments.now(), moments.now()
+    timer = DeviceTimer(device)
+    first, second = timer.now(), timer.now()
     event, record = first.event, ("what was done", first)
     del first
-    assert moments.now().event is not event, "a record refers to it"
+    assert timer.now().event is not event, "a record refers to it"
 
     del record
-    again = moments.now()
+    again = timer.now()
     assert again.event is event is not second.event
-    assert not moments.passed(again), "the device has yet to come there"
+    assert not timer.passed(again), "the device has yet to come there"
 
 
 class Ticking(RacingDevice):

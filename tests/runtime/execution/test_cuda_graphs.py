@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.capturing.chain import StageModule
-from penstock.runtime.devices.graph_capture import RECORDERS
-from penstock.runtime.execution.cuda_graphs import WARM_UPS, Replays
+from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
+from penstock.runtime.execution.cuda_graphs import WARM_UPS, CudaGraphStage
 from support.simulated.simulated_recorder import GRAPHED, SimulatedRecorder, recording
 
 SAMPLES = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(2)).unbind()
@@ -42,10 +42,10 @@ def stage_of(layers: Sequence[nn.Module]) -> StageModule:
     return chain.stage(1, len(layers) - 1)
 
 
-def make(layers: Sequence[nn.Module] = ()) -> tuple[StageModule, SimulatedRecorder, Replays]:
+def make(layers: Sequence[nn.Module] = ()) -> tuple[StageModule, SimulatedRecorder, CudaGraphStage]:
     torch.manual_seed(1)
     stage, recorder = stage_of([nn.Tanh(), *(layers or [Scaled()]), Last()]), SimulatedRecorder()
-    return stage, recorder, Replays(stage, recorder, 1, torch.device("cpu"))
+    return stage, recorder, CudaGraphStage(stage, recorder, 1, torch.device("cpu"))
 
 
 def leaf(sample: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def test_what_does_not_go_with_recordings_is_refused(
 
 
 def test_a_cpu_has_no_graphs() -> None:
-    assert set(RECORDERS) == {"cuda"}
+    assert set(GRAPH_CAPTURERS) == {"cuda"}
     with pytest.raises(penstock.PlanError, match="asks for CUDA graphs, and the model is on cpu"):
         build(LINEAR)
 

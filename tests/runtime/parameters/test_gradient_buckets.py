@@ -21,8 +21,8 @@ from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUC
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement
-from penstock.runtime.transport.timeouts import Patience
-from penstock.runtime.transport.transport import Forms, Loopback, Ticket
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Forms, LoopbackTransport, PendingMessage
 from support import models
 from support.jobs.reduction_jobs import (
     ROWS,
@@ -42,14 +42,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = ((), (3,), (2, 5), (1, 4, 2), (7,))
 
 
-class Logged(Loopback):
+class Logged(LoopbackTransport):
     """Notes in `events` which rank gives what, as it happens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Any] = []
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         self.events.append((rank, form, tensor.numel()))
         return super().reduce(group, rank, form, tensor)
 
@@ -245,7 +245,7 @@ def test_the_measured_sum_begins_within_the_last_backward(schedule: str) -> None
 
 
 def test_live_tensors_are_constant_from_sum_to_sum() -> None:
-    transport = Loopback()
+    transport = LoopbackTransport()
     parameters = {str(index): nn.Parameter(torch.ones(4)) for index in range(5)}
     reducers = [Reducer(transport, (1, 0), rank, 0, parameters, bucket_bytes=40) for rank in range(2)]
     counts = []
@@ -302,7 +302,7 @@ def agreements(seconds: float, ranks: int = 2) -> tuple[list[Agreement], list[Fa
     """Those of some ranks, which wait so long for each other."""
     store, order = HashStore(), range(ranks)
     boards = [FailureBoard(store, rank, ranks) for rank in order]
-    return [Agreement(order, rank, store, Patience(boards[rank], seconds)) for rank in order], boards
+    return [Agreement(order, rank, store, Timeout(boards[rank], seconds)) for rank in order], boards
 
 
 def test_who_agrees_with_a_rank_that_failed_is_told_its_error() -> None:
@@ -356,7 +356,7 @@ class DistantGroup:
         return DistantWork()
 
 
-class Directly(Loopback):
+class Directly(LoopbackTransport):
     """One rank's end of sums over NCCL."""
 
     def __init__(self, end: NcclSum) -> None:
@@ -366,7 +366,7 @@ class Directly(Loopback):
     def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
         self._end.agree(forms)
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         return self._end.add(form, tensor)
 
 
@@ -439,7 +439,7 @@ def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) 
         assert now and set(now) <= set(before)
 
 
-class Listening(Loopback):
+class Listening(LoopbackTransport):
     """Notes what is agreed on."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.transport.connection_rounds import arrange
-from penstock.runtime.transport.transport import Edge, Loopback
+from penstock.runtime.transport.transport import Edge, LoopbackTransport
 from support.jobs.transport_jobs import (
     close_before_it_comes,
     connect_in_a_bound_world,
@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "g
 
 
 def test_loopback_keeps_the_order_of_an_edge() -> None:
-    transport = Loopback()
+    transport = LoopbackTransport()
     edge, back = Edge(0, 1), Edge(1, 0)
     early = transport.post(edge, "form")
     late = transport.post(edge, "form")
@@ -47,7 +47,7 @@ def test_loopback_keeps_the_order_of_an_edge() -> None:
 
 
 def test_loopback_cuts_the_graph_and_keeps_who_needs_gradients() -> None:
-    transport = Loopback()
+    transport = LoopbackTransport()
     leaf = torch.ones(2, requires_grad=True)
     transport.send(Edge(0, 1), "form", (leaf * 2, torch.ones(2)))
     needs, does_not = transport.post(Edge(0, 1), "form").wait()

@@ -1,6 +1,5 @@
 """The orders of the methods: their tables, their promises, and the time they take."""
 
-import inspect
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -20,49 +19,8 @@ from penstock.scheduling.orders import (
 )
 from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verification.verifier import verify
+from support.drawn_programs import drawn_table, run_clock, short, with_stage
 from support.schedule_strategies import schedules
-
-Start = tuple[Action, Fraction]
-
-
-def run_clock(
-    programs: Programs,
-    forward: Fraction = Fraction(1),
-    backward: Fraction = Fraction(1),
-    weight: Fraction = Fraction(0),
-) -> list[list[Start]]:
-    """When each compute action of each rank starts, if messages and updates take no time; `weight` of `backward`."""
-    seconds = {
-        Forward: forward,
-        Backward: backward,
-        BackwardInput: backward - weight,
-        BackwardWeight: weight,
-        Update: Fraction(0),
-    }
-    position = [0] * len(programs)
-    clock = [Fraction(0)] * len(programs)
-    arrival: dict[tuple[int, int, int], Fraction] = {}
-    starts: list[list[Start]] = [[] for _ in programs]
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(programs):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                match action:
-                    case Receive(stage, microbatch, source):
-                        if (source, stage, microbatch) not in arrival:
-                            break
-                        clock[rank] = max(clock[rank], arrival[source, stage, microbatch])
-                    case Send(stage, microbatch, target):
-                        arrival[stage, target, microbatch] = clock[rank]
-                    case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
-                        starts[rank].append((action, clock[rank]))
-                        clock[rank] += seconds[type(action)]
-                position[rank] += 1
-                moved = True
-    assert position == [len(row) for row in programs]
-    return starts
 
 
 def makespan(programs: Programs, forward: Fraction, backward: Fraction) -> Fraction:
@@ -93,32 +51,6 @@ def draw_parts(parts: list[Programs], word: Callable[[Action], str]) -> list[str
         f"rank {rank} " + " | ".join(" ".join(filter(None, map(word, piece))) for piece in row).strip()
         for rank, row in enumerate(rows)
     ]
-
-
-def drawn_table(module) -> list[str]:
-    """The table that is drawn in the comment above the order."""
-    lines = inspect.getsource(module).splitlines()
-    return [" ".join(line[1:].split()) for line in lines if line.startswith("#   rank")]
-
-
-def short(action: Action) -> str:
-    match action:
-        case Forward(microbatch=k):
-            return f"F{k}"
-        case Backward(microbatch=k):
-            return f"B{k}"
-        case BackwardInput(microbatch=k):
-            return f"I{k}"
-        case BackwardWeight(microbatch=k):
-            return f"W{k}"
-        case Update(version=k):
-            return f"U{k}"
-        case _:
-            return ""
-
-
-def with_stage(action: Action) -> str:
-    return f"{action.stage}{short(action)}"
 
 
 def with_version(action: Action) -> str:
@@ -262,9 +194,9 @@ def test_every_small_schedule_keeps_the_laws_and_reaches_its_promise() -> None:
     for schedule in every_schedule(8, 16, 3):
         verification = verify(schedule)
 
-        assert verification.in_flight == schedule.promise.in_flight, schedule
-        assert verification.versions == schedule.promise.versions, schedule
-        assert verification.halves == schedule.promise.halves, schedule
+        assert verification.in_flight == schedule.guarantees.in_flight, schedule
+        assert verification.versions == schedule.guarantees.versions, schedule
+        assert verification.halves == schedule.guarantees.halves, schedule
 
 
 def test_every_small_inference_keeps_the_laws() -> None:
@@ -286,15 +218,15 @@ def test_random_schedules_keep_the_laws(schedule: Schedule, minibatches: int) ->
 
 
 def test_in_flight_in_closed_form() -> None:
-    assert Schedule("gpipe", 4, 9).promise.in_flight == (9, 9, 9, 9)
-    assert Schedule("1f1b-flush", 4, 9).promise.in_flight == (4, 3, 2, 1)
-    assert Schedule("1f1b-flush", 4, 2).promise.in_flight == (2, 2, 2, 1)
-    assert Schedule("pipedream", 4, 1).promise.in_flight == (4, 3, 2, 1)
-    assert Schedule("2bw", 4, 4).promise.in_flight == (4, 3, 2, 1)
-    assert Schedule("pipedream", 4, 1).promise.versions == (4, 3, 2, 1)
-    assert Schedule("pipedream", 4, 1, vertical_sync=True).promise.versions == (4, 4, 4, 4)
-    assert Schedule("2bw", 4, 4).promise.versions == (2, 2, 2, 2)
-    assert Schedule("interleaved", 4, 8, 2).promise.versions == (1,) * 8
+    assert Schedule("gpipe", 4, 9).guarantees.in_flight == (9, 9, 9, 9)
+    assert Schedule("1f1b-flush", 4, 9).guarantees.in_flight == (4, 3, 2, 1)
+    assert Schedule("1f1b-flush", 4, 2).guarantees.in_flight == (2, 2, 2, 1)
+    assert Schedule("pipedream", 4, 1).guarantees.in_flight == (4, 3, 2, 1)
+    assert Schedule("2bw", 4, 4).guarantees.in_flight == (4, 3, 2, 1)
+    assert Schedule("pipedream", 4, 1).guarantees.versions == (4, 3, 2, 1)
+    assert Schedule("pipedream", 4, 1, vertical_sync=True).guarantees.versions == (4, 4, 4, 4)
+    assert Schedule("2bw", 4, 4).guarantees.versions == (2, 2, 2, 2)
+    assert Schedule("interleaved", 4, 8, 2).guarantees.versions == (1,) * 8
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

@@ -7,8 +7,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_orders import drawn_table, run_clock, short, with_stage
-from test_verifier import assert_broken, change, complaint, promising
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Receive, Update, parse_programs
@@ -18,6 +16,8 @@ from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
+from support.broken_programs import assert_broken, change, complaint, promising
+from support.drawn_programs import drawn_table, run_clock, short, with_stage
 
 
 def zero_bubble(method: str, ranks: int, microbatches: int) -> Schedule:
@@ -77,8 +77,8 @@ def test_what_is_held(made: Schedule, in_flight: tuple[int, ...], halves: tuple[
     """In flight means from a forward to the weight part; of these `halves` are past their input part."""
     verification = verify(made)
 
-    assert verification.in_flight == made.promise.in_flight == in_flight
-    assert verification.halves == made.promise.halves == halves
+    assert verification.in_flight == made.guarantees.in_flight == in_flight
+    assert verification.halves == made.guarantees.halves == halves
 
 
 @pytest.mark.parametrize("ranks", range(1, 6))

@@ -3,24 +3,21 @@
 That nothing wrong passes is the business of `test_verified_programs`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 
-from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
     Compute,
     Forward,
     Update,
-    format_programs,
-    parse_programs,
 )
-from penstock.scheduling.definitions import Drain, Method, Part, Shape, Step
+from penstock.scheduling.definitions import Drain, PipelineShape, ScheduleDefinition, Segment, Step
 from penstock.scheduling.orders import PIPEDREAM
-from penstock.scheduling.schedules import Programs, Schedule, inference
+from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
+from support.broken_programs import assert_broken, change, complaint, promising
 
 FLUSH = Schedule("1f1b-flush", 2, 2)
 # rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0
@@ -36,41 +33,6 @@ ALONE = Schedule("interleaved", 1, 1, 2)
 INFERENCE = inference(2, 1, 2)
 # rank 0: 0F0@0 0S0>1 0F1@0 0S1>1
 # rank 1: 1R0<0 1F0@0 1R1<0 1F1@0
-
-
-def change(schedule: Schedule, minibatches: int, *changes: tuple[str, str]) -> Programs:
-    """The schedule's program with words of its text replaced; each must be there once."""
-    text = format_programs(schedule.program(minibatches))
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return parse_programs(text)
-
-
-def complaint(call: Callable[[], object]) -> list[str]:
-    """The lines of the error."""
-    with pytest.raises(ScheduleError) as caught:
-        call()
-    return str(caught.value).splitlines()
-
-
-def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> None:
-    """`made`, a schedule, a number of minibatches and changes to that program, breaks `law` and is told so."""
-    schedule, minibatches, *changes = made
-
-    assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [
-        f"schedule {schedule.method!r} breaks a law: {law}",
-        f"  {row}",
-        f"  expected: {expected}",
-        f"  to mend it: {mend}",
-    ]
-
-
-def promising(schedule: Schedule, **promises: object) -> Schedule:
-    """A schedule of the same order that promises something else."""
-    (method,) = schedule.methods
-    other = replace(method, promise=lambda shape: replace(method.promise(shape), **promises))
-    return replace(schedule, methods=(other,))
 
 
 LAWS = {
@@ -330,7 +292,7 @@ def test_deadlock_shows_every_rank_that_waits() -> None:
     ]
 
 
-def lag(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def lag(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """An order of two ranks that is right as a whole, but whose rank 1 puts each backward off to the next step."""
     match part:
         case Step(minibatch):
@@ -347,7 +309,7 @@ def lag(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
                 yield Update(1, minibatches, minibatches - 1)
 
 
-def procrastinate(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def procrastinate(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """1F1B, all of it in the drain."""
     if isinstance(part, Drain):
         for minibatch in range(part.minibatches):
@@ -356,7 +318,7 @@ def procrastinate(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
 
 
 def test_a_step_must_not_wait_for_the_next() -> None:
-    schedule = Schedule("lagging", 2, 1, methods=(Method("lagging", lag, PIPEDREAM.promise),))
+    schedule = Schedule("lagging", 2, 1, methods=(ScheduleDefinition("lagging", lag, PIPEDREAM.guarantees),))
 
     assert verify_programs(schedule.program(3), schedule, 3).in_flight == (1, 1)
     assert complaint(lambda: verify(schedule, 3)) == [
@@ -368,7 +330,7 @@ def test_a_step_must_not_wait_for_the_next() -> None:
 
 
 def test_a_step_carries_its_own_minibatch() -> None:
-    idle = Schedule("idle", 2, 1, methods=(Method("idle", procrastinate, PIPEDREAM.promise),))
+    idle = Schedule("idle", 2, 1, methods=(ScheduleDefinition("idle", procrastinate, PIPEDREAM.guarantees),))
 
     assert complaint(lambda: verify(idle, 3)) == [
         "schedule 'idle' breaks a law: a step carries the forwards of its own minibatch, and a drain none",

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
-from penstock.runtime.transport.tensor_parallel_transport import Lanes
+from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models
 
 __all__ = [
@@ -243,7 +243,7 @@ def train(run: Run) -> Outcome:
     losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
     pipe.drain()
     transport = pipe._engine.transport
-    sent = transport.sent_bytes if isinstance(transport, Lanes) else 0
+    sent = transport.sent_bytes if isinstance(transport, TensorParallelTransport) else 0
     evaluated, predicted = float(pipe.evaluate(*BATCHES[0]).loss), pipe.predict(BATCHES[1][0])
     state = pipe.state_dict()["model"]
     pipe.close()

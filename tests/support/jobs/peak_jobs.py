@@ -213,7 +213,7 @@ def recomputed_alone(profile: penstock.Profile, plan: penstock.Plan, schedule: p
             given = profile.layers[index - 1].cut_bytes if index else 0.0
             kept = given + (layer.cut_bytes if index + 1 == len(profile.layers) else 0.0)
             again = layer.workspace_bytes + max(0.0, layer.saved_bytes - given)
-            if schedule.promise.microbatches_per_update[number] == 1:
+            if schedule.guarantees.microbatches_per_update[number] == 1:
                 # The gradients of the layers behind it are new, and little was freed to make room for them.
                 again += sum(behind.parameter_bytes for behind in profile.layers[index + 1 : stage.stop])
             layers.append(replace(layer, saved_bytes=kept, workspace_bytes=again))

@@ -13,7 +13,7 @@ from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.ordered_all_reduce import Agreement
-from penstock.runtime.transport.timeouts import Patience
+from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
 from support.simulated.stream_races import RacingDevice
@@ -23,9 +23,9 @@ __all__ = ["exchange_over_gloo", "members", "sum_over_gloo", "sum_over_nccl"]
 LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 
 
-def _patience() -> Patience:
+def _patience() -> Timeout:
     store = dist.distributed_c10d._get_default_store()
-    return Patience(FailureBoard(store, dist.get_rank(), dist.get_world_size()), 30.0)
+    return Timeout(FailureBoard(store, dist.get_rank(), dist.get_world_size()), 30.0)
 
 
 def _store() -> dist.Store:
@@ -75,9 +75,9 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
 def sum_over_gloo(sums: int) -> list[list[float]]:
     """What the device of each rank reads of sums of numbers that the devices are still to compute."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-    device, patience = SimulatedDevice(rank), _patience()
-    agreement = Agreement(ranks, rank, _store(), patience)
-    summing = GroupSum(ranks, connect_gloo(members(ranks)), rank, agreement, DeviceStaging(device), patience)
+    device, timeout = SimulatedDevice(rank), _patience()
+    agreement = Agreement(ranks, rank, _store(), timeout)
+    summing = GroupSum(ranks, connect_gloo(members(ranks)), rank, agreement, DeviceStaging(device), timeout)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
@@ -98,9 +98,9 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
 def sum_over_nccl(sums: int) -> list[list[float]]:
     """As `sum_over_gloo`, by what sums on a stream; here over Gloo, since NCCL takes GPUs."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-    device, patience = RacingDevice(), _patience()
-    agreement, cpu = Agreement(ranks, rank, _store(), patience), torch.device("cpu")
-    staging, check = DeviceStaging(device), patience.board.check
+    device, timeout = RacingDevice(), _patience()
+    agreement, cpu = Agreement(ranks, rank, _store(), timeout), torch.device("cpu")
+    staging, check = DeviceStaging(device), timeout.board.check
     summing = NcclSum(ranks, connect_gloo(members(ranks)), rank, agreement, cpu, device, staging, check, lambda _: None)
     summing.meet()
     summing.agree({"form": (7, torch.float32)})

@@ -13,12 +13,12 @@ import torch
 from torch.distributed import HashStore
 
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.nccl.endpoints import Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.send_notices import Notices
-from penstock.runtime.transport.timeouts import Patience
-from penstock.runtime.transport.transport import Edge, Ticket
+from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Edge, PendingMessage
 from penstock.scheduling.actions import Action, Receive, Send
-from penstock.scheduling.definitions import Part
+from penstock.scheduling.definitions import Segment
 from penstock.scheduling.lowering import peer
 from penstock.scheduling.schedules import Schedule
 from support.simulated.simulated_device import SimulatedDevice, SimulatedStream
@@ -40,11 +40,11 @@ class LazyHosts:
         self._outboxes: dict[Edge, NcclOutbox] = {}
         self._inboxes: dict[Edge, NcclInbox] = {}
         store = HashStore()
-        self.notices = [Notices(store, schedule.ranks) for _ in range(schedule.ranks)]
+        self.notices = [SendNotices(store, schedule.ranks) for _ in range(schedule.ranks)]
         for edge in sorted(self._edges()):
             self._connect(edge, store)
 
-    def run(self, parts: Sequence[Part], careful: int | None = None) -> list[str]:
+    def run(self, parts: Sequence[Segment], careful: int | None = None) -> list[str]:
         """What goes wrong with any rank on its way through `parts`. After so many of them, the `careful` ones, nobody
         says any more what is on its way; None for never.
         """
@@ -73,7 +73,7 @@ class LazyHosts:
 
     def _carry_out(self, rank: int, program: Sequence[Action]) -> None:
         self.notices[rank].begin()
-        tickets: defaultdict[Edge, list[Ticket]] = defaultdict(list)
+        tickets: defaultdict[Edge, list[PendingMessage]] = defaultdict(list)
         for edge, action in self._exchanges(rank, program):
             if isinstance(action, Receive):
                 tickets[edge].append(self._inboxes[edge].post("form"))
@@ -107,8 +107,10 @@ class LazyHosts:
         for rank, other in ((edge.source, edge.target), (edge.target, edge.source)):
             stream: SimulatedStream = group.streams[rank]
             self._streams[rank].append(stream)
-            patience = Patience(FailureBoard(store, rank, self._schedule.ranks), self._seconds)
-            line = Line(edge, group.end(rank), other, self._device, self.notices[rank], patience, lambda: None)
+            timeout = Timeout(FailureBoard(store, rank, self._schedule.ranks), self._seconds)
+            line = EndpointOptions(
+                edge, group.end(rank), other, self._device, self.notices[rank], timeout, lambda: None
+            )
             if rank == edge.source:
                 self._outboxes[edge] = NcclOutbox(line)
             else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.runtime.devices.graph_capture import RECORDERS, Pool, Work
+from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS, Pool, Work
 
 __all__ = ["GRAPHED", "SimulatedRecorder", "recording"]
 
@@ -21,7 +21,7 @@ GRAPHED = {"mode": "reduce-overhead", "backend": "aot_eager"}
 
 @dataclass(eq=False)
 class SimulatedRecorder:
-    """A `Recorder`."""
+    """A `GraphCapturer`."""
 
     warm_ups: int = 0
     """How often something ran aside, however many times in a row."""
@@ -60,8 +60,8 @@ def recording() -> Iterator[list[SimulatedRecorder]]:
         made.append(SimulatedRecorder())
         return made[-1]
 
-    RECORDERS["cpu"] = make
+    GRAPH_CAPTURERS["cpu"] = make
     try:
         yield made
     finally:
-        del RECORDERS["cpu"]
+        del GRAPH_CAPTURERS["cpu"]

@@ -17,7 +17,7 @@ from penstock.values.plans import SCHEDULES, schedule_hint
 from penstock.values.profiles import Profile
 from penstock.values.stages import DEALT
 
-__all__ = ["SYNCHRONOUS", "Trial", "Wishes"]
+__all__ = ["SYNCHRONOUS", "PlanConstraints", "PlannerQuery"]
 
 SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
 """The schedules that flush, and so train as one device does."""
@@ -46,7 +46,7 @@ _MOST_FLAT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PlannerQuery:
     """One question to one planner."""
 
     planner: str
@@ -57,7 +57,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlanConstraints:
     """The choices that are fixed; None leaves one to the search. `PlanError` names one that makes no sense."""
 
     planner: str | None = None
@@ -111,7 +111,7 @@ class Wishes:
             and self._takes_stages_per_rank(schedule)
         )
 
-    def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[Trial, ...]:
+    def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[PlannerQuery, ...]:
         """All questions, planner by planner. `PlanError` if there is none, since the numbers do not go together."""
         trials = tuple(self._trials(profiles, cluster))
         if trials:
@@ -134,13 +134,13 @@ class Wishes:
             "to the search"
         )
 
-    def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[Trial]:
+    def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self.schedules:
                 if schedule in _SCHEDULES_OF[planner]:
                     for profile in profiles:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
-                            yield Trial(planner, profile, request, self.recompute is not False)
+                            yield PlannerQuery(planner, profile, request, self.recompute is not False)
 
     def count_microbatches(self, profile: Profile, first: Profile, cluster: Cluster) -> int:
         """``m`` of a minibatch whose microbatches are like those of `profile`; 0 if the batch does not divide.

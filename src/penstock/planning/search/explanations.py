@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.constraints import SYNCHRONOUS
-from penstock.planning.search.searches import EQUAL, Refusal, Search
+from penstock.planning.search.searches import EQUAL, Rejection, Search
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -110,14 +110,14 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _list(refusals: Sequence[Refusal]) -> list[str]:
+def _list(refusals: Sequence[Rejection]) -> list[str]:
     """One line for every planner and schedule that came to nothing."""
     kinds = groupby(sorted(refusals, key=_kind), key=_kind)
     lines = [f"  {planner}, {schedule}: {_shorten(next(same).reason)}" for (planner, schedule), same in kinds]
     return ["", "Not possible:", *lines] if lines else []
 
 
-def _kind(refusal: Refusal) -> tuple[str, str]:
+def _kind(refusal: Rejection) -> tuple[str, str]:
     return refusal.planner, refusal.schedule
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
-from penstock.planning.search.constraints import Wishes
+from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import shape_text
 from penstock.planning.search.searches import Search, compare_plans
 from penstock.values.clusters import Cluster, LinkLevels
@@ -22,7 +22,7 @@ _MOST_DEVICES = 128
 """Beyond so many a search takes too long for an error message."""
 
 
-def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, found: Search) -> str:
+def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints, found: Search) -> str:
     """The text of the error of a search that `found` no plan."""
     free = replace(cluster, memory_bytes=None)
     least = _least(profiles, free, replace(wishes, recompute=True) if wishes.recompute is None else wishes)
@@ -42,13 +42,13 @@ def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes
     )
 
 
-def _least(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> Plan | None:
+def _least(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> Plan | None:
     """Of the plans without a limit, the one whose fullest device needs the least."""
     found = compare_plans(profiles, cluster, wishes).ranked
     return min(found, key=lambda plan: _needed(plan, profiles, wishes), default=None)
 
 
-def _try_devices(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> list[str]:
+def _try_devices(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> list[str]:
     """The first doubling of the devices with which something fits."""
     wider = cluster
     for _ in range(_DOUBLINGS):
@@ -69,7 +69,7 @@ def _double(cluster: Cluster) -> Cluster:
     return Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.memory_bytes)
 
 
-def _try_smaller(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) -> list[str]:
+def _try_smaller(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> list[str]:
     """Half the smallest microbatch, then half of that, until something fits."""
     profile = min(profiles, key=lambda profile: profile.microbatch_size)
     size = profile.microbatch_size
@@ -81,7 +81,7 @@ def _try_smaller(profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes) 
     return []
 
 
-def _needed(plan: Plan, profiles: Sequence[Profile], wishes: Wishes) -> float:
+def _needed(plan: Plan, profiles: Sequence[Profile], wishes: PlanConstraints) -> float:
     """What makes the search accept `plan`: planners count the gradients as if they were always there."""
     profile = next(profile for profile in profiles if profile.microbatch_size == plan.microbatch_size)
     counted = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), wishes.optimizer_copies)

@@ -15,7 +15,7 @@ from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
-from penstock.planning.search.constraints import Trial
+from penstock.planning.search.constraints import PlannerQuery
 from penstock.planning.spp.stage_numbers import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
@@ -43,7 +43,7 @@ class Proposer:
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """What was found without a limit in mind; the same for all schedules without several stages per rank."""
 
-    def propose(self, trial: Trial) -> Iterator[Plan]:
+    def propose(self, trial: PlannerQuery) -> Iterator[Plan]:
         """The plans of one trial. `PlanError` if there are none."""
         profile, request = trial.profile, trial.request
         match trial.planner:
@@ -66,7 +66,7 @@ class Proposer:
         found = list(self._with_room(partial(self._find_pipedream, profile), profile, at_once))
         yield from found or _demand(None)
 
-    def _ask_two_bw(self, trial: Trial) -> Iterator[Plan]:
+    def _ask_two_bw(self, trial: PlannerQuery) -> Iterator[Plan]:
         for buffers in (0,) if self._limit is None else (0, _BUFFERS):
             ranked = rank_pipelines(trial.profile, self._cluster, replace(trial.request, buffers=buffers))
             allowed = [candidate for candidate in ranked if trial.may_recompute or not candidate.recompute]

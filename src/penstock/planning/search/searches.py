@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
-from penstock.planning.search.constraints import SYNCHRONOUS, Trial, Wishes
+from penstock.planning.search.constraints import SYNCHRONOUS, PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
 from penstock.progress import progress_line
 from penstock.simulating.outcomes import evaluate
@@ -23,7 +23,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["EQUAL", "Refusal", "Search", "compare_plans"]
+__all__ = ["EQUAL", "Rejection", "Search", "compare_plans"]
 
 _SHORTLIST = 12
 """So many plans are simulated, the fastest by closed form, and the fastest of each planner for each schedule."""
@@ -33,7 +33,7 @@ EQUAL = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """A trial that came to no plan, and why."""
 
     planner: str
@@ -49,17 +49,17 @@ class Search:
     """Best first, each with its simulated prediction and its planner."""
     unjudged: int
     """How many more plans were left out because closed forms said that they are slower."""
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[Rejection, ...]
 
 
 def compare_plans(
-    profiles: Sequence[Profile], cluster: Cluster, wishes: Wishes, *, progress: bool | None = False
+    profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints, *, progress: bool | None = False
 ) -> Search:
     """Plans for `cluster`, of a model that was measured once or at several microbatch sizes.
 
     `ranked` is empty if nothing fits. `progress` shows a line on stderr, None on a terminal only.
     """
-    refusals: list[Refusal] = []
+    refusals: list[Rejection] = []
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
     for trial in progress_line(wishes.trials(profiles, cluster), _title, "planning", progress):
@@ -69,12 +69,12 @@ def compare_plans(
                     continue
                 if wishes.microbatches not in (None, proposed.microbatches):
                     reason = f"it takes {proposed.microbatches} microbatches, and {wishes.microbatches} are asked for"
-                    refusals.append(Refusal(trial.planner, trial.request.schedule, reason))
+                    refusals.append(Rejection(trial.planner, trial.request.schedule, reason))
                     continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=trial.planner))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Refusal(trial.planner, trial.request.schedule, str(error)))
+            refusals.append(Rejection(trial.planner, trial.request.schedule, str(error)))
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
     judged = []
@@ -82,11 +82,11 @@ def compare_plans(
         try:
             judged.append(_judge(plan, sizes[plan.microbatch_size or 0], cluster, wishes))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Refusal(plan.planner, plan.schedule, str(error)))
+            refusals.append(Rejection(plan.planner, plan.schedule, str(error)))
     return Search(_rank(judged), len(proposals) - len(chosen), tuple(refusals))
 
 
-def _title(trial: Trial) -> str:
+def _title(trial: PlannerQuery) -> str:
     return f"{trial.planner}, {trial.request.schedule}"
 
 
@@ -108,7 +108,7 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
     return chosen
 
 
-def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) -> Plan:
+def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanConstraints) -> Plan:
     """`plan` as the simulator predicts it; `PlanError` if it does not fit after all."""
     options = simulator_options(wishes.allreduce, wishes.optimizer_copies)
     options["shared_nic"] = wishes.shared_nic

@@ -16,7 +16,7 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.weightless import Weightless, asks_for_weights, capture_weightless
 from penstock.runtime.assembly.restrictions import check_graphs
 from penstock.runtime.execution.compilation import Compilation, compile_chain, read_compilation
-from penstock.runtime.execution.recomputation import Grain
+from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
@@ -24,11 +24,11 @@ from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["Beginning", "begin"]
+__all__ = ["CapturedModel", "capture_for_training"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
+class CapturedModel:
     """A captured model."""
 
     chain: LayerChain
@@ -38,7 +38,9 @@ class Beginning:
     init_fn: InitFn | None
     compilation: Compilation | None
 
-    def compiled(self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Grain]) -> LayerChain:
+    def compiled(
+        self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Granularity]
+    ) -> LayerChain:
         """`chain`, whose stages are compiled if they are to be; `grains`: how those of `plan` recompute, which runs as
         `schedule`.
 
@@ -61,22 +63,22 @@ class Beginning:
             return self.weightless.materialise(layers, self.init_fn, seed or 0)
 
 
-def begin(
+def capture_for_training(
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
     init_fn: InitFn | None,
     recipe: Recipe,
     compile: bool | Mapping[str, Any] = False,
     parallelized: bool = False,
-) -> Beginning:
+) -> CapturedModel:
     """Captures `model` with `sample`, in the types of `recipe`; one on the meta device only with `init_fn`, and another
     one only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
     """
     compilation = read_compilation(compile, parallelized)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)
-        return Beginning(weightless.chain, weightless.device, weightless, init_fn, compilation)
+        return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # What the model's code decides by types it must decide as it would under autocast.
     with recipe.computing(device):
-        return Beginning(capture(model, sample), device, None, None, compilation)
+        return CapturedModel(capture(model, sample), device, None, None, compilation)

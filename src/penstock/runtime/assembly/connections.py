@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.capturing.chain import LayerChain, StageModule
-from penstock.runtime.transport.tensor_parallel_transport import connect_lanes
+from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
@@ -78,7 +78,7 @@ def connect(
     """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `lanes`: the
     processes of this rank, if they are several. Collective.
     """
-    return connect_lanes(
+    return connect_tensor_parallel(
         world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), lanes
     )
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from penstock.errors import PenstockError
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Guard"]
+__all__ = ["FailureGuard"]
 
 
-class Guard:
+class FailureGuard:
     """Of the pipeline of `world`."""
 
     def __init__(self, world: World) -> None:

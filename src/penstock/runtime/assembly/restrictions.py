@@ -6,18 +6,18 @@ import torch
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
-from penstock.runtime.devices.graph_capture import RECORDERS
-from penstock.runtime.execution.recomputation import Grain, Recompute
+from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
+from penstock.runtime.execution.recomputation import Granularity, Recompute
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
 
 
-def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Grain]) -> None:
+def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
     stages that recompute.
     """
-    if not schedule.promise.splits:
+    if not schedule.guarantees.splits:
         return
     if compiled:
         _refuse(
@@ -46,14 +46,16 @@ def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompu
     return compiled or parallelized or recompute == "layers"
 
 
-def check_graphs(schedule: Schedule, chain: LayerChain, grains: Mapping[int, Grain], device: torch.device) -> None:
+def check_graphs(
+    schedule: Schedule, chain: LayerChain, grains: Mapping[int, Granularity], device: torch.device
+) -> None:
     """Raises `PlanError` if the work of the stages of `chain` cannot be recorded as CUDA graphs. `grains`: of those
     that recompute.
     """
     random = [layer.name for layer in chain.layers if layer.random]
-    if device.type not in RECORDERS:
+    if device.type not in GRAPH_CAPTURERS:
         reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
-    elif max(schedule.promise.versions) > 1:
+    elif max(schedule.guarantees.versions) > 1:
         reason = (
             f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
             "its own for all microbatches in flight"

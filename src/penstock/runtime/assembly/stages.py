@@ -16,16 +16,16 @@ from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
-from penstock.runtime.devices.device_context import Site
-from penstock.runtime.devices.graph_capture import RECORDERS
+from penstock.runtime.devices.device_context import DeviceContext
+from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
-from penstock.runtime.execution.cuda_graphs import Replays
-from penstock.runtime.execution.recomputation import Grain
+from penstock.runtime.execution.cuda_graphs import CudaGraphStage
+from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.fsdp_gradients import ShardedReducer
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import dimensions_of
-from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
+from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
@@ -201,10 +201,10 @@ def build_stages(
     schedule: Schedule,
     local: Sequence[int],
     transport: Transport,
-    grains: Mapping[int, Grain],
+    grains: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
-    readings: Sequence[Reading],
-    site: Site,
+    readings: Sequence[ComputeWeights],
+    site: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
     """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
     `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
@@ -264,21 +264,21 @@ def _reducer(
     rank: int,
     stage: int,
     late: Collection[str],
-    site: Site,
+    site: DeviceContext,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.module(0)):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules, site.moments.now)
-    return Reducer(transport, group, rank, stage, trained, late, now=site.moments.now)
+        return ShardedReducer(transport, group, rank, stage, whole, modules, site.timer.now)
+    return Reducer(transport, group, rank, stage, trained, late, now=site.timer.now)
 
 
-def _replays(weights: VersionedWeights, stage: int, site: Site) -> Replays | None:
+def _replays(weights: VersionedWeights, stage: int, site: DeviceContext) -> CudaGraphStage | None:
     """None for a stage whose work is not recorded."""
     module = weights.module(0)
     if not isinstance(module, CompiledStage) or not module.graphed:
         return None
-    return Replays(module, RECORDERS[site.device.type](site.device), stage, site.device)
+    return CudaGraphStage(module, GRAPH_CAPTURERS[site.device.type](site.device), stage, site.device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
@@ -287,7 +287,7 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
     """For the stages of the ranks `local`: r / r0 if rates are `scaled` by how many microbatches an update is of."""
-    sizes = schedule.promise.microbatches_per_update
+    sizes = schedule.guarantees.microbatches_per_update
     held = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
     return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in held}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.batches.microbatches import Microbatch, chunks, split
-from penstock.runtime.batches.required_inputs import Readings, find_readings
+from penstock.runtime.batches.required_inputs import RequiredInputs, find_required_inputs
 from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossWeight
 
@@ -18,7 +18,7 @@ class BatchCutter:
 
     chain: LayerChain
     schedule: Schedule
-    reads: Readings
+    reads: RequiredInputs
     loss_weight: LossWeight | None
     in_step: int
 
@@ -37,7 +37,7 @@ class BatchCutter:
         count = chunks(chain.inputs, inputs)
         weigh = None if target is None else self._weigh
         cut = split(chain.inputs, inputs, target, count + -count % self.in_step, weigh=weigh)
-        return find_readings(chain, self.reads.stages).checked(cut)
+        return find_required_inputs(chain, self.reads.stages).checked(cut)
 
     @property
     def _weigh(self) -> LossWeight | None:

@@ -15,7 +15,7 @@ from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.passes import Pass
 from penstock.runtime.batches.results import Figures, Loss, Report
 from penstock.runtime.devices.staging import Staging
-from penstock.runtime.transport.transport import Edge, Ticket, Transport
+from penstock.runtime.transport.transport import Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
 
 __all__ = ["Reports"]
@@ -53,7 +53,7 @@ class Reports:
 
     def outputs(self, current: Pass, placement: Placement, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each microbatch. Waits for them."""
-        tickets: dict[int, Ticket] = {}
+        tickets: dict[int, PendingMessage] = {}
         for k, microbatch in enumerate(microbatches):
             form = ("output", microbatch.signature)
             last = placement.rank_of(len(placement.stages) - 1, k)

@@ -6,12 +6,12 @@ from typing import TypeAlias
 from torch import Tensor
 
 from penstock.runtime.batches.results import Figures
-from penstock.runtime.devices.timestamps import Mark
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.scheduling.actions import Action
 
-__all__ = ["Pass", "Record"]
+__all__ = ["ActionTiming", "Pass"]
 
-Record: TypeAlias = tuple[int, Action, Mark, Mark]
+ActionTiming: TypeAlias = tuple[int, Action, Timestamp, Timestamp]
 """The rank, what it did, and from when to when."""
 
 

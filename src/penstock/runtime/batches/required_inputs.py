@@ -17,11 +17,11 @@ from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
 from penstock.values.plans import Plan, Stage
 
-__all__ = ["Readings", "find_readings", "held_stages"]
+__all__ = ["RequiredInputs", "find_required_inputs", "held_stages"]
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class RequiredInputs:
     """What the stages of one process read."""
 
     stages: tuple[Stage, ...]
@@ -55,7 +55,7 @@ def held_stages(plan: Plan, schedule: Schedule, ranks: Iterable[int]) -> tuple[S
     return tuple(plan.stages[index] for index in sorted(held))
 
 
-def find_readings(chain: LayerChain, stages: Iterable[Stage]) -> Readings:
+def find_required_inputs(chain: LayerChain, stages: Iterable[Stage]) -> RequiredInputs:
     """What `stages`, those of one process, read in the mode that `chain` was captured in."""
     names: set[str] = set()
     target = False
@@ -66,7 +66,7 @@ def find_readings(chain: LayerChain, stages: Iterable[Stage]) -> Readings:
             # The model may return an input as it is.
             names.update(chain.output.values)
             target = True
-    return Readings(own, frozenset(names & _given(chain.inputs)), target)
+    return RequiredInputs(own, frozenset(names & _given(chain.inputs)), target)
 
 
 def _given(inputs: ModelInputs) -> set[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Staged
-from penstock.runtime.transport.transport import Ticket
+from penstock.runtime.transport.transport import PendingMessage
 
 __all__ = ["Figures", "Loss", "Metrics", "Report", "StepResult"]
 
@@ -31,7 +31,7 @@ class Report:
     """The figures of one replica of the last stage for each of its `microbatches`, in their order."""
 
     microbatches: Sequence[int]
-    message: Staged | Ticket
+    message: Staged | PendingMessage
     """A tensor on the host, `head` and the shares, one row for each microbatch; perhaps on its way."""
 
     @staticmethod

@@ -7,22 +7,22 @@ import torch
 
 from penstock.runtime.devices.staging import Staging, staging_for
 from penstock.runtime.devices.streams import Streams, streams_for
-from penstock.runtime.devices.timestamps import Moments, moments_of
+from penstock.runtime.devices.timestamps import Timer, timer_for
 
-__all__ = ["Site", "site_of"]
+__all__ = ["DeviceContext", "make_device_context"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class DeviceContext:
     """Of the ranks of one process."""
 
     device: torch.device
     staging: Staging
     """To the host and back."""
     streams: Streams
-    moments: Moments
+    timer: Timer
 
 
-def site_of(device: torch.device, ranks: Iterable[int], check: Callable[[], None]) -> Site:
+def make_device_context(device: torch.device, ranks: Iterable[int], check: Callable[[], None]) -> DeviceContext:
     """The site of `ranks`, which compute on `device`. `check` raises if what comes to them has broken off."""
-    return Site(device, staging_for(device, check), streams_for(device, ranks), moments_of(device))
+    return DeviceContext(device, staging_for(device, check), streams_for(device, ranks), timer_for(device))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["RECORDERS", "CudaRecorder", "Pool", "Recorder", "Work"]
+__all__ = ["GRAPH_CAPTURERS", "CudaGraphCapturer", "GraphCapturer", "Pool", "Work"]
 
 Pool: TypeAlias = Any
 """Memory that recordings take theirs from."""
@@ -20,7 +20,7 @@ Work: TypeAlias = Callable[[], Sequence[Tensor]]
 """Makes tensors on the device, and reads nothing on the host."""
 
 
-class Recorder(Protocol):
+class GraphCapturer(Protocol):
     """Records work of one device."""
 
     def aside(self) -> AbstractContextManager[None]:
@@ -37,7 +37,7 @@ class Recorder(Protocol):
         """
 
 
-class CudaRecorder:
+class CudaGraphCapturer:
     """CUDA graphs, through ``torch.cuda``.
 
     Not by ``torch.cuda.make_graphed_callables``. It waits for the whole device, and so for messages that NCCL is yet to
@@ -85,5 +85,5 @@ class CudaRecorder:
         current.wait_stream(stream)
 
 
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
+GRAPH_CAPTURERS: dict[str, Callable[[torch.device], GraphCapturer]] = {"cuda": CudaGraphCapturer}
 """By the type of a device."""

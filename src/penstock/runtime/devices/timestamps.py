@@ -16,10 +16,10 @@ import torch
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, accelerator_of
 
-__all__ = ["DeviceMark", "DeviceMoments", "HostMoments", "Mark", "Moments", "moments_of"]
+__all__ = ["DeviceTimer", "EventTimestamp", "HostTimer", "Timer", "Timestamp", "timer_for"]
 
 
-class DeviceMark:
+class EventTimestamp:
     """A place in a stream, which `event` is at. It goes to `free` when nobody refers to the mark any more."""
 
     __slots__ = ("_free", "event")
@@ -31,42 +31,42 @@ class DeviceMark:
         self._free.append(self.event)
 
 
-Mark: TypeAlias = float | DeviceMark
+Timestamp: TypeAlias = float | EventTimestamp
 """A moment: in seconds of ``time.perf_counter``, or a place in a stream."""
 
 
-class Moments(Protocol):
+class Timer(Protocol):
     """How moments are taken and read."""
 
-    def now(self) -> Mark:
+    def now(self) -> Timestamp:
         """This one; on a device, the one when all that this thread's stream has in it will be done."""
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: Timestamp) -> bool:
         """Whether it is over."""
 
-    def seconds(self, start: Mark, stop: Mark) -> float:
+    def seconds(self, start: Timestamp, stop: Timestamp) -> float:
         """From one moment to another; both are over, or are waited for."""
 
-    def on_clock(self, marks: Sequence[Mark]) -> list[float]:
+    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
         """In seconds of ``time.perf_counter``. Waits for all that this thread's stream has in it."""
 
 
-class HostMoments:
+class HostTimer:
     """Of the host's clock."""
 
     now = staticmethod(time.perf_counter)
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: Timestamp) -> bool:
         return True
 
-    def seconds(self, start: Mark, stop: Mark) -> float:
+    def seconds(self, start: Timestamp, stop: Timestamp) -> float:
         return cast(float, stop) - cast(float, start)
 
-    def on_clock(self, marks: Sequence[Mark]) -> list[float]:
+    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
         return [cast(float, mark) for mark in marks]
 
 
-class DeviceMoments:
+class DeviceTimer:
     """Of the streams of `accelerator`, whose clock runs by itself: it is set by the host's whenever it is read."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -74,30 +74,30 @@ class DeviceMoments:
         self._free: list[Event] = []
         """Events of marks that are gone. Threads take from it and add to it, each by one call that is not divided."""
 
-    def now(self) -> DeviceMark:
+    def now(self) -> EventTimestamp:
         try:
             event: Event | None = self._free.pop()
         except IndexError:
             event = None
-        return DeviceMark(self._accelerator.mark(event), self._free)
+        return EventTimestamp(self._accelerator.mark(event), self._free)
 
-    def passed(self, mark: Mark) -> bool:
-        return cast(DeviceMark, mark).event.query()
+    def passed(self, mark: Timestamp) -> bool:
+        return cast(EventTimestamp, mark).event.query()
 
-    def seconds(self, start: Mark, stop: Mark) -> float:
-        begun, ended = cast(DeviceMark, start).event, cast(DeviceMark, stop).event
+    def seconds(self, start: Timestamp, stop: Timestamp) -> float:
+        begun, ended = cast(EventTimestamp, start).event, cast(EventTimestamp, stop).event
         begun.synchronize()
         ended.synchronize()
         return self._accelerator.seconds(begun, ended)
 
-    def on_clock(self, marks: Sequence[Mark]) -> list[float]:
+    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
         now = self.now()
         now.event.synchronize()
         host = time.perf_counter()
         return [host - self.seconds(mark, now) for mark in marks]
 
 
-def moments_of(device: torch.device) -> Moments:
+def timer_for(device: torch.device) -> Timer:
     """Those of what computes on `device`."""
     accelerator = accelerator_of(device)
-    return HostMoments() if accelerator is None else DeviceMoments(accelerator)
+    return HostTimer() if accelerator is None else DeviceTimer(accelerator)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.batches.loss_reports import Reports
 from penstock.runtime.batches.microbatches import Microbatch
-from penstock.runtime.batches.passes import Pass, Record
+from penstock.runtime.batches.passes import ActionTiming, Pass
 from penstock.runtime.batches.results import Loss
-from penstock.runtime.devices.device_context import Site
+from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.engine.buffers import share_buffers
 from penstock.runtime.engine.cooperative_scheduler import run_programs
 from penstock.runtime.engine.local_stages import LocalStage
@@ -30,15 +30,15 @@ from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
-from penstock.scheduling.definitions import Drain, Part, Step
+from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.training.recipes import Recipe
-from penstock.training.scaling import ScaleCourse
+from penstock.training.scaling import LossScaler
 
-__all__ = ["Engine", "LocalStages", "recruit"]
+__all__ = ["Engine", "LocalStages", "make_workers"]
 
 KEPT_MINIBATCHES = 8
 """The last minibatches whose records are kept."""
@@ -60,12 +60,12 @@ class Engine:
         workers: Sequence[Worker],
         transport: Transport,
         forecast: Forecast | None,
-        site: Site,
+        site: DeviceContext,
         seed: int | None,
     ) -> None:
         self.seed = seed
         self.transport = transport
-        self.records: deque[list[Record]] = deque(maxlen=KEPT_MINIBATCHES)
+        self.records: deque[list[ActionTiming]] = deque(maxlen=KEPT_MINIBATCHES)
         """What was done in the last minibatches."""
         self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
         self._ranks = tuple(stages)
@@ -78,7 +78,7 @@ class Engine:
         """Minibatches trained since the last drain: the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
-        self._prepared: tuple[Part | None, Mapping[int, Sequence[Action]]] = None, {}
+        self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a part, before they are wanted."""
 
     @property
@@ -91,12 +91,12 @@ class Engine:
         first = self._minibatch * self._schedule.microbatches
         current = self._training_pass(first + self._schedule.microbatches)
         measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
-        start = self._site.moments.now() if measured else 0.0
+        start = self._site.timer.now() if measured else 0.0
         self._run(current, microbatches, first, self._schedule, Step(self._minibatch))
         self._minibatch += 1
         if self._forecast:
             if measured:
-                self._forecast.add(start, self._site.moments.now(), self.records[-1])
+                self._forecast.add(start, self._site.timer.now(), self.records[-1])
             self._forecast.compare()
         return self._reports.loss(current, self._schedule.placement, range(first, first + len(microbatches)))
 
@@ -160,7 +160,7 @@ class Engine:
         # The first lane of a rank tells of it.
         told = list(self.records)[-minibatches:] if world.rank % lanes == 0 else []
         mine = [record for records in told for record in records]
-        times = iter(self._site.moments.on_clock([mark for *_, start, stop in mine for mark in (start, stop)]))
+        times = iter(self._site.timer.on_clock([mark for *_, start, stop in mine for mark in (start, stop)]))
         timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in mine]
         records = [record for some in world.gather(timed) for record in some]
         zero = min((start for _, _, start, _ in records), default=0.0)
@@ -188,7 +188,7 @@ class Engine:
         return Placement(self._schedule.placement.stages)
 
     def _run(
-        self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Part
+        self, current: Pass, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, part: Segment
     ) -> None:
         """Has the workers carry out `part` of `schedule`; `microbatches` are numbered from `first`."""
         prepared, programs = self._prepared
@@ -209,11 +209,11 @@ class Engine:
         following = Step(self._minibatch + 1)
         self._prepared = following, self._programs(self._schedule, following)
 
-    def _programs(self, schedule: Schedule, part: Part) -> Mapping[int, Sequence[Action]]:
+    def _programs(self, schedule: Schedule, part: Segment) -> Mapping[int, Sequence[Action]]:
         return {rank: schedule.row(rank, part) for rank in self._ranks}
 
 
-def recruit(
+def make_workers(
     recipe: Recipe,
     schedule: Schedule,
     chain: LayerChain,
@@ -221,7 +221,7 @@ def recruit(
     counted: Mapping[int, Mapping[str, nn.Parameter]],
     updater: Updater,
     transport: Transport,
-    site: Site,
+    site: DeviceContext,
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters whose norms it tells."""
     return [
@@ -235,8 +235,8 @@ def recruit(
             transport,
             partial(recipe.computing, site.device) if recipe.autocast else None,
             Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm, site.device) if schedule.norms else None,
-            ScaleCourse(recipe.scaling) if recipe.scaling else None,
-            site.moments.now,
+            LossScaler(recipe.scaling) if recipe.scaling else None,
+            site.timer.now,
         )
         for rank, own in stages.items()
     ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.runtime.devices.timestamps import Mark
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.shards import part_of
@@ -49,7 +49,7 @@ class Gradients:
 
         The sums over replicas then begin while it runs.
         """
-        update = microbatch // self._schedule.promise.microbatches_per_update[stage] + 1
+        update = microbatch // self._schedule.guarantees.microbatches_per_update[stage] + 1
         known, last = self._lasts.get(stage, (0, None))
         if known != update:
             last = self._schedule.last_taken(self._rank, stage, update)
@@ -84,7 +84,7 @@ class Gradients:
             reducer.start(update, self._sums[stage, update])
         return reducer
 
-    def began(self, stage: int, update: int) -> Mark | None:
+    def began(self, stage: int, update: int) -> Timestamp | None:
         """When the first gradients left for the sums over replicas; None if none have."""
         reducer = self._stages[stage].reducer
         assert reducer is not None

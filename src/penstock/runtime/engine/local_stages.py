@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.runtime.devices.streams import UpdateOrder
-from penstock.runtime.execution.cuda_graphs import Replays
+from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.executor import StageExecutor
-from penstock.runtime.execution.recomputation import Grain
+from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 
@@ -26,10 +26,10 @@ class LocalStage:
     """For every stage that shares weights with this one, the names of these weights."""
     reducer: Reducer | None = None
     """Sums gradients over the replicas of the stage; None if there is one only."""
-    recomputes: Grain | None = None
+    recomputes: Granularity | None = None
     """Whether what a backward needs is computed again then, and for how many layers at a time."""
     order: UpdateOrder | None = None
     """Between its updates and what computes with it, on a device that does several things at a time."""
-    replays: Replays | None = None
+    replays: CudaGraphStage | None = None
     """Its forwards and backwards as recordings, if they are to be."""
     executor: StageExecutor = field(default_factory=StageExecutor)

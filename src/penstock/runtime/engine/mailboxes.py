@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, share_spans
-from penstock.runtime.transport.transport import Edge, Message, Ticket, Transport
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
 from penstock.scheduling.norms import carried_norms
@@ -45,7 +45,7 @@ class Mailbox:
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, where its pieces come from, in the order of their rows."""
-        self._tickets: dict[tuple[Action, Edge], Ticket] = {}
+        self._tickets: dict[tuple[Action, Edge], PendingMessage] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
@@ -168,7 +168,7 @@ class Mailbox:
         return (Edge(peer(action, self.rank, self._placement), self.rank),)
 
     def _form(self, source: int, target: int, microbatch: int) -> Hashable:
-        return (source, target, self._schedule.promise.trains, self._microbatches[microbatch].signature)
+        return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
 
     def _tied_form(self, source: int, target: int, version: int) -> Hashable:
         # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.runtime.batches.passes import Record
-from penstock.runtime.devices.timestamps import Mark, Moments
+from penstock.runtime.batches.passes import ActionTiming
+from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.runtime.transport.worlds import World
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
@@ -71,13 +71,13 @@ class Comparison:
 class Forecast:
     """Measures the steps of one process until there are enough, and compares them once all processes have theirs."""
 
-    def __init__(self, plan: Plan, skipped: int, world: World, moments: Moments) -> None:
+    def __init__(self, plan: Plan, skipped: int, world: World, timer: Timer) -> None:
         self._plan = plan
-        self._moments = moments
+        self._timer = timer
         self._skipped = skipped
         """Steps of a run in which the pipeline fills, or all is new."""
         self._world = world
-        self._steps: list[tuple[Mark, Mark, Sequence[Record]]] = []
+        self._steps: list[tuple[Timestamp, Timestamp, Sequence[ActionTiming]]] = []
         self._published = False
         self._comparison: Comparison | None = None
 
@@ -91,7 +91,7 @@ class Forecast:
             return False
         return size is None or all(number == size for number in samples)
 
-    def add(self, start: Mark, stop: Mark, records: Sequence[Record]) -> None:
+    def add(self, start: Timestamp, stop: Timestamp, records: Sequence[ActionTiming]) -> None:
         """Notes a step from `start` to `stop`, and what this process did in it."""
         self._steps.append((start, stop, records))
 
@@ -99,7 +99,7 @@ class Forecast:
         """The comparison, once every process has measured enough. Never waits. The first time, rank 0 logs it."""
         if self._comparison is not None:
             return self._comparison
-        if len(self._steps) == MEASURED_STEPS and self._moments.passed(self._steps[-1][1]):
+        if len(self._steps) == MEASURED_STEPS and self._timer.passed(self._steps[-1][1]):
             self._world.publish(_TOPIC, self._measure())
             self._published = True
             self._steps = []
@@ -112,13 +112,13 @@ class Forecast:
 
     def _measure(self) -> list[float]:
         """Medians: the seconds of a step, and in how many of them the ranks of this process were busy together."""
-        seconds = median(self._moments.seconds(start, stop) for start, stop, _ in self._steps)
+        seconds = median(self._timer.seconds(start, stop) for start, stop, _ in self._steps)
         return [seconds, median(self._busy_seconds(start, records) for start, _, records in self._steps)]
 
-    def _busy_seconds(self, start: Mark, records: Iterable[Record]) -> float:
+    def _busy_seconds(self, start: Timestamp, records: Iterable[ActionTiming]) -> float:
         spans = []
         for rank, action, *marks in records:
-            began, ended = (self._moments.seconds(start, mark) for mark in marks)
+            began, ended = (self._timer.seconds(start, mark) for mark in marks)
             spans.append(Span(rank, str(action), began, ended))
         timeline = Timeline(tuple(spans), self._plan.ranks)
         return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
@@ -134,10 +134,10 @@ class Forecast:
         return Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
 
 
-def forecast_of(plan: Plan, flushes: bool, world: World, moments: Moments) -> Forecast | None:
+def forecast_of(plan: Plan, flushes: bool, world: World, timer: Timer) -> Forecast | None:
     """What compares the prediction of `plan` with the steps to come; None if it has no prediction."""
     predicted = plan.predicted
     if predicted is None or not 0 < predicted.minibatch_seconds * (1 - predicted.bubble) < math.inf:
         return None
     filling = 0 if flushes else -(-2 * len(plan.stages) // plan.microbatches)
-    return Forecast(plan, max(WARM_UP_STEPS, filling), world, moments)
+    return Forecast(plan, max(WARM_UP_STEPS, filling), world, timer)

@@ -20,9 +20,9 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelOutput
 from penstock.capturing.randomness import microbatch_seed, part_seed
 from penstock.runtime.batches.microbatches import Microbatch, take_part
-from penstock.runtime.batches.passes import Pass, Record
+from penstock.runtime.batches.passes import ActionTiming, Pass
 from penstock.runtime.batches.results import Figures
-from penstock.runtime.devices.timestamps import HostMoments, Mark
+from penstock.runtime.devices.timestamps import HostTimer, Timestamp
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.engine.mailboxes import Mailbox
@@ -54,7 +54,7 @@ from penstock.scheduling.norms import known_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
 from penstock.training.losses import LossFunction, compute_loss
-from penstock.training.scaling import ScaleCourse
+from penstock.training.scaling import LossScaler
 
 __all__ = ["Computing", "Worker"]
 
@@ -75,8 +75,8 @@ class Worker:
         transport: Transport,
         computing: Computing | None = None,
         norms: Norms | None = None,
-        scales: ScaleCourse | None = None,
-        now: Callable[[], Mark] = HostMoments.now,
+        scales: LossScaler | None = None,
+        now: Callable[[], Timestamp] = HostTimer.now,
     ) -> None:
         """`computing`: gives the context that forwards and losses are computed in. `norms`: if the schedule has them.
         `scales`: of the losses; needs norms. `now`: takes the time.
@@ -90,7 +90,7 @@ class Worker:
         self._computing = computing
         self.norms, self.scales, self._now = norms, scales, now
         self._mailbox = Mailbox(rank, schedule, transport)
-        self._averages = schedule.promise.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
+        self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
         modules = {index: stage.weights.module(0) for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
@@ -106,7 +106,7 @@ class Worker:
         self._direct: frozenset[tuple[int, int]] = frozenset()
         """The stages and microbatches whose backward follows their forward at once."""
         self._pass = Pass(training=True)
-        self._records: list[Record] = []
+        self._records: list[ActionTiming] = []
         self._microbatches: dict[int, Microbatch] = {}
         self._loss_gradients: dict[int, Tensor] = {}
         self._gradients = Gradients(rank, schedule, stages)
@@ -128,7 +128,7 @@ class Worker:
         self._direct = find_direct(program) if self._recomputations else frozenset()
         self._mailbox.begin(schedule, self._microbatches, program)
 
-    def end(self) -> list[Record]:
+    def end(self) -> list[ActionTiming]:
         """What was done since `begin`."""
         if not self._pass.training:
             self._microbatches.clear()
@@ -286,9 +286,9 @@ class Worker:
         """What the loss of `microbatch` is multiplied with."""
         if self.scales is None:
             return 1.0
-        return self.scales.used(microbatch // self._schedule.promise.microbatches_per_update[stage] + 1)
+        return self.scales.used(microbatch // self._schedule.guarantees.microbatches_per_update[stage] + 1)
 
-    def _update(self, action: Update) -> tuple[Mark, Mark]:
+    def _update(self, action: Update) -> tuple[Timestamp, Timestamp]:
         """Returns from when to when."""
         stage, version = action.stage, action.version
         weights, skipped = self.stages[stage].weights, False
@@ -346,7 +346,7 @@ class Worker:
         """How many microbatches' gradients, each of weight one, an update divides by; 1 where weights are shares."""
         if not self._averages:
             return 1
-        size = self._schedule.promise.microbatches_per_update[stage]
+        size = self._schedule.guarantees.microbatches_per_update[stage]
         return min(version * size, self._pass.admitted) - (version - 1) * size
 
     def _is_last(self, stage: int) -> bool:

@@ -31,10 +31,10 @@ from torch.func import functional_call
 from penstock.capturing.chain import Around, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.errors import PenstockError
-from penstock.runtime.devices.graph_capture import Pool, Recorder
+from penstock.runtime.devices.graph_capture import GraphCapturer, Pool
 from penstock.torch_internals.tensors import times_written
 
-__all__ = ["Replays"]
+__all__ = ["CudaGraphStage"]
 
 WARM_UPS = 3
 """So often the work of a stage runs before it is first recorded, as in PyTorch's own recordings."""
@@ -42,10 +42,10 @@ _Signature: TypeAlias = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, bo
 _Found: TypeAlias = Sequence[Tensor | None]
 
 
-class Replays:
+class CudaGraphStage:
     """Of `module`, which `recorder` records. `stage` is its number."""
 
-    def __init__(self, module: StageModule, recorder: Recorder, stage: int, device: torch.device) -> None:
+    def __init__(self, module: StageModule, recorder: GraphCapturer, stage: int, device: torch.device) -> None:
         self._module, self._stage = module, _Stage(module, recorder, stage, device)
         self._signature: _Signature | None = None
         self._recordings: list[_Recording] = []
@@ -92,7 +92,7 @@ class _Stage:
     """What the recordings of a stage share."""
 
     module: StageModule
-    recorder: Recorder
+    recorder: GraphCapturer
     number: int
     device: torch.device
     leaves: tuple[nn.Parameter, ...] = field(init=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
-from penstock.runtime.execution.split_backward import WeightPart, go_backward_to_inputs
+from penstock.runtime.execution.split_backward import WeightBackward, go_backward_to_inputs
 from penstock.torch_internals.autograd import run_backward
 
 __all__ = ["Compute", "StageExecutor"]
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 class StageExecutor:
     """The microbatches of one stage that are in flight: forwarded and not yet gone backward, or not yet all the way."""
 
-    in_flight: dict[int, _Kept | WeightPart] = field(default_factory=dict)
+    in_flight: dict[int, _Kept | WeightBackward] = field(default_factory=dict)
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class StageExecutor:
     def backward_weight(self, microbatch: int, hooked: bool = False) -> None:
         """Adds the gradients that `backward_input` left to the weights' ``.grad``. `hooked`: these have hooks."""
         part = self.in_flight.pop(microbatch)
-        assert isinstance(part, WeightPart), "the weight part of a backward comes after its input part"
+        assert isinstance(part, WeightBackward), "the weight part of a backward comes after its input part"
         part.run(hooked)
 
     def _take(self, microbatch: int) -> _Kept:

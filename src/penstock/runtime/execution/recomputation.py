@@ -27,15 +27,15 @@ from penstock.errors import PenstockError, PlanError
 from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
 
-__all__ = ["Grain", "Recomputation", "Recompute", "Surroundings", "choose_grains"]
+__all__ = ["ForwardContext", "Granularity", "Recomputation", "Recompute", "choose_grains"]
 
-Grain: TypeAlias = Literal["stage", "layers"]
+Granularity: TypeAlias = Literal["stage", "layers"]
 Recompute: TypeAlias = bool | str | Collection[int] | None
 """What a user says of it: which stages, or "layers" for each layer alone."""
 _Results: TypeAlias = tuple[Tensor, ...]
 
 
-def choose_grains(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Grain]]:
+def choose_grains(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
     """The plan that runs, and of its stages those that recompute, as a whole or layer by layer.
 
     None follows the plan. Anything else goes before it, and what it predicts is dropped where it does not hold any
@@ -46,7 +46,7 @@ def choose_grains(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Gra
     return (plan if as_planned else replace(plan, recompute=bool(grains), predicted=None)), grains
 
 
-def _grains(recompute: Recompute, planned: bool, stages: int) -> dict[int, Grain]:
+def _grains(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
     if isinstance(recompute, str):
         if recompute != "layers":
             raise PlanError(
@@ -65,7 +65,7 @@ def _grains(recompute: Recompute, planned: bool, stages: int) -> dict[int, Grain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
+class ForwardContext:
     """What a forward finds and is not given: generators, autocast and buffers; and what it was given, to be checked."""
 
     generators: tuple[tuple[torch.Generator, Tensor], ...]
@@ -81,7 +81,7 @@ class Surroundings:
     @classmethod
     def observe(
         cls, places: Sequence[Place], devices: Collection[torch.device], given: Sequence[Tensor] = ()
-    ) -> "Surroundings":
+    ) -> "ForwardContext":
         """Those of now, for a forward that writes the buffers in `places` and computes on `devices`."""
         cuda = sorted({device.index for device in devices if device.type == "cuda"})
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda)]
@@ -131,7 +131,7 @@ class Surroundings:
 class Recomputation:
     """How one stage recomputes. `loss_fn`: of the last stage; it may be a module that has buffers, too."""
 
-    grain: Grain
+    grain: Granularity
     loss_fn: object = None
     _known: dict[nn.Module, tuple[tuple[Place, ...], frozenset[torch.device]]] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class Recomputation:
         )
         return results
 
-    def _observe(self, modules: Sequence[nn.Module], given: Sequence[Tensor], checked: bool) -> Surroundings:
+    def _observe(self, modules: Sequence[nn.Module], given: Sequence[Tensor], checked: bool) -> ForwardContext:
         places: list[Place] = []
         devices = {tensor.device for tensor in given}
         for module in modules:
@@ -173,9 +173,9 @@ class Recomputation:
                 self._known[module] = find_writable(module), frozenset(tensor.device for tensor in tensors)
             places += self._known[module][0]
             devices |= self._known[module][1]
-        return Surroundings.observe(places, devices, given if checked else ())
+        return ForwardContext.observe(places, devices, given if checked else ())
 
 
-def _contexts(around: Surroundings) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(around: ForwardContext) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Of the first forward and of the second."""
     return nullcontext(), around.restored()

@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.runtime.execution.weight_gradients import OPERATORS
 from penstock.torch_internals.autograd import node_kinds, sequence_number
 
-__all__ = ["WeightPart", "go_backward_to_inputs"]
+__all__ = ["WeightBackward", "go_backward_to_inputs"]
 
 Node: TypeAlias = Any
 """A node of autograd's graph. PyTorch's type for it does not know what is saved there."""
@@ -77,7 +77,7 @@ class _Deferred(NamedTuple):
     """Whether no other gradients go to the same weights."""
 
 
-class WeightPart:
+class WeightBackward:
     """What an input part leaves to do: `deferred`, and the leaves in `made` with gradients that are to be added."""
 
     __slots__ = ("_deferred", "_made")
@@ -149,7 +149,7 @@ class _Entering:
 
 def go_backward_to_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor]
-) -> tuple[tuple[Tensor | None, ...], WeightPart]:
+) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
     """The input part of the backward of `outputs`, whose `gradients` are given: the gradients of `received`, which are
     leaves (None where nothing depends on one), and the weight part. The graph is used up.
     """
@@ -157,7 +157,7 @@ def go_backward_to_inputs(
     operators, others = _survey(outputs, {id(leaf) for leaf in leaves})
     wanted = [*leaves, *others, *(GradientEdge(operator.node, 0) for operator in operators)]
     if not wanted or not outputs:
-        return (None,) * len(received), WeightPart((), ())
+        return (None,) * len(received), WeightBackward((), ())
     # Read before the run of autograd, which lets go of what it saved.
     formulas = [OPERATORS[type(operator.node)].read(operator.node, operator.slots) for operator in operators]
     boxes = [operator.catch() for operator in operators]
@@ -169,7 +169,7 @@ def go_backward_to_inputs(
         if caught is not None:
             deferred.append(_Deferred(partial(formula, caught), operator.claims, operator.alone))
     made = zip(others, found[len(leaves) :], strict=False)
-    part = WeightPart(deferred, [(leaf, gradient) for leaf, gradient in made if gradient is not None])
+    part = WeightBackward(deferred, [(leaf, gradient) for leaf, gradient in made if gradient is not None])
     by_leaf = {id(leaf): _laid_out(gradient, leaf) for leaf, gradient in zip(leaves, found, strict=False)}
     return tuple(by_leaf.get(id(leaf)) for leaf in received), part
 

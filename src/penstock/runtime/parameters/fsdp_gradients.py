@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.runtime.devices.timestamps import Mark
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.transport.transport import Transport
 
@@ -32,7 +32,7 @@ class ShardedReducer(Reducer):
         stage: int,
         parameters: Mapping[str, nn.Parameter],
         modules: Sequence[FSDPModule],
-        now: Callable[[], Mark],
+        now: Callable[[], Timestamp],
     ) -> None:
         super().__init__(transport, group, rank, stage, parameters, now=now)
         self._plain = frozenset(parameters)

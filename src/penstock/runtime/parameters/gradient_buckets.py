@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.runtime.devices.timestamps import Mark
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.parameters.shards import of_part, part_of, settled
-from penstock.runtime.transport.transport import Ticket, Transport
+from penstock.runtime.transport.transport import PendingMessage, Transport
 
 __all__ = ["Reducer"]
 
@@ -84,9 +84,9 @@ class _Round:
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     """The leaves whose gradient is final and has not left yet."""
     hooks: list[RemovableHandle] = field(default_factory=list)
-    tickets: list[tuple[Ticket, bool]] = field(default_factory=list)
+    tickets: list[tuple[PendingMessage, bool]] = field(default_factory=list)
     """One for each bucket that has left, and whether no gradient was missing there."""
-    began: Mark | None = None
+    began: Timestamp | None = None
     """When the first bucket left."""
 
 
@@ -106,7 +106,7 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         late: Collection[str] = (),
         bucket_bytes: int | None = None,
-        now: Callable[[], Mark] = time.perf_counter,
+        now: Callable[[], Timestamp] = time.perf_counter,
     ) -> None:
         self._transport = transport
         self._group = group
@@ -148,7 +148,7 @@ class Reducer:
         """Whether `finish` would return at once."""
         return all(ticket.ready() for ticket, _ in self._rounds[version].tickets)
 
-    def began(self, version: int) -> Mark | None:
+    def began(self, version: int) -> Timestamp | None:
         """When the first bucket left; None if none has."""
         return self._rounds[version].began if version in self._rounds else None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
-from penstock.runtime.parameters.weight_versions import Reading, VersionedWeights
+from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from penstock.training.optimizers import MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage
@@ -27,9 +27,9 @@ Options: TypeAlias = list[dict[str, Any]]
 """Of every group of an optimizer, all but its parameters."""
 
 
-def readings_of(recipe: Recipe, delays: Iterable[int]) -> tuple[Reading, ...]:
+def readings_of(recipe: Recipe, delays: Iterable[int]) -> tuple[ComputeWeights, ...]:
     """By stage, what forwards read of its weights; `delays`: how old its gradients are."""
-    return tuple(Reading(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
+    return tuple(ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
 
 
 class Updater:

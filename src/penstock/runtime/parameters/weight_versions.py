@@ -37,11 +37,11 @@ from penstock.capturing.chain import StageModule
 from penstock.runtime.parameters.shards import of_part, part_of, point, settled
 from penstock.torch_internals.tensors import copy_each
 
-__all__ = ["Reading", "VersionedWeights"]
+__all__ = ["ComputeWeights", "VersionedWeights"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ComputeWeights:
     """What forwards read of trained parameters, where it is not what the optimizer steps.
 
     `dtype`: the type of the float32 ones that have two dimensions or more. `apart`: whether other numbers may be read.
@@ -60,7 +60,7 @@ class Reading:
         return parameter.requires_grad and (self.apart or self.dtype_of(parameter) != parameter.dtype)
 
 
-AS_STEPPED = Reading()
+AS_STEPPED = ComputeWeights()
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +97,7 @@ class VersionedWeights:
         versions: int,
         lent: Mapping[str, "VersionedWeights"] | None = None,
         copied: bool = True,
-        reading: Reading = AS_STEPPED,
+        reading: ComputeWeights = AS_STEPPED,
     ) -> None:
         lenders = lent or {}
         masters = frozenset(name for name, parameter in parameters.items() if reading.differs(parameter))

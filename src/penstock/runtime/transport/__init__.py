@@ -2,7 +2,7 @@
 
 May import ``devices``. Start reading in ``transport.py``, the protocol that the engine speaks to. Then
 ``backend_selection.py`` chooses between ``shared_memory/``, ``nccl/`` and ``gloo/``, and ``endpoints.py`` connects.
-A new transport is a room beside these three, a value of ``Carrier``, and its lines in ``endpoints.py``.
+A new transport is a room beside these three, a value of ``Backend``, and its lines in ``endpoints.py``.
 """
 
 __all__: list[str] = []

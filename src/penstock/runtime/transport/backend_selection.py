@@ -26,11 +26,11 @@ from penstock.runtime.transport.transport import Edge
 __all__ = [
     "NCCL",
     "SHARED_MEMORY",
-    "Card",
-    "Carrier",
-    "card_of",
+    "Backend",
+    "DeviceInfo",
     "channels",
-    "choose",
+    "device_info_of",
+    "select_backends",
     "sums_over_nccl",
     "warn_of_many",
     "warn_of_sharing",
@@ -54,7 +54,7 @@ _LANES = ("stages", "probe")
 """The lanes whose messages are worth a communicator."""
 
 
-class Carrier(Enum):
+class Backend(Enum):
     """Of an edge's messages."""
 
     MEMORY = "shared memory"
@@ -63,7 +63,7 @@ class Carrier(Enum):
     GLOO = "Gloo"
 
 
-class Card(NamedTuple):
+class DeviceInfo(NamedTuple):
     """What a process says of itself."""
 
     gpu: str
@@ -77,7 +77,7 @@ class Card(NamedTuple):
     """Of ``torch.distributed``, between GPUs."""
 
 
-def card_of(device: torch.device) -> Card:
+def device_info_of(device: torch.device) -> DeviceInfo:
     """Of this process, which computes on `device`. `TransportError` if the environment makes no sense."""
     wish = os.environ.get(NCCL, "")
     if wish not in ("", "0", "1"):
@@ -87,8 +87,8 @@ def card_of(device: torch.device) -> Card:
         )
     accelerator = accelerator_of(device)
     if accelerator is None or not accelerator.backend:
-        return Card("", wish)
-    return Card(accelerator.name, wish, socket.gethostname(), accelerator.visible, accelerator.backend)
+        return DeviceInfo("", wish)
+    return DeviceInfo(accelerator.name, wish, socket.gethostname(), accelerator.visible, accelerator.backend)
 
 
 def channels() -> int:
@@ -128,7 +128,7 @@ def warn_of_many(communicators: int, rank: int) -> None:
         )
 
 
-def warn_of_sharing(cards: Sequence[Card], rank: int) -> None:
+def warn_of_sharing(cards: Sequence[DeviceInfo], rank: int) -> None:
     """Logs a warning on the first of the ranks that share a GPU where their host has others that nobody uses."""
     users: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for other, card in enumerate(cards):
@@ -148,25 +148,27 @@ def warn_of_sharing(cards: Sequence[Card], rank: int) -> None:
             )
 
 
-def choose(edges: Iterable[Edge], cards: Sequence[Card], shared: Collection[Edge]) -> dict[Edge, Carrier]:
+def select_backends(
+    edges: Iterable[Edge], cards: Sequence[DeviceInfo], shared: Collection[Edge]
+) -> dict[Edge, Backend]:
     """What carries each of `edges`, in their order. `cards`: of all ranks; `shared`: the edges whose ends have met."""
     chosen = {}
     for edge in edges:
         if edge in shared:
-            chosen[edge] = Carrier.MEMORY
+            chosen[edge] = Backend.MEMORY
         elif edge.lane in _LANES and _can_meet([cards[edge.source], cards[edge.target]]):
-            chosen[edge] = Carrier.NCCL
+            chosen[edge] = Backend.NCCL
         else:
-            chosen[edge] = Carrier.GLOO
+            chosen[edge] = Backend.GLOO
     return chosen
 
 
-def sums_over_nccl(ranks: Sequence[int], cards: Sequence[Card]) -> bool:
+def sums_over_nccl(ranks: Sequence[int], cards: Sequence[DeviceInfo]) -> bool:
     """Whether `ranks` sum over NCCL."""
     return _can_meet([cards[rank] for rank in ranks])
 
 
-def _can_meet(cards: Sequence[Card]) -> bool:
+def _can_meet(cards: Sequence[DeviceInfo]) -> bool:
     """Whether NCCL can connect the processes of `cards`."""
     if any(not card.gpu or card.wish == "0" for card in cards) or len({card.backend for card in cards}) > 1:
         return False

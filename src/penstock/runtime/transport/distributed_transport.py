@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from penstock.runtime.transport.endpoints import Ends
+from penstock.runtime.transport.endpoints import Endpoints
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.shared_memory.handshake import Gather
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Patience
-from penstock.runtime.transport.transport import ALL, Edge, Forms, Ticket
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
+from penstock.runtime.transport.transport import ALL, Edge, Forms, PendingMessage
 
-__all__ = ["ProcessGroup"]
+__all__ = ["DistributedTransport"]
 
 
-class ProcessGroup:
+class DistributedTransport:
     """Messages between the `ranks` ranks of the default process group, along `edges`, and sums over `groups` of them.
 
     Collective: every rank of the group must build it with the same edges and groups in the same order. `gather` gives
@@ -41,8 +41,8 @@ class ProcessGroup:
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
-        self._patience = Patience(board, timeout_seconds)
-        self._ends = Ends(rank, ranks, device, store, self._patience)
+        self._patience = Timeout(board, timeout_seconds)
+        self._ends = Endpoints(rank, ranks, device, store, self._patience)
         self._ends.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes, self._sums = self._ends.outboxes, self._ends.inboxes, self._ends.sums
         atexit.register(self._leave)
@@ -71,13 +71,13 @@ class ProcessGroup:
             raise self._patience.broken(str(edge), (edge.target,), outbox.error)
         outbox.put(form, message)
 
-    def post(self, edge: Edge, form: Hashable) -> Ticket:
+    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
         return self._inboxes[edge].post(form)
 
     def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
         self._sums[group].agree(forms)
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         return self._sums[group].add(form, tensor)
 
     def check(self) -> None:

@@ -22,10 +22,10 @@ from penstock.runtime.devices.communicators import Communicator, Members, connec
 from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
 from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
-    Carrier,
-    card_of,
+    Backend,
     channels,
-    choose,
+    device_info_of,
+    select_backends,
     sums_over_nccl,
     warn_of_many,
     warn_of_sharing,
@@ -35,17 +35,17 @@ from penstock.runtime.transport.gloo.all_reduce import GroupSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
-from penstock.runtime.transport.nccl.endpoints import Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.send_notices import Notices
-from penstock.runtime.transport.nccl.watchdog import Watch
+from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.nccl.watchdog import Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement
-from penstock.runtime.transport.shared_memory.endpoints import Pusher, SharedInbox, SharedOutbox
-from penstock.runtime.transport.shared_memory.handshake import Acquaintances, Gather, meet
+from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
+from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
-from penstock.runtime.transport.timeouts import Patience
+from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 
-__all__ = ["Ends", "Inbox", "Outbox", "Sum"]
+__all__ = ["Endpoints", "Inbox", "Outbox", "Sum"]
 
 Inbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
 Outbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
@@ -58,7 +58,7 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class Ends:
+class Endpoints:
     """The ends of the process `rank` of `ranks`, which computes on `device`."""
 
     rank: int
@@ -66,11 +66,11 @@ class Ends:
     device: torch.device
     store: Store
     """Where the processes met, with no names in it of other ends."""
-    patience: Patience
+    timeout: Timeout
     accelerator: Accelerator | None = field(init=False)
-    watch: Watch = field(init=False)
-    notices: Notices = field(init=False)
-    pusher: Pusher = field(default_factory=Pusher)
+    watch: Watchdog = field(init=False)
+    notices: SendNotices = field(init=False)
+    pusher: Flusher = field(default_factory=Flusher)
     outboxes: dict[Edge, Outbox] = field(default_factory=dict)
     inboxes: dict[Edge, Inbox] = field(default_factory=dict)
     sums: dict[tuple[int, ...], Sum] = field(default_factory=dict)
@@ -81,8 +81,8 @@ class Ends:
 
     def __post_init__(self) -> None:
         self.accelerator = accelerator_of(self.device)
-        self.watch = Watch(self.patience, self.accelerator.enter_thread if self.accelerator else lambda: None)
-        self.notices = Notices(self.store, self.ranks)
+        self.watch = Watchdog(self.timeout, self.accelerator.enter_thread if self.accelerator else lambda: None)
+        self.notices = SendNotices(self.store, self.ranks)
         self._staging = staging_for(self.device, self.watch.check)
 
     def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
@@ -92,12 +92,12 @@ class Ends:
         rank = self.rank
         willing = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        met = meet(peers - {rank}, rank, gather, willing)
+        met = connect_local_peers(peers - {rank}, rank, gather, willing)
         near = {edge for edge in edges if rank == edge.source and edge.target in met}
-        said = gather((near, card_of(self.device)))
+        said = gather((near, device_info_of(self.device)))
         cards, shared = [card for _, card in said], {edge for those, _ in said for edge in those}
         warn_of_sharing(cards, rank)
-        chosen = choose(edges, cards, shared)
+        chosen = select_backends(edges, cards, shared)
         for meeting in arrange(chosen, lambda edge: (edge.source, edge.target)):
             for edge in meeting:
                 if rank in (edge.source, edge.target):
@@ -126,33 +126,33 @@ class Ends:
             self._shutdowns.pop(0)()
 
     def _members(self, name: str, ranks: Sequence[int]) -> Members:
-        seconds = self.patience.timeout_seconds + _GRACE
+        seconds = self.timeout.timeout_seconds + _GRACE
         return Members(f"penstock {name}", tuple(sorted(ranks)), self.rank, self.store, seconds)
 
-    def _connect(self, edge: Edge, carrier: Carrier, met: Acquaintances) -> None:
+    def _connect(self, edge: Edge, carrier: Backend, met: LocalPeers) -> None:
         """Makes this process's end of `edge`."""
         sends = edge.source == self.rank
-        if carrier is Carrier.MEMORY:
+        if carrier is Backend.MEMORY:
             if sends:
                 self.outboxes[edge] = SharedOutbox(edge, met, self.pusher)
             else:
-                self.inboxes[edge] = SharedInbox(edge, met, self.patience)
+                self.inboxes[edge] = SharedInbox(edge, met, self.timeout)
             return
         members = self._members(str(edge), (edge.source, edge.target))
         peer = members.place(edge.target if sends else edge.source)
-        if carrier is Carrier.NCCL:
+        if carrier is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
             self.outboxes[edge] = GlooOutbox(edge, connect_gloo(members), peer, self._staging)
         else:
             # Reports are read on the host; who wants them on the device puts them there.
             staging = HostStaging() if edge.lane == "reports" else self._staging
-            self.inboxes[edge] = GlooInbox(edge, connect_gloo(members), peer, staging, self.patience)
+            self.inboxes[edge] = GlooInbox(edge, connect_gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
         group = self.accelerator.communicator(members, channels())
-        line = Line(edge, group, peer, self.accelerator, self.notices, self.patience, self.watch.check)
+        line = EndpointOptions(edge, group, peer, self.accelerator, self.notices, self.timeout, self.watch.check)
         end: NcclOutbox | NcclInbox
         if edge.source == self.rank:
             end = self.outboxes[edge] = NcclOutbox(line)
@@ -174,13 +174,13 @@ class Ends:
             self.watch.check()
             return not self.notices.careful or is_done() or self.notices.look()
 
-        self.patience.wait_for(may_go_on, place, peers)
+        self.timeout.wait_for(may_go_on, place, peers)
 
     def _sum(self, ranks: tuple[int, ...], direct: bool) -> Sum:
         place = f"the sum over ranks {list(ranks)}"
-        members, agreement = self._members(place, ranks), Agreement(ranks, self.rank, self.store, self.patience)
+        members, agreement = self._members(place, ranks), Agreement(ranks, self.rank, self.store, self.timeout)
         if not direct or self.accelerator is None:
-            return GroupSum(ranks, connect_gloo(members), self.rank, agreement, self._staging, self.patience)
+            return GroupSum(ranks, connect_gloo(members), self.rank, agreement, self._staging, self.timeout)
         group = self.accelerator.communicator(members, 2 * channels())
         made = NcclSum(
             ranks,

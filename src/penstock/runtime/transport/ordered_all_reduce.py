@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, together
-from penstock.runtime.transport.timeouts import Patience
+from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Forms
 from penstock.torch_internals.distributed import gather_into
 
@@ -89,8 +89,8 @@ class Agreement:
     otherwise hang or give garbage. Each says what it adds in `store`.
     """
 
-    def __init__(self, order: Sequence[int], rank: int, store: Store, patience: Patience) -> None:
-        self._order, self._rank, self._store, self._patience = tuple(order), rank, store, patience
+    def __init__(self, order: Sequence[int], rank: int, store: Store, timeout: Timeout) -> None:
+        self._order, self._rank, self._store, self._patience = tuple(order), rank, store, timeout
         self._place = f"the sum over ranks {list(order)}"
         self._agreements = 0
         self._sizes: dict[Hashable, tuple[int, torch.dtype]] = {}

@@ -5,10 +5,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from penstock.runtime.devices.staging import NOTHING, Staged, Staging
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Patience
+from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Message
 
-__all__ = ["Posted", "Receipt"]
+__all__ = ["PendingResult", "PostedReceive"]
 
 
 class _Inbox(Protocol):
@@ -21,7 +21,7 @@ class _Inbox(Protocol):
         """Waits for the message of `ticket` and gives it that."""
 
 
-class Posted:
+class PostedReceive:
     """A receive of a message of `form` that `inbox` will bring."""
 
     __slots__ = ("form", "inbox", "message")
@@ -40,13 +40,13 @@ class Posted:
         return self.message
 
 
-class Receipt:
+class PendingResult:
     """A message from `peers` on its way, which a thread will `leave` here, having brought it over by `staging`."""
 
     __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place", "_staged", "_staging")
 
-    def __init__(self, place: str, peers: Sequence[int], patience: Patience, staging: Staging) -> None:
-        self._place, self._peers, self._patience = place, peers, patience
+    def __init__(self, place: str, peers: Sequence[int], timeout: Timeout, staging: Staging) -> None:
+        self._place, self._peers, self._patience = place, peers, timeout
         self._staging, self._staged = staging, NOTHING
         self._message: Message | None = None
         self._error: Exception | None = None

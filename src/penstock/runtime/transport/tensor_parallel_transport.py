@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.device_meshes import processes_of
-from penstock.runtime.transport.transport import Edge, Forms, Message, Ticket, Transport
+from penstock.runtime.transport.transport import Edge, Forms, Message, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["Lanes", "connect_lanes"]
+__all__ = ["TensorParallelTransport", "connect_tensor_parallel"]
 
 _CUT = "stages"
 """The edges between neighbour stages."""
@@ -36,7 +36,7 @@ _CLOSE = 1e-3
 _Shapes = tuple[torch.Size | None, ...]
 
 
-def connect_lanes(
+def connect_tensor_parallel(
     world: World,
     edges: Iterable[Edge],
     device: torch.device,
@@ -54,7 +54,7 @@ def connect_lanes(
     all_edges = [_edge_of(edge, lane, lanes) for edge in edges for lane in range(lanes)]
     all_groups = [_group_of(ranks, lane, lanes) for ranks in groups for lane in range(lanes)]
     inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups))
-    return Lanes(inner, group, device)
+    return TensorParallelTransport(inner, group, device)
 
 
 def _edge_of(edge: Edge, lane: int, lanes: int) -> Edge:
@@ -65,7 +65,7 @@ def _group_of(ranks: Sequence[int], lane: int, lanes: int) -> tuple[int, ...]:
     return tuple(processes_of(rank, lanes)[lane] for rank in ranks)
 
 
-class Lanes:
+class TensorParallelTransport:
     """This process's lane of a rank; `group` are the processes of all its lanes, which compute on `device`, and `inner`
     speaks to processes.
     """
@@ -110,7 +110,7 @@ class Lanes:
         self.sent_bytes += sum(part.numel() * part.element_size() for part in parts if part is not None)
         self._inner.send(there, form, parts)
 
-    def post(self, edge: Edge, form: Hashable) -> Ticket:
+    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
         here = self._edge(edge)
         if edge.lane != _CUT:
             return self._inner.post(here, form)
@@ -122,7 +122,7 @@ class Lanes:
         own = processes_of(rank, self._lanes)[self._lane]
         self._inner.agree(_group_of(group, self._lane, self._lanes), own, forms)
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         own = processes_of(rank, self._lanes)[self._lane]
         return self._inner.reduce(_group_of(group, self._lane, self._lanes), own, form, tensor)
 
@@ -176,7 +176,7 @@ class Lanes:
 class _AgreedShapes:
     """The whole shapes of the messages of one form, which travel ahead of the first one."""
 
-    ticket: Ticket
+    ticket: PendingMessage
     shapes: _Shapes | None = None
 
     def get(self) -> _Shapes:
@@ -191,7 +191,7 @@ class _AgreedShapes:
 class _Parts:
     """A message of which each lane receives a part."""
 
-    ticket: Ticket
+    ticket: PendingMessage
     agreed: _AgreedShapes
     group: dist.ProcessGroup
     lanes: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.errors import TransportError
 from penstock.runtime.transport.failures import FailureBoard
 
-__all__ = ["POLL_SECONDS", "TELLING_SECONDS", "Looking", "Patience"]
+__all__ = ["POLL_SECONDS", "TELLING_SECONDS", "SpinPolicy", "Timeout"]
 
 POLL_SECONDS = 0.25
 """How often a rank that waits looks whether another one has failed."""
@@ -24,7 +24,7 @@ _CAUSE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class Looking:
+class SpinPolicy:
     """How long a rank looks for a message before it sleeps, or a thread waits in its place: longer where that has been
     worth it.
     """
@@ -43,7 +43,7 @@ class Looking:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeout:
     """Of a rank that waits `timeout_seconds` for its peers, unless `board` says that one of them failed."""
 
     board: FailureBoard

@@ -4,7 +4,7 @@ The worker speaks to a `Transport` only, and never asks which one it has. Messag
 which they were sent; that order is the only matching rule (NCCL has no other). A receive is posted before it is needed
 and waited for when it is; a send returns at once.
 
-`Loopback` is the transport of one process: all ranks live in it, a message is a Python reference.
+`LoopbackTransport` is the transport of one process: all ranks live in it, a message is a Python reference.
 """
 
 from collections import defaultdict, deque
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.devices.staging import HostStaging, Staged, Staging
 
-__all__ = ["ALL", "Edge", "Forms", "Loopback", "Message", "Ticket", "Transport"]
+__all__ = ["ALL", "Edge", "Forms", "LoopbackTransport", "Message", "PendingMessage", "Transport"]
 
 ALL = 2**31
 """More receives than any part of a schedule has."""
@@ -41,7 +41,7 @@ class Edge(NamedTuple):
         return f"rank {self.source} -> rank {self.target} ({self.lane})"
 
 
-class Ticket(Protocol):
+class PendingMessage(Protocol):
     """A receive that has been posted."""
 
     def ready(self) -> bool:
@@ -71,7 +71,7 @@ class Transport(Protocol):
         `form` is what decides the shapes: both ends agree on them at the first message of a form on an edge.
         """
 
-    def post(self, edge: Edge, form: Hashable) -> Ticket:
+    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
         """Posts the receive of the next message on `edge`, which is of `form`."""
 
     def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
@@ -81,7 +81,7 @@ class Transport(Protocol):
         all come before training, since nobody may be waited for while a backward makes what is added.
         """
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         """Gives the part of `rank` to a sum over the ranks `group`, which have agreed on its form; the ticket's message
         is the sum. Waits for nobody.
 
@@ -151,7 +151,7 @@ class _Queue:
     posted: int = 0
 
 
-class Loopback:
+class LoopbackTransport:
     """All ranks in this process; what one of them computes goes to the others by `staging`."""
 
     def __init__(self, staging: Staging | None = None) -> None:
@@ -178,7 +178,7 @@ class Loopback:
         queue.arrived[queue.sent] = _Sent(sent, staged)
         queue.sent += 1
 
-    def post(self, edge: Edge, form: Hashable) -> Ticket:
+    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
         queue = self._queues[edge]
         queue.posted += 1
         return _LoopbackTicket(queue.arrived, queue.posted - 1, self._staging)
@@ -186,7 +186,7 @@ class Loopback:
     def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
         """The ranks of one process have one model."""
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> Ticket:
+    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
         sums = self._sums[group]
         current = next((entry for entry in sums if rank not in entry.parts), None)
         if current is None:

@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.distributed_transport import ProcessGroup
+from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.transport import Edge, Loopback, Transport
+from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
@@ -84,7 +84,7 @@ class SingleProcess:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
-        return Loopback(staging_for(device))
+        return LoopbackTransport(staging_for(device))
 
     def gather(self, value: T) -> Sequence[T]:
         return [value]
@@ -136,7 +136,7 @@ class Processes:
         store = PrefixStore(f"transport {self._transports}", self._store)
         self._transports += 1
         with _explained():
-            return ProcessGroup(
+            return DistributedTransport(
                 edges,
                 self.rank,
                 self.processes,

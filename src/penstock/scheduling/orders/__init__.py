@@ -1,6 +1,6 @@
 """The scheduling methods, one file each; `METHODS` is the list that names are looked up in."""
 
-from penstock.scheduling.definitions import Method
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders.forward_only import INFERENCE
 from penstock.scheduling.orders.gpipe import GPIPE
 from penstock.scheduling.orders.interleaved import INTERLEAVED
@@ -24,4 +24,4 @@ __all__ = [
     "ZB_V",
 ]
 
-METHODS: tuple[Method, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, PIPEDREAM, TWO_BW)
+METHODS: tuple[ScheduleDefinition, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, PIPEDREAM, TWO_BW)

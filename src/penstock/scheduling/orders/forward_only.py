@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Compute, Forward
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["INFERENCE"]
 
@@ -17,7 +25,7 @@ __all__ = ["INFERENCE"]
 #
 #   rank 0   0F0 0F1 2F0 2F1 0F2 ... 2F2
 #   rank 1   ... 1F0 1F1 3F0 3F1 1F2 ... 3F2
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
@@ -33,9 +41,9 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; nothing in flight, since no backward follows."""
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=(0,) * shape.stages,
         rule=VersionRule.INITIAL,
@@ -44,4 +52,4 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-INFERENCE = Method("inference", order, promise, interleaves=True)
+INFERENCE = ScheduleDefinition("inference", order, guarantees, interleaves=True)

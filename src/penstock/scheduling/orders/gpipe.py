@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["GPIPE"]
 
@@ -19,7 +27,7 @@ __all__ = ["GPIPE"]
 #   rank 0   F0 F1 F2 .. .. .. .. B0 B1 B2 U1
 #   rank 1   .. F0 F1 F2 .. .. B0 B1 B2 U1
 #   rank 2   .. .. F0 F1 F2 B0 B1 B2 U1
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
@@ -35,9 +43,9 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; all microbatches of a replica in flight: m, or m / r of r replicas."""
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(shape.placement.most_taken(stage, shape.microbatches) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
@@ -46,4 +54,4 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-GPIPE = Method("gpipe", order, promise)
+GPIPE = ScheduleDefinition("gpipe", order, guarantees)

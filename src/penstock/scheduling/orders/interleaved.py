@@ -10,7 +10,15 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["INTERLEAVED"]
 
@@ -21,7 +29,7 @@ __all__ = ["INTERLEAVED"]
 #   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
@@ -44,7 +52,7 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def _place(shape: Shape, turn: int) -> tuple[int, int]:
+def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:
     """Which of a rank's stages works at `turn`, and on which of its microbatches; both counted from 0."""
     length = shape.placement.length
     group, within = divmod(turn, shape.stages)
@@ -52,9 +60,9 @@ def _place(shape: Shape, turn: int) -> tuple[int, int]:
     return round_, group * length + member
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; the microbatches in flight as `_in_flight` counts them."""
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(_in_flight(shape, stage) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
@@ -63,7 +71,7 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-def _in_flight(shape: Shape, stage: int) -> int:
+def _in_flight(shape: PipelineShape, stage: int) -> int:
     """Counted right after a stage's forward of the last member of a group: two groups, less the backwards done by then.
 
     `ahead` counts the rank's backwards since the older of the two groups was due at this stage. The first p of them are
@@ -76,7 +84,7 @@ def _in_flight(shape: Shape, stage: int) -> int:
     return min(shape.placement.most_taken(stage, shape.microbatches), 2 * length - done)
 
 
-def check(shape: Shape) -> None:
+def check(shape: PipelineShape) -> None:
     """Groups of p microbatches must come out even, in each of the parallel pipelines."""
     if not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
@@ -94,4 +102,4 @@ def check(shape: Shape) -> None:
         )
 
 
-INTERLEAVED = Method("interleaved", order, promise, check, interleaves=True)
+INTERLEAVED = ScheduleDefinition("interleaved", order, guarantees, check, interleaves=True)

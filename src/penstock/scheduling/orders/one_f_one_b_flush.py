@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["ONE_F_ONE_B_FLUSH"]
 
@@ -19,7 +27,7 @@ __all__ = ["ONE_F_ONE_B_FLUSH"]
 #   rank 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 U1
 #   rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 U1
 #   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 U1
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     warm_up = shape.placement.depth(stage) - 1
@@ -38,10 +46,10 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, p - s) microbatches in flight on stage s, where nothing is replicated."""
     placement, m = shape.placement, shape.microbatches
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(min(placement.most_taken(stage, m), placement.depth(stage)) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
@@ -50,4 +58,4 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-ONE_F_ONE_B_FLUSH = Method("1f1b-flush", order, promise)
+ONE_F_ONE_B_FLUSH = ScheduleDefinition("1f1b-flush", order, guarantees)

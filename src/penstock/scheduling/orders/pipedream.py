@@ -12,7 +12,17 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.definitions import Drain, Entry, Finished, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Entry,
+    Guarantees,
+    LastUpdate,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["PIPEDREAM"]
 
@@ -23,7 +33,7 @@ __all__ = ["PIPEDREAM"]
 #   rank 0   F0(0) F1(0) F2(0) B0(0) F3(1) B1(0)  |  B2(0) B3(1)
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)
 #   rank 2               F0(0) B0(0) F1(1) B1(1) F2(2) B2(2) F3(3) B3(3)  |
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Entry]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     stride, warm_up = shape.placement.stride(stage), shape.placement.depth(stage) - 1
@@ -51,20 +61,20 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Entry]:
         if turn % stride == stride - 1 and round_ >= 0:
             yield Update(stage, round_ + 1, _version(shape, stage, round_))
     if stage in shape.waiting and isinstance(part, Drain) and part.minibatches > 0:
-        yield Finished(stage, -(-admitted.stop // stride))
+        yield LastUpdate(stage, -(-admitted.stop // stride))
 
 
-def _version(shape: Shape, stage: int, round_: int) -> int:
+def _version(shape: PipelineShape, stage: int, round_: int) -> int:
     """What the microbatches of a round read."""
     reader = 0 if shape.vertical_sync else stage
     return max(0, round_ - (shape.placement.depth(reader) - 1))
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """p - s microbatches in flight on stage s without replicas; as many versions, or p with vertical sync."""
     placement = shape.placement
     in_flight = tuple(placement.depth(stage) for stage in range(shape.stages))
-    return Promise(
+    return Guarantees(
         versions=in_flight[:1] * shape.stages if shape.vertical_sync else in_flight,
         in_flight=in_flight,
         rule=VersionRule.INPUT_STAGE if shape.vertical_sync else VersionRule.NEWEST,
@@ -73,7 +83,7 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-def check(shape: Shape) -> None:
+def check(shape: PipelineShape) -> None:
     """With vertical sync the rounds of all stages must be the same."""
     if shape.vertical_sync and not shape.placement.split and not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
@@ -83,4 +93,4 @@ def check(shape: Shape) -> None:
         )
 
 
-PIPEDREAM = Method("pipedream", order, promise, check, syncs=True)
+PIPEDREAM = ScheduleDefinition("pipedream", order, guarantees, check, syncs=True)

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["SPP"]
 
@@ -19,7 +27,7 @@ __all__ = ["SPP"]
 #
 #   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 .. B4 .. B5 U1
 #   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     ahead = _most_in_flight(shape, stage)
@@ -39,15 +47,15 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def _most_in_flight(shape: Shape, stage: int) -> int:
+def _most_in_flight(shape: PipelineShape, stage: int) -> int:
     """With replicas that take turns, the p - s of the paper is what keeps the ranks behind busy."""
     placement = shape.placement
     return min(placement.most_taken(stage, shape.microbatches), 4 * (placement.depth(stage) - 1) + 1)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, 4(p - 1 - s) + 1) microbatches in flight on stage s."""
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
@@ -56,4 +64,4 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-SPP = Method("spp", order, promise)
+SPP = ScheduleDefinition("spp", order, guarantees)

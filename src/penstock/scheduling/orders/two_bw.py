@@ -11,7 +11,17 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.definitions import Drain, Entry, Method, Part, Promise, Shape, Step, Summed, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Entry,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    Summed,
+    VersionRule,
+)
 
 __all__ = ["TWO_BW"]
 
@@ -29,7 +39,7 @@ __all__ = ["TWO_BW"]
 #   rank 0   F3 B1 F4 B2 F5 B3  |  U1 F6 B4 F7 B5 F8 B6  |  B7 B8 U2 U3
 #   rank 1   F3 B2 F4 B3 F5 B4  |  U1 F6 B5 F7 B6 F8 B7  |  B8 U2 U3
 #   rank 2   F3 B3 F4 B4 F5 B5  |  U1 F6 B6 F7 B7 F8 B8  |  U2 U3
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Entry]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     behind = (shape.placement.depth(stage) - 1) * shape.placement.stride(stage)
@@ -64,12 +74,12 @@ def _update(stage: int, version: int) -> Update:
     return Update(stage, version, max(version - 2, 0))
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """Two versions; p - s microbatches in flight on stage s, where nothing is replicated.
 
     A stage whose updates wait has the gradients of two minibatches.
     """
-    return Promise(
+    return Guarantees(
         versions=(2,) * shape.stages,
         in_flight=tuple(shape.placement.depth(stage) for stage in range(shape.stages)),
         rule=VersionRule.PREVIOUS_MINIBATCH,
@@ -79,7 +89,7 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-def check(shape: Shape) -> None:
+def check(shape: PipelineShape) -> None:
     """The method asks for a minibatch that fills the pipe: m >= p."""
     # The verifier would accept this order at m = p - 1 too; below that a forward is due before its version is made.
     least = shape.stages if shape.placement.split else shape.ranks
@@ -92,4 +102,4 @@ def check(shape: Shape) -> None:
         )
 
 
-TWO_BW = Method("2bw", order, promise, check, defers=True)
+TWO_BW = ScheduleDefinition("2bw", order, guarantees, check, defers=True)

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["ZB_H1"]
 
@@ -23,7 +31,7 @@ __all__ = ["ZB_H1"]
 #   rank 0   F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1
 #   rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1
 #   rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     (stage,) = shape.stages_of(rank)
     warm_up, behind = shape.placement.depth(stage) - 1, _kept_back(shape, stage)
@@ -45,7 +53,7 @@ def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
             assert_never(part)
 
 
-def _kept_back(shape: Shape, stage: int) -> int:
+def _kept_back(shape: PipelineShape, stage: int) -> int:
     """How many weight parts wait while `stage` is in its steady phase: s without replicas.
 
     As many as it computes while a gradient goes from it to the first stage, if all ranks have equally much to do.
@@ -53,7 +61,7 @@ def _kept_back(shape: Shape, stage: int) -> int:
     return shape.placement.whole_depth(stage) - shape.placement.depth(stage)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, p) microbatches in flight on every stage, where nothing is replicated.
 
     A microbatch is in flight from its forward to its weight part. On stage s > 0 up to min(m, s + 1) of them are past
@@ -62,7 +70,7 @@ def promise(shape: Shape) -> Promise:
     """
     placement, m = shape.placement, shape.microbatches
     most = [placement.most_taken(stage, m) for stage in range(shape.stages)]
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(min(most[stage], placement.whole_depth(stage)) for stage in range(shape.stages)),
         rule=VersionRule.OWN_MINIBATCH,
@@ -72,4 +80,4 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-ZB_H1 = Method("zb-h1", order, promise)
+ZB_H1 = ScheduleDefinition("zb-h1", order, guarantees)

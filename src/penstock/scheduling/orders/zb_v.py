@@ -13,7 +13,15 @@ from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Update
-from penstock.scheduling.definitions import Drain, Method, Part, Promise, Shape, Step, VersionRule
+from penstock.scheduling.definitions import (
+    Drain,
+    Guarantees,
+    PipelineShape,
+    ScheduleDefinition,
+    Segment,
+    Step,
+    VersionRule,
+)
 
 __all__ = ["ZB_V"]
 
@@ -25,7 +33,7 @@ __all__ = ["ZB_V"]
 #   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
-def order(shape: Shape, rank: int, part: Part) -> Iterator[Compute]:
+def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `part`."""
     match part:
         case Step(minibatch):
@@ -62,7 +70,7 @@ def _turns(length: int, rank: int, microbatches: int) -> str:
     return warm_up + steady + cool_down
 
 
-def _sends_nothing(shape: Shape, stage: int) -> bool:
+def _sends_nothing(shape: PipelineShape, stage: int) -> bool:
     """Whether no other rank waits for the gradients of `stage`: there is no stage before it, or it is on the rank too.
 
     Then a whole backward does as well as its two parts one after the other.
@@ -70,7 +78,7 @@ def _sends_nothing(shape: Shape, stage: int) -> bool:
     return stage in (0, shape.placement.length)
 
 
-def promise(shape: Shape) -> Promise:
+def guarantees(shape: PipelineShape) -> Guarantees:
     """One version. On rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
 
     A microbatch is in flight from its forward to its weight part. Both stages together never have more than 2p. Of them
@@ -88,7 +96,7 @@ def promise(shape: Shape) -> Promise:
             most, late = rank + 1, min(rank, count - 2 * length + 1 + rank)
         in_flight.append(min(count, most))
         halves.append(max(late, 0 if stage == length else 1) if stage else 0)
-    return Promise(
+    return Guarantees(
         versions=(1,) * shape.stages,
         in_flight=tuple(in_flight),
         rule=VersionRule.OWN_MINIBATCH,
@@ -98,7 +106,7 @@ def promise(shape: Shape) -> Promise:
     )
 
 
-def check(shape: Shape) -> None:
+def check(shape: PipelineShape) -> None:
     """Stage s and stage 2p - 1 - s are on one rank, and replicas are the same for all."""
     stages = shape.placement.stages
     if not shape.placement.equal(range(shape.stages)):
@@ -113,4 +121,4 @@ def check(shape: Shape) -> None:
         )
 
 
-ZB_V = Method("zb-v", order, promise, check, folds=True)
+ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, folds=True)

@@ -207,7 +207,7 @@ def _knowledge(norm: Norm, rank: int, evidence: Evidence) -> Iterator[Need]:
 
 def _last_backward(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
     """The last backward of `stage` on `rank` of those that its update to `version` sums up."""
-    size = evidence.promise.microbatches_per_update[stage]
+    size = evidence.guarantees.microbatches_per_update[stage]
     own = range((version - 1) * size, min(version * size, evidence.microbatches))
     if mine := evidence.placement.taken_by(rank, own):
         yield "W", stage, mine[-1], -1
@@ -329,7 +329,7 @@ def _report_standstill(evidence: Evidence, part: int, blocked: list[int], positi
 
 def require_parts(evidence: Evidence) -> None:
     """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
-    flushes = evidence.promise.flushes
+    flushes = evidence.guarantees.flushes
     law = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
     starts = ((0,) * evidence.schedule.ranks, *evidence.ends)
     for number, part in enumerate(evidence.parts):

@@ -20,7 +20,7 @@ __all__ = ["STAGE_LAWS"]
 
 def _require_training(evidence: Evidence) -> None:
     law = "an inference has forwards only"
-    if evidence.promise.trains:
+    if evidence.guarantees.trains:
         return
     for replica in evidence.replicas:
         for index, action in replica.turns:
@@ -66,7 +66,7 @@ def _require_once(evidence: Evidence) -> None:
 
 def _require_drained(evidence: Evidence) -> None:
     law = "nothing is in flight after the drain: every forward had its backward"
-    if not evidence.promise.trains:
+    if not evidence.guarantees.trains:
         return
     for replica in evidence.replicas:
         done = {action.microbatch for _, action in replica.turns if isinstance(action, WeightGradients)}
@@ -130,7 +130,7 @@ def _require_stash(evidence: Evidence) -> None:
 
 
 def _require_version(evidence: Evidence) -> None:
-    rule = evidence.promise.rule
+    rule = evidence.guarantees.rule
     law = f"a forward reads {rule.value}"
     admitted = _count_versions_of_input(evidence)
     for replica in evidence.replicas:
@@ -193,7 +193,7 @@ def _require_updates(evidence: Evidence) -> None:
     named: dict[tuple[int, int], int] = {}
     for replica in evidence.replicas:
         newest = 0
-        size = evidence.promise.microbatches_per_update[replica.stage]
+        size = evidence.guarantees.microbatches_per_update[replica.stage]
         own: defaultdict[int, list[int]] = defaultdict(list)
         for index, action in replica.turns:
             match action:
@@ -221,8 +221,8 @@ def _require_updates(evidence: Evidence) -> None:
                     newest = version
                 case _:
                     assert_never(action)
-        last = -(-evidence.microbatches // evidence.promise.microbatches_per_update[replica.stage])
-        if evidence.promise.trains and (own or newest != last):
+        last = -(-evidence.microbatches // evidence.guarantees.microbatches_per_update[replica.stage])
+        if evidence.guarantees.trains and (own or newest != last):
             end = len(evidence.programs[replica.rank])
             expected = f"an update of stage {replica.stage} after its last backward"
             report_breach(evidence, law, replica.rank, end, expected, "yield the update after the last backward")
@@ -230,18 +230,18 @@ def _require_updates(evidence: Evidence) -> None:
 
 def _sum_due(evidence: Evidence, replica: Replica, version: int) -> int:
     """How many microbatches `replica` has of those that the update to `version` sums up."""
-    size = evidence.promise.microbatches_per_update[replica.stage]
+    size = evidence.guarantees.microbatches_per_update[replica.stage]
     stop = min(version * size, evidence.microbatches)
     return len(evidence.placement.taken_by(replica.rank, range((version - 1) * size, stop)))
 
 
 def _require_gradients(evidence: Evidence) -> None:
     for replica in evidence.replicas:
-        most = evidence.promise.gradients[replica.stage]
+        most = evidence.guarantees.gradients[replica.stage]
         law = (
             f"gradients that wait for their update stay within the promise: of {most} at most on stage {replica.stage}"
         )
-        size = evidence.promise.microbatches_per_update[replica.stage]
+        size = evidence.guarantees.microbatches_per_update[replica.stage]
         waiting: set[int] = set()
         for index, action in replica.turns:
             match action:
@@ -262,7 +262,7 @@ def _require_gradients(evidence: Evidence) -> None:
 
 def _require_slots(evidence: Evidence) -> None:
     for replica in evidence.replicas:
-        slots = evidence.promise.versions[replica.stage]
+        slots = evidence.guarantees.versions[replica.stage]
         law = f"no version is overwritten while it is needed: stage {replica.stage} keeps {slots}"
         newest = 0
         for index, action in replica.turns:
@@ -286,10 +286,10 @@ def _require_slots(evidence: Evidence) -> None:
 
 
 def _require_in_flight(evidence: Evidence) -> None:
-    if not evidence.promise.trains:
+    if not evidence.guarantees.trains:
         return
     for replica in evidence.replicas:
-        most = evidence.promise.in_flight[replica.stage]
+        most = evidence.guarantees.in_flight[replica.stage]
         law = f"activations in flight stay within the promise: at most {most} on stage {replica.stage}"
         in_flight = 0
         for index, action in replica.turns:
@@ -310,7 +310,7 @@ def _require_in_flight(evidence: Evidence) -> None:
 
 def _require_halves(evidence: Evidence) -> None:
     for replica in evidence.replicas:
-        most = evidence.promise.halves[replica.stage]
+        most = evidence.guarantees.halves[replica.stage]
         law = f"microbatches that wait for their weight part stay within the promise: at most {most}"
         law += f" on stage {replica.stage}"
         halves = 0

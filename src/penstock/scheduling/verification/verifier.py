@@ -23,7 +23,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import Drain, Part, Step
+from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.message_invariants import MESSAGE_LAWS, require_parts
 from penstock.scheduling.verification.stage_invariants import STAGE_LAWS
@@ -69,7 +69,7 @@ def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
     if minibatches is None:
         minibatches = 2 + -(-2 * schedule.stages // schedule.microbatches)
     _check_minibatches(minibatches)
-    parts: list[Part] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
+    parts: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
     pieces = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
     evidence = collect(schedule, minibatches, parts, pieces)
     verification = _examine(evidence)
@@ -111,7 +111,7 @@ def _measure(evidence: Evidence) -> Verification:
         held = 0
         for action in row:
             match action:
-                case Forward(stage=stage) if evidence.promise.trains:
+                case Forward(stage=stage) if evidence.guarantees.trains:
                     held += 1
                     now[stage] += 1
                     in_flight[stage] = max(in_flight[stage], now[stage])

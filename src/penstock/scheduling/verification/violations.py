@@ -27,7 +27,7 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import Part, Promise, Shape
+from penstock.scheduling.definitions import Guarantees, PipelineShape, Segment
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
@@ -60,20 +60,20 @@ class Evidence:
     schedule: Schedule
     minibatches: int
     programs: Programs
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     ends: tuple[tuple[int, ...], ...]
     placement: Placement
     replicas: tuple[Replica, ...]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PipelineShape:
         """The sizes of the pipeline."""
         return self.schedule.shape
 
     @property
-    def promise(self) -> Promise:
+    def guarantees(self) -> Guarantees:
         """What the schedule promises."""
-        return self.schedule.promise
+        return self.schedule.guarantees
 
     @property
     def microbatches(self) -> int:
@@ -81,7 +81,7 @@ class Evidence:
         return self.minibatches * self.schedule.microbatches
 
 
-def collect(schedule: Schedule, minibatches: int, parts: Sequence[Part], pieces: Sequence[Programs]) -> Evidence:
+def collect(schedule: Schedule, minibatches: int, parts: Sequence[Segment], pieces: Sequence[Programs]) -> Evidence:
     """Join the programs of the parts, in order; `ScheduleError` if they have not one row for each rank, or an action
     of a stage or a microbatch that is not there, or one on the wrong rank."""
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]

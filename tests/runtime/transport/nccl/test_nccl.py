@@ -14,13 +14,19 @@ from torch.distributed import HashStore
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.transport.backend_selection import Card, Carrier, choose, sums_over_nccl, warn_of_sharing
+from penstock.runtime.transport.backend_selection import (
+    Backend,
+    DeviceInfo,
+    select_backends,
+    sums_over_nccl,
+    warn_of_sharing,
+)
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.nccl.endpoints import AHEAD, Line, NcclInbox, NcclOutbox
-from penstock.runtime.transport.nccl.send_notices import Notices
-from penstock.runtime.transport.nccl.watchdog import Watch
-from penstock.runtime.transport.timeouts import Patience
-from penstock.runtime.transport.transport import Edge, Ticket
+from penstock.runtime.transport.nccl.endpoints import AHEAD, EndpointOptions, NcclInbox, NcclOutbox
+from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.nccl.watchdog import Watchdog
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Edge, PendingMessage
 from support.jobs.staging_jobs import sum_over_nccl
 from support.processes import Pool
 from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
@@ -49,24 +55,24 @@ class Pair:
         self.streams = device.stream(), device.stream()
         store = HashStore()
         self.boards = [FailureBoard(store, rank, 2) for rank in range(2)]
-        self.patience = [Patience(board, seconds) for board in self.boards]
-        self.watches = [Watch(patience) for patience in self.patience]
+        self.timeout = [Timeout(board, seconds) for board in self.boards]
+        self.watches = [Watchdog(timeout) for timeout in self.timeout]
         one = SimulatedCommunicator(device)
         self.communicators = {FORWARD: one, BACKWARD: one if shared else SimulatedCommunicator(device)}
         ends = {(edge, rank): group.end(rank) for edge, group in self.communicators.items() for rank in range(2)}
         if shared:
             ends = {(edge, rank): ends[FORWARD, rank] for edge, rank in ends}
-        self.notices = [Notices(store, 2) for _ in range(2)]
+        self.notices = [SendNotices(store, 2) for _ in range(2)]
         self.outboxes, self.inboxes = {}, {}
         for edge in self.communicators:
             sending, receiving = (
-                Line(
+                EndpointOptions(
                     edge,
                     ends[edge, rank],
                     other,
                     device,
                     self.notices[rank],
-                    self.patience[rank],
+                    self.timeout[rank],
                     self.watches[rank].check,
                 )
                 for rank, other in ((edge.source, edge.target), (edge.target, edge.source))
@@ -180,7 +186,7 @@ def test_two_directions_in_one_communicator_would_wait_for_each_other() -> None:
     assert not swap(shared=True)
 
 
-def pile_up(careful: bool) -> tuple[Pair, list[Ticket]]:
+def pile_up(careful: bool) -> tuple[Pair, list[PendingMessage]]:
     """Rank 0 has sent six messages, and rank 1 has posted the receives."""
     pair = Pair(SimulatedDevice(0), careful=careful)
     for number in range(6):
@@ -253,7 +259,7 @@ def test_the_last_ticket_may_be_waited_for_first() -> None:
     assert found == [[float(number)] * 3 for number in (4, 3, 2, 1, 0)]
 
 
-def ended(watch: Watch) -> TransportError:
+def ended(watch: Watchdog) -> TransportError:
     """The error that `watch` ends with; it comes within seconds, or the test ends."""
     for _ in range(3000):
         try:
@@ -349,7 +355,7 @@ def test_who_has_nothing_underway_is_not_ended() -> None:
 
 GPUS = st.lists(
     st.builds(
-        Card,
+        DeviceInfo,
         gpu=st.sampled_from(["", "a", "b", "c"]),
         wish=st.sampled_from(["", "0", "1"]),
         backend=st.sampled_from(["nccl", "xccl"]),
@@ -360,28 +366,28 @@ LANES = st.sampled_from(["stages", "reports", "buffers"])
 
 
 @given(GPUS, st.data())
-def test_edges_between_gpus_of_their_own_go_over_nccl(cards: list[Card], data: st.DataObject) -> None:
+def test_edges_between_gpus_of_their_own_go_over_nccl(cards: list[DeviceInfo], data: st.DataObject) -> None:
     ranks = st.integers(0, len(cards) - 1)
     drawn = data.draw(st.lists(st.tuples(ranks, ranks, LANES), unique=True))
     edges = [Edge(source, target, lane) for source, target, lane in drawn if source != target]
     shared = set(data.draw(st.lists(st.sampled_from(edges)))) if edges else set()
-    chosen = choose(edges, cards, shared)
+    chosen = select_backends(edges, cards, shared)
 
     # All ranks make the communicators in this order.
     assert list(chosen) == edges
     for edge, carrier in chosen.items():
         one, other = cards[edge.source], cards[edge.target]
-        assert (carrier is Carrier.MEMORY) == (edge in shared)
-        if carrier is Carrier.NCCL:
+        assert (carrier is Backend.MEMORY) == (edge in shared)
+        if carrier is Backend.NCCL:
             assert edge.lane == "stages" and one.gpu and other.gpu and "0" not in (one.wish, other.wish)
             assert one.gpu != other.gpu or one.wish == other.wish == "1"
             assert one.backend == other.backend
-        elif carrier is Carrier.GLOO and edge.lane == "stages" and one.gpu and other.gpu:
+        elif carrier is Backend.GLOO and edge.lane == "stages" and one.gpu and other.gpu:
             assert one.gpu == other.gpu or "0" in (one.wish, other.wish) or one.backend != other.backend
 
 
 def test_sums_go_over_nccl_where_every_rank_has_a_gpu() -> None:
-    cards = [Card(gpu, "") for gpu in ("a", "b", "c", "c", "")]
+    cards = [DeviceInfo(gpu, "") for gpu in ("a", "b", "c", "c", "")]
 
     assert sums_over_nccl((0, 1, 2), cards)
     assert not sums_over_nccl((0, 2, 3), cards)
@@ -395,7 +401,7 @@ def test_sums_on_a_stream_are_those_of_the_host(pool: Pool, ranks: int) -> None:
         assert found == [[float(ranks * number + sum(range(ranks)))] * 7 for number in range(3)]
 
 
-def warnings_of(cards: list[Card], caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(cards: list[DeviceInfo], caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the ranks of `cards` log."""
     caplog.clear()
     for rank in range(len(cards)):
@@ -404,10 +410,12 @@ def warnings_of(cards: list[Card], caplog: pytest.LogCaptureFixture) -> list[str
 
 
 def test_ranks_that_share_a_gpu_beside_an_idle_one_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    (told,) = warnings_of([Card(gpu, "", "here", 4) for gpu in "abaa"] + [Card("c", "", "there", 1)] * 2, caplog)
+    (told,) = warnings_of(
+        [DeviceInfo(gpu, "", "here", 4) for gpu in "abaa"] + [DeviceInfo("c", "", "there", 1)] * 2, caplog
+    )
 
     assert told.startswith("ranks 0, 2, 3 compute on one GPU (a on here), and 2 of the 4 GPUs there compute nothing")
     # None is left over, each has its own, or there is none.
-    assert not warnings_of([Card(gpu, "", "here", 2) for gpu in "abab"], caplog)
-    assert not warnings_of([Card(gpu, "", "here", 4) for gpu in "abc"], caplog)
-    assert not warnings_of([Card("", "", "here", 0)] * 2, caplog)
+    assert not warnings_of([DeviceInfo(gpu, "", "here", 2) for gpu in "abab"], caplog)
+    assert not warnings_of([DeviceInfo(gpu, "", "here", 4) for gpu in "abc"], caplog)
+    assert not warnings_of([DeviceInfo("", "", "here", 0)] * 2, caplog)

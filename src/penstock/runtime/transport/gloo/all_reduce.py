@@ -10,9 +10,9 @@ from torch import Tensor
 from penstock.runtime.devices.communicators import Communicator
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
-from penstock.runtime.transport.pending_receives import Receipt
-from penstock.runtime.transport.timeouts import Patience
-from penstock.runtime.transport.transport import Forms, Ticket
+from penstock.runtime.transport.pending_receives import PendingResult
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Forms, PendingMessage
 
 __all__ = ["GroupSum"]
 
@@ -21,7 +21,7 @@ __all__ = ["GroupSum"]
 class _Part:
     form: Hashable
     staged: Staged
-    receipt: Receipt
+    receipt: PendingResult
 
 
 class GroupSum:
@@ -34,12 +34,12 @@ class GroupSum:
         rank: int,
         agreement: Agreement,
         staging: Staging,
-        patience: Patience,
+        timeout: Timeout,
     ) -> None:
         self._place = f"the sum over ranks {list(order)}"
         self._peers = [member for member in order if member != rank]
         self._sum, self._agreement = OrderedSum(order, group, rank), agreement
-        self._staging, self._patience = staging, patience
+        self._staging, self._patience = staging, timeout
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"penstock sum {tuple(order)}", daemon=True)
         self._thread.start()
@@ -48,9 +48,9 @@ class GroupSum:
         """Agrees with the other ranks on what will be added, and waits for them."""
         self._agreement.agree(forms)
 
-    def add(self, form: Hashable, tensor: Tensor) -> Ticket:
+    def add(self, form: Hashable, tensor: Tensor) -> PendingMessage:
         """Gives this rank's part; the ticket's message is the sum."""
-        receipt = Receipt(self._place, self._peers, self._patience, self._staging)
+        receipt = PendingResult(self._place, self._peers, self._patience, self._staging)
         self._parts.put(_Part(form, self._staging.to_host([tensor.detach().contiguous()]), receipt))
         return receipt
 

@@ -28,9 +28,9 @@ from penstock.runtime.devices.communicators import Communicator, Work
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.gloo.senders import HEADER_BYTES
 from penstock.runtime.transport.message_headers import Spec, Specs, read_header
-from penstock.runtime.transport.pending_receives import Posted, Receipt
-from penstock.runtime.transport.timeouts import Looking, Patience
-from penstock.runtime.transport.transport import Edge, Ticket
+from penstock.runtime.transport.pending_receives import PendingResult, PostedReceive
+from penstock.runtime.transport.timeouts import SpinPolicy, Timeout
+from penstock.runtime.transport.transport import Edge, PendingMessage
 
 __all__ = ["GlooInbox"]
 
@@ -78,7 +78,7 @@ class _Arrival:
             work.wait()
 
 
-class _Posted(Posted):
+class _Posted(PostedReceive):
     """A receive that has been posted here."""
 
     __slots__ = ("arrival", "bytes", "receipt", "specs", "staged", "tensors")
@@ -93,7 +93,7 @@ class _Posted(Posted):
         self.staged: Staged | None = None
         """On the device, if a thread has seen to that."""
         self.bytes = 0
-        self.receipt: Receipt | None = None
+        self.receipt: PendingResult | None = None
         """If a thread waits for it."""
 
 
@@ -102,27 +102,29 @@ class GlooInbox:
     which has these two.
     """
 
-    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging, patience: Patience) -> None:
+    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging, timeout: Timeout) -> None:
         self._edge = edge
         self._group, self._peer = group, peer
         self._staging = staging
-        self._patience = patience
-        self._looking = Looking()
+        self._patience = timeout
+        self._looking = SpinPolicy()
         self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_Posted] = deque()
         """Receives that Gloo does not know of yet, oldest first."""
-        self._header: Receipt | None = None
+        self._header: PendingResult | None = None
         """That of the oldest of these, which a thread waits for: the sender must get rid of what nobody asks for."""
         self._pending: dict[_Posted, None] = {}
         """Receives that Gloo knows of, oldest first. What Gloo will write to must be kept."""
         self._pending_bytes = 0
         self._working = threading.RLock()
         """Held to change any of these, and never for long."""
-        self._waits: queue.SimpleQueue[tuple[_Arrival, Receipt, Callable[[], None] | None] | None] = queue.SimpleQueue()
+        self._waits: queue.SimpleQueue[tuple[_Arrival, PendingResult, Callable[[], None] | None] | None] = (
+            queue.SimpleQueue()
+        )
         """What the thread waits for, a message or a header, and what it does then."""
         self._thread: threading.Thread | None = None
 
-    def post(self, form: Hashable) -> Ticket:
+    def post(self, form: Hashable) -> PendingMessage:
         """Posts the receive of the next message, which is of `form`."""
         ticket = _Posted(self, form)
         with self._working:
@@ -269,12 +271,12 @@ class GlooInbox:
         """Has what has come for `ticket` copied to the device."""
         ticket.staged = self._staging.to_device(ticket.tensors)
 
-    def _start(self, arrival: _Arrival, then: Callable[[], None] | None) -> Receipt:
+    def _start(self, arrival: _Arrival, then: Callable[[], None] | None) -> PendingResult:
         """A receipt that the thread leaves when `arrival` has come and it has done what is to be done `then`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
             self._thread.start()
-        receipt = Receipt(str(self._edge), (self._edge.source,), self._patience, self._staging)
+        receipt = PendingResult(str(self._edge), (self._edge.source,), self._patience, self._staging)
         self._waits.put((arrival, receipt, then))
         return receipt
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Accelerator
 from penstock.runtime.devices.communicators import Communicator
 from penstock.runtime.devices.staging import Staged, Staging
-from penstock.runtime.transport.nccl.watchdog import Underway
+from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.ordered_all_reduce import WHOLE_BYTES, Agreement, OrderedSum
-from penstock.runtime.transport.transport import Forms, Message, Ticket
+from penstock.runtime.transport.transport import Forms, Message, PendingMessage
 
 __all__ = ["NcclSum"]
 
@@ -65,7 +65,7 @@ class NcclSum:
         self._device, self._accelerator, self._staging = device, accelerator, staging
         self._check, self._hold = check, hold
         self._stream = accelerator.stream()
-        self.underway = Underway()
+        self.underway = PendingWork()
 
     def meet(self) -> None:
         """Connects this rank with the others, for small tensors and for large ones. Collective, and waits for them."""
@@ -78,7 +78,7 @@ class NcclSum:
         for numbers, dtype in dict.fromkeys(forms.values()):
             self._rehearse(numbers, dtype)
 
-    def add(self, form: Hashable, tensor: Tensor) -> Ticket:
+    def add(self, form: Hashable, tensor: Tensor) -> PendingMessage:
         """Gives this rank's part; the ticket's message is the sum."""
         own = tensor.detach().contiguous()
         self._agreement.check(form, own)

@@ -30,20 +30,20 @@ from torch import Tensor
 from penstock.runtime.devices.accelerators import Accelerator, Event
 from penstock.runtime.devices.communicators import Communicator, Work, together
 from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
-from penstock.runtime.transport.nccl.send_notices import Notices
-from penstock.runtime.transport.nccl.watchdog import Underway
-from penstock.runtime.transport.pending_receives import Posted
-from penstock.runtime.transport.timeouts import Patience
-from penstock.runtime.transport.transport import Edge, Ticket
+from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.nccl.watchdog import PendingWork
+from penstock.runtime.transport.pending_receives import PostedReceive
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Edge, PendingMessage
 
-__all__ = ["Line", "NcclInbox", "NcclOutbox"]
+__all__ = ["EndpointOptions", "NcclInbox", "NcclOutbox"]
 
 AHEAD = 4
 """Messages of an edge that the host is ahead of its device at most. Fewer, and a host that pauses for a moment keeps
 its device waiting; more, and more messages lie in memory that the computation could use."""
 
 
-class Line(NamedTuple):
+class EndpointOptions(NamedTuple):
     """What an end of an edge is made of."""
 
     edge: Edge
@@ -51,8 +51,8 @@ class Line(NamedTuple):
     peer: int
     """The other end's rank in `group`."""
     accelerator: Accelerator
-    notices: Notices
-    patience: Patience
+    notices: SendNotices
+    timeout: Timeout
     check: Callable[[], None]
     """Raises why `group` was aborted, if it was."""
 
@@ -60,12 +60,12 @@ class Line(NamedTuple):
 class _End:
     """What both ends have; `other` is the rank of the other one."""
 
-    def __init__(self, line: Line, other: int) -> None:
+    def __init__(self, line: EndpointOptions, other: int) -> None:
         self.edge, self.peers = line.edge, (other,)
-        self.underway = Underway()
+        self.underway = PendingWork()
         self._group, self._peer = line.group, line.peer
         self._accelerator, self._notices = line.accelerator, line.notices
-        self._patience, self._check = line.patience, line.check
+        self._patience, self._check = line.timeout, line.check
 
     def _tell(self, what: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor]) -> Sequence[Work]:
         """Tells the GPU to do `what` with `tensors`, which leave no gaps in memory: as bytes, since NCCL knows fewer
@@ -81,7 +81,7 @@ class _End:
 class NcclOutbox(_End):
     """The sending end."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: EndpointOptions) -> None:
         super().__init__(line, line.edge.target)
         self.error: Exception | None = None
         """None: what goes wrong is seen where something is asked for."""
@@ -139,7 +139,7 @@ class NcclOutbox(_End):
                 work.wait()
 
 
-class _Posted(Posted):
+class _Posted(PostedReceive):
     """A receive that has been posted here, the `number`-th of its edge, and with NCCL once that has been told of it."""
 
     __slots__ = ("number", "specs", "tensors", "works")
@@ -155,7 +155,7 @@ class _Posted(Posted):
 class NcclInbox(_End):
     """The receiving end, into memory of the device."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: EndpointOptions) -> None:
         super().__init__(line, line.edge.source)
         self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_Posted] = deque()
@@ -168,7 +168,7 @@ class NcclInbox(_End):
         """Makes the connection, by receiving `token`. Both ends call it."""
         self._follow(self._tell(self._group.recv, [token]))
 
-    def post(self, form: Hashable) -> Ticket:
+    def post(self, form: Hashable) -> PendingMessage:
         """Posts the receive of the next message, which is of `form`."""
         ticket = _Posted(self, form, self._number)
         self._number += 1

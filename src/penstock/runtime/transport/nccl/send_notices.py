@@ -21,7 +21,7 @@ from typing import Protocol
 
 from penstock.runtime.transport.transport import Edge
 
-__all__ = ["Notices", "Whiteboard"]
+__all__ = ["SendNotices", "Whiteboard"]
 
 SETTLED_PARTS = 2
 """So many parts of the schedule after a new form, the one that brings it included, everything has run with it."""
@@ -40,7 +40,7 @@ class Whiteboard(Protocol):
         """Whether they are there."""
 
 
-class Notices:
+class SendNotices:
     """What this process says and is told in `store`. `ranks`: how many processes there are."""
 
     def __init__(self, store: Whiteboard, ranks: int) -> None:

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.transport.timeouts import POLL_SECONDS, TELLING_SECONDS, Patience
+from penstock.runtime.transport.timeouts import POLL_SECONDS, TELLING_SECONDS, Timeout
 
-__all__ = ["End", "Task", "Underway", "Watch"]
+__all__ = ["End", "PendingWork", "Task", "Watchdog"]
 
 ABORT_SECONDS = 20.0
 """How long communicators may take to end."""
@@ -32,7 +32,7 @@ class Task:
     is_done: Callable[[], bool]
 
 
-class Underway:
+class PendingWork:
     """What a GPU has been told to do and is not known to have done. Its methods are called on any thread."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class End(Protocol):
         """The other ranks."""
 
     @property
-    def underway(self) -> Underway:
+    def underway(self) -> PendingWork:
         """What they have a part in."""
 
 
@@ -82,11 +82,11 @@ class _Watched(NamedTuple):
     failure: Callable[[], str]
 
 
-class Watch:
-    """Waits with `patience` over ends, once it is told of some. `enter`: what its thread calls first."""
+class Watchdog:
+    """Waits with `timeout` over ends, once it is told of some. `enter`: what its thread calls first."""
 
-    def __init__(self, patience: Patience, enter: Callable[[], None] = lambda: None) -> None:
-        self._patience, self._enter = patience, enter
+    def __init__(self, timeout: Timeout, enter: Callable[[], None] = lambda: None) -> None:
+        self._patience, self._enter = timeout, enter
         self._watched: dict[str, _Watched] = {}
         """By the name of the place."""
         self._failure: Exception | None = None

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
-from penstock.runtime.transport.pending_receives import Posted
-from penstock.runtime.transport.shared_memory.handshake import Acquaintances
+from penstock.runtime.transport.pending_receives import PostedReceive
+from penstock.runtime.transport.shared_memory.handshake import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
-from penstock.runtime.transport.timeouts import POLL_SECONDS, Looking, Patience
-from penstock.runtime.transport.transport import Edge, Ticket
+from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
+from penstock.runtime.transport.transport import Edge, PendingMessage
 
-__all__ = ["Pusher", "SharedInbox", "SharedOutbox"]
+__all__ = ["Flusher", "SharedInbox", "SharedOutbox"]
 
 LOOKS = 50
 """So often it looks before it lets other threads of its process run."""
@@ -44,7 +44,7 @@ _CLOSED = ConnectionError("it was closed by the other end")
 class SharedOutbox:
     """The sending end of `edge`, whose other end is `met`; collective with that end."""
 
-    def __init__(self, edge: Edge, met: Acquaintances, pusher: "Pusher") -> None:
+    def __init__(self, edge: Edge, met: LocalPeers, pusher: "Flusher") -> None:
         self.error: Exception | None = None
         self._forms = SentForms(edge)
         self._pusher = pusher
@@ -114,12 +114,12 @@ class SharedOutbox:
 class SharedInbox:
     """The receiving end of `edge`, whose other end is `met`; collective with that end."""
 
-    def __init__(self, edge: Edge, met: Acquaintances, patience: Patience) -> None:
+    def __init__(self, edge: Edge, met: LocalPeers, timeout: Timeout) -> None:
         self._edge = edge
-        self._patience = patience
+        self._patience = timeout
         # Who spins on a core that another process of the pipeline needs keeps that one from sending.
         self._spins = met.processes <= len(os.sched_getaffinity(0))
-        self._looking = Looking()
+        self._looking = SpinPolicy()
         ring, bell = met.take(edge.source, 2)
         self._ring = RingReader(ring)
         self._bell = socket.socket(fileno=bell)
@@ -129,13 +129,13 @@ class SharedInbox:
         self._sleep = select.poll()
         self._sleep.register(self._bell, select.POLLIN)
         self._agreed: dict[Hashable, Specs] = {}
-        self._posted: deque[Posted] = deque()
+        self._posted: deque[PostedReceive] = deque()
         """Receives whose messages have not been read, oldest first."""
         self._reading = threading.Lock()
 
-    def post(self, form: Hashable) -> Ticket:
+    def post(self, form: Hashable) -> PendingMessage:
         """Posts the receive of the next message, which is of `form`."""
-        ticket = Posted(self, form)
+        ticket = PostedReceive(self, form)
         self._posted.append(ticket)
         # Another thread that reads may be waiting for a message that this one is to bring about.
         if len(self._posted) > UNREAD and self._reading.acquire(blocking=False):
@@ -146,7 +146,7 @@ class SharedInbox:
                 self._reading.release()
         return ticket
 
-    def bring(self, ticket: Posted) -> bool:
+    def bring(self, ticket: PostedReceive) -> bool:
         """Reads up to the message of `ticket`, as far as it has come; whether it has."""
         if self._reading.acquire(blocking=False):
             try:
@@ -156,7 +156,7 @@ class SharedInbox:
                 self._reading.release()
         return ticket.message is not None
 
-    def await_(self, ticket: Posted) -> None:
+    def await_(self, ticket: PostedReceive) -> None:
         """Reads up to the message of `ticket`."""
         with self._reading:
             while ticket.message is None:
@@ -248,7 +248,7 @@ class SharedInbox:
         self._posted.popleft()
 
 
-class Pusher:
+class Flusher:
     """Moves up what has found no room, beside the computation."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-__all__ = ["Acquaintances", "meet"]
+__all__ = ["LocalPeers", "connect_local_peers"]
 
 SECONDS = 20.0
 """How long a process of this host may take to answer; it is in the same call."""
@@ -22,7 +22,7 @@ _GREETING = struct.Struct("=16sq")
 Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 
 
-class Acquaintances:
+class LocalPeers:
     """The processes of this host that were met: a connection to each, by rank.
 
     `processes`: how many there are on this host, met or not, this one included.
@@ -52,7 +52,7 @@ class Acquaintances:
             connection.close()
 
 
-def meet(peers: Iterable[int], rank: int, gather: Gather, willing: bool) -> Acquaintances:
+def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, willing: bool) -> LocalPeers:
     """Meets those of `peers` that are on the host of this process, which is `rank`, and `willing` as well.
 
     Collective; `gather` gives every process what each of them says, by rank. Whoever cannot be met is left out, on both
@@ -78,7 +78,7 @@ def meet(peers: Iterable[int], rank: int, gather: Gather, willing: bool) -> Acqu
     agreed = gather(tuple(met))
     for stranger in [peer for peer in met if rank not in agreed[peer]]:
         met.pop(stranger).close()
-    return Acquaintances(met, len(here))
+    return LocalPeers(met, len(here))
 
 
 def _connect(
