@@ -64,7 +64,7 @@ def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], Mappi
 
 
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Registers `buffers` and no others with `module`, in their order; each stays in the state dict or outside of it.
+    """Registers `buffers` and no others with `module`, in their order.
 
     Public: `setattr` and `register_buffer`, which call the user's hooks, and change what is in the state dict.
     """
@@ -87,7 +87,8 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is a BatchNorm. Its base class is private; without it, the public ones that inherit from it."""
-    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    lazy = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *lazy)
     return isinstance(module, getattr(batchnorm, "_BatchNorm", public))
 
 
