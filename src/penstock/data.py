@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["Batches", "Prefetched", "loader", "prefetch", "shapes_of"]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.samples import flatten
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["ReferenceMicrobatch", "cut", "pieces_of", "sizes_of"]
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
+
 __all__ = ["divide", "multiply", "norms_of"]
 
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
@@ -23,7 +25,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     found: dict[int, Tensor] = {}
     for indices in _kinds(tensors).values():
-        norms = torch._foreach_norm([tensors[index] for index in indices])
+        norms = norm_of_each([tensors[index] for index in indices])
         found.update(zip(indices, torch.stack(norms).double().unbind(), strict=True))
     return [found[index] for index in range(len(tensors))]
 
@@ -31,17 +33,17 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies `tensors` in place by `factor`, one number."""
     for (device, *_), members in _memories(tensors):
-        torch._foreach_mul_(members, factor.to(device))
+        multiply_each(members, factor.to(device))
 
 
 def divide(tensors: Sequence[Tensor], number: float) -> None:
     """Divides `tensors` in place by `number`; the bits are those of ``tensor.div_(number)``."""
     for (device, *_), members in _memories(tensors):
         if device.type == "cpu":
-            torch._foreach_div_(members, number)
+            divide_each(members, number)
         else:
             # `div_` multiplies on a GPU, too. The for-each division divides, and its last bit may differ.
-            torch._foreach_mul_(members, 1 / number)
+            multiply_each(members, 1 / number)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:

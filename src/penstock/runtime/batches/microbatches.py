@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
+from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of, check_amounts
 
 __all__ = ["Microbatch", "count_microbatches", "even_spans", "join", "split", "take_slice"]

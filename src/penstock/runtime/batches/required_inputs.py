@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals import pytrees as pytree
 from penstock.values.plans import Plan, Stage
 
 __all__ = ["RequiredInputs", "find_inputs", "held_stages"]

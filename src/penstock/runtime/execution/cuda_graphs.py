@@ -32,6 +32,7 @@ from penstock.capturing.chain import LayerRunner, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.errors import PenstockError
 from penstock.runtime.devices.graph_capture import GraphCapturer, GraphPool
+from penstock.torch_internals.tensors import times_written
 
 __all__ = ["CudaGraphStage"]
 
@@ -117,7 +118,7 @@ class _SharedCapture:
         self.names = {
             f"{path}.{name}": alias_of[parameter]
             for path, owner in self.module.named_modules()
-            for name, parameter in owner._parameters.items()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
             if parameter in alias_of
         }
         self.backwards = self.capturer.pool()
@@ -165,13 +166,13 @@ class _CapturedGraphs:
         for held, tensor in zip(self._given, given, strict=True):
             held.copy_(tensor)
         self._go_forward()
-        self._written = [output._version for output in self._outputs]
+        self._written = [times_written(output) for output in self._outputs]
         return tuple([output.detach() for output in self._outputs])
 
     def backward(self, gradients: Sequence[Tensor | None]) -> _Gradients:
         """Maps the gradients of the outputs of `forward` to those of its arguments and of the stage's leaves."""
         for output, written in zip(self._outputs, self._written, strict=True):
-            if output._version != written:
+            if times_written(output) != written:
                 raise PenstockError(
                     f"a tensor of shape {tuple(output.shape)} that stage {self._shared.number} made was written in "
                     "place before its backward, which may read it again: expected it as it was. Let the loss or the "

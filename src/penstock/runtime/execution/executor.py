@@ -12,14 +12,14 @@ Laws of this file:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
+from penstock.torch_internals.autograd import run_backward
 
 __all__ = ["Compute", "StageExecutor"]
 
@@ -75,7 +75,7 @@ class StageExecutor:
         saved = self._take(microbatch)
         outputs, given = _roots(saved, gradients)
         if outputs:
-            _run_backward(outputs, given)
+            run_backward(outputs, given)
         result = tuple([leaf.grad for leaf in saved.received])
         for leaf in saved.received:
             leaf.grad = None
@@ -109,16 +109,6 @@ def _roots(saved: _SavedForward, gradients: Sequence[Tensor | None]) -> tuple[li
                 outputs.append(output)
                 given.append(gradient)
     return outputs, given
-
-
-def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of the arguments, whose shapes were agreed on. The checks take
-    some 15 us each time, as long as the backward of a small layer.
-    """
-    engine: Any = Variable._execution_engine
-    engine.run_backward(
-        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _repeat(

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
+from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
 
 __all__ = ["Granularity", "Recomputation", "Recompute", "choose_granularities"]
@@ -85,7 +86,7 @@ class _ForwardContext:
         cuda = sorted({device.index for device in devices if device.type == "cuda"})
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda)]
         kinds = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
-        buffers = [(place, place[0]._buffers[place[1]]) for place in writable]
+        buffers = [(place, getattr(*place)) for place in writable]
         with torch.no_grad():
             copies = {id(buffer): buffer.clone() for _, buffer in buffers if buffer is not None}
         return cls(
@@ -93,21 +94,21 @@ class _ForwardContext:
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             torch.is_autocast_cache_enabled(),
             tuple((place, None if buffer is None else copies[id(buffer)]) for place, buffer in buffers),
-            tuple((tensor, tensor._version) for tensor in given if not tensor.is_inference()),
+            tuple((tensor, times_written(tensor)) for tensor in given if not tensor.is_inference()),
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager that restores this state, and afterwards the state before it. Once."""
         for tensor, version in self.given:
-            if tensor._version != version:
+            if times_written(tensor) != version:
                 raise PenstockError(
                     f"a tensor of shape {tuple(tensor.shape)} that a stage read in its forward was written in place "
                     "before its backward, which has to read it again: pass every batch in tensors of its own, or "
                     "leave the stage out of recompute="
                 )
         states = [generator.get_state() for generator, _ in self.generators]
-        found = [(owner, name, owner._buffers[name]) for (owner, name), _ in self.buffers]
+        found = [(owner, name, getattr(owner, name)) for (owner, name), _ in self.buffers]
         with ExitStack() as stack:
             # A drain may be called in inference mode, which has no gradients; this turns them on.
             stack.enter_context(torch.inference_mode(False))
@@ -117,11 +118,11 @@ class _ForwardContext:
                 for generator, state in self.generators:
                     generator.set_state(state)
                 for (owner, name), copy in self.buffers:
-                    owner._buffers[name] = copy
+                    setattr(owner, name, copy)
                 yield
             finally:
                 for owner, name, buffer in found:
-                    owner._buffers[name] = buffer
+                    setattr(owner, name, buffer)
                 for (generator, _), state in zip(self.generators, states, strict=True):
                     generator.set_state(state)
 

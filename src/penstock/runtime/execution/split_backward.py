@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.execution.weight_gradients import OPERATORS, kinds_of
+from penstock.runtime.execution.weight_gradients import OPERATORS
+from penstock.torch_internals.autograd import node_kinds, sequence_number
 
 __all__ = ["WeightBackward", "run_input_backward"]
 
@@ -39,10 +40,10 @@ Node: TypeAlias = Any
 GROUP_BYTES = 2**22
 """Weight gradients are added to those of earlier microbatches in groups of about so many bytes."""
 
-(_LEAF,) = kinds_of("AccumulateGrad")
-(_TRANSPOSED,) = kinds_of("TBackward0")
+(_LEAF,) = node_kinds("AccumulateGrad")
+(_TRANSPOSED,) = node_kinds("TBackward0")
 _MOVES = frozenset(
-    kinds_of(
+    node_kinds(
         *("TBackward0", "TransposeBackward0", "TransposeBackward1", "PermuteBackward0", "ViewBackward0"),
         *("UnsafeViewBackward0", "AliasBackward0", "CloneBackward0", "ToCopyBackward0", "SplitBackward0"),
         *("SplitWithSizesBackward0", "UnbindBackward0", "SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"),
@@ -224,7 +225,7 @@ def _find_deferrable(outputs: Sequence[Tensor], received: Collection[int]) -> tu
             operator.uses = [use for use in operator.uses if use.path[-1] not in wrong]
     operators = [operator for operator in operators if operator.uses]
     if shared:
-        operators.sort(key=lambda operator: operator.node._sequence_nr())
+        operators.sort(key=lambda operator: sequence_number(operator.node))
     for operator in operators:
         for use in operator.uses:
             left.pop(use.path[-1], None)

@@ -18,7 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATORS", "kinds_of"]
+from penstock.torch_internals.autograd import gradient_shape, node_kinds, saved_value
+
+__all__ = ["OPERATORS"]
 
 _Formula: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Maps the gradient of an operator's result to the gradients of some of its arguments, in their order."""
@@ -48,7 +50,7 @@ def _read_addmm(node: Any, slots: _Arguments) -> _Formula:
     if 0 not in slots:
         return products
     bias, number = node.next_functions[0]
-    shape = bias._input_metadata[number].shape
+    shape = gradient_shape(bias, number)
     return lambda gradient: [gradient.sum_to_size(shape), *products(gradient)]
 
 
@@ -84,8 +86,8 @@ def _read_products(node: Any, slots: _Arguments, first_name: str, second_name: s
 
 
 def _is_column_major(node: Any, name: str) -> bool:
-    rows, _ = getattr(node, f"_saved_{name}_sym_sizes")
-    strides = getattr(node, f"_saved_{name}_sym_strides")
+    rows, _ = saved_value(node, f"{name}_sym_sizes")
+    strides = saved_value(node, f"{name}_sym_strides")
     return bool(strides == (1, rows))
 
 
@@ -94,7 +96,7 @@ def _are_strided(*tensors: Tensor) -> bool:
 
 
 def _has_plain_factors(node: Any) -> bool:
-    return bool(node._saved_alpha == 1 and node._saved_beta == 1)
+    return bool(saved_value(node, "alpha") == 1 and saved_value(node, "beta") == 1)
 
 
 def _read_bmm(node: Any, slots: _Arguments) -> _Formula:
@@ -117,10 +119,8 @@ def _read_convolution(node: Any, slots: _Arguments) -> _Formula:
     """``convolution(input, weight, bias, ...)`` of any number of dimensions, transposed or not."""
     read, weight = _value(node, "input"), _value(node, "weight")
     wanted = [False, 1 in slots, 2 in slots]
-    options = (
-        *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
-        *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
-    )
+    names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = [saved_value(node, name) for name in names]
 
     def formula(gradient: Tensor) -> list[Tensor]:
         found = torch.ops.aten.convolution_backward(gradient, read, weight, *options, wanted)
@@ -131,23 +131,17 @@ def _read_convolution(node: Any, slots: _Arguments) -> _Formula:
 
 def _read_embedding(node: Any, slots: _Arguments) -> _Formula:
     """``embedding(weight, indices)``."""
-    indices, rows = _value(node, "indices"), node._saved_weight_sym_argsize_0
+    indices, rows = _value(node, "indices"), saved_value(node, "weight_sym_argsize_0")
     # No padding is -1, which autograd shows as an unsigned number.
-    padding = (node._saved_padding_idx + 2**63) % 2**64 - 2**63
-    options = padding, node._saved_scale_grad_by_freq, node._saved_sparse
+    padding = (saved_value(node, "padding_idx") + 2**63) % 2**64 - 2**63
+    options = padding, saved_value(node, "scale_grad_by_freq"), saved_value(node, "sparse")
     return lambda gradient: [torch.ops.aten.embedding_backward(gradient, indices, rows, *options)]
 
 
 def _value(node: Any, name: str) -> Tensor:
     """The tensor that autograd saved under `name`, without history."""
-    saved: Tensor = getattr(node, f"_saved_{name}")
+    saved: Tensor = saved_value(node, name)
     return saved.detach()
-
-
-def kinds_of(*names: str) -> tuple[type, ...]:
-    """The types of the nodes with these names in autograd's graph, as far as this PyTorch has them."""
-    found = (getattr(torch._C._functions, name, None) for name in names)
-    return tuple(kind for kind in found if kind is not None)
 
 
 _KNOWN = {
@@ -158,5 +152,5 @@ _KNOWN = {
     "EmbeddingBackward0": _OperatorRule((0,), _read_embedding),
 }
 
-OPERATORS = {kind: operator for name, operator in _KNOWN.items() for kind in kinds_of(name)}
+OPERATORS = {kind: operator for name, operator in _KNOWN.items() for kind in node_kinds(name)}
 """The rules, by the type of a node in autograd's graph."""

@@ -9,11 +9,13 @@ Laws of this file:
      together.
 """
 
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from penstock.torch_internals.distributed import local_tensor
 
 __all__ = [
     "assign",
@@ -31,15 +33,14 @@ T = TypeVar("T")
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The memory of this process's shard, as a plain tensor without history."""
-    # Not to_local(): since torch 2.13 it wraps the part of a parameter anew.
-    return tensor._local_tensor.data if isinstance(tensor, DTensor) else tensor.data
+    return local_tensor(tensor).data if isinstance(tensor, DTensor) else tensor.data
 
 
 def set_local_shard(parameter: nn.Parameter, shard: Tensor) -> None:
     """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
     if isinstance(parameter, DTensor):
         # Setting .data of a DTensor changes the storage that it reports, but not the shard that it computes with.
-        cast(Any, parameter)._local_tensor.data = shard
+        local_tensor(parameter).data = shard
     else:
         parameter.data = shard
 

@@ -35,6 +35,7 @@ from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like, set_local_shard
+from penstock.torch_internals.tensors import copy_each
 
 __all__ = ["ComputeWeights", "VersionedWeights"]
 
@@ -187,7 +188,7 @@ class VersionedWeights:
             targets = [slots.tensors[following][name] for name in moving]
             parameters = [slots.stepped[name] for name in moving]
             # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
-            torch._foreach_copy_(targets, [local_shard(parameter) for parameter in parameters])
+            copy_each(targets, [local_shard(parameter) for parameter in parameters])
             for parameter, target in zip(parameters, targets, strict=True):
                 set_local_shard(parameter, target)
         for name, parameter in slots.stepped.items():
@@ -266,5 +267,5 @@ def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:
             _copy_generated(inner, memo)
     if isinstance(module, GraphModule):
         made = memo[id(module)] = object.__new__(type(module))
-        memo[id(module._graph)] = module._graph
+        memo[id(module.graph)] = module.graph
         made.__dict__.update(copy.deepcopy(module.__dict__, memo))
