@@ -64,10 +64,10 @@ def test_a_timestamp_that_is_referenced_keeps_its_value(seed: int, actions: list
     device.finish()
     for noted in held:
         before, after = noted.times
-        assert before <= noted.timestamp.event.passed_at <= after
+        assert before <= noted.timestamp.event.passed_at <= after  # type: ignore[attr-defined]
     host_seconds = timer.to_host_seconds([noted.timestamp for noted in held])
     # The device's clock is synchronized with the host's once for all of them.
-    shifts = [seconds - noted.timestamp.event.passed_at for noted, seconds in zip(held, host_seconds, strict=True)]
+    shifts = [seconds - noted.timestamp.event.passed_at for noted, seconds in zip(held, host_seconds, strict=True)]  # type: ignore[attr-defined]
     assert all(shift >= 0 and shift == pytest.approx(shifts[0], abs=1e-6) for shift in shifts)
 
 

@@ -61,7 +61,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
         inbox = GlooInbox(edge, group, 0, DeviceStaging(device), _timeout())
         receives = [inbox.post("kind") for _ in range(messages)]
         while receives:
-            tensor, nothing = receives.pop(0).wait()
+            tensor, nothing = receives.pop(0).wait()  # type: ignore[assignment]
             assert tensor is not None and nothing is None
             found.append(device.read(tensor))
             del tensor

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.simulated.tardy_backend import LIVE
+from support.transport_selection import sharing_memory
 
 __all__ = [
     "close_before_it_comes",
@@ -80,7 +80,7 @@ def list_threads(excluded: int | None, refused: bool = False) -> list[str]:
     """The threads that the transport needs. The rank `excluded` has shared memory disabled, or is `refused` it."""
     before = set(threading.enumerate())
     made, out = os.memfd_create, dist.get_rank() == excluded
-    os.memfd_create = _refuse if out and refused else made
+    os.memfd_create = _refuse if out and refused else made  # type: ignore[assignment]
     try:
         transport, rank, ranks = _ring(not out or refused)
     finally:
@@ -256,7 +256,7 @@ def exchange(shared: bool) -> list[Any]:
             transport.send(target, kind, (head.bfloat16(), torch.empty(0, dtype=torch.float64)))
     found = []
     for receive in receives:
-        head, *rest = receive.wait()
+        head, *rest = receive.wait()  # type: ignore[assignment]
         assert head is not None
         message = [[*head.tolist(), str(head.dtype), head.requires_grad]]
         for tensor in rest:

@@ -260,7 +260,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 @contextmanager
 def on_streams(device: RacingDevice) -> Iterator[None]:
     """Makes `device` the accelerator of PyTorch's CPU for the duration of a block."""
-    ACCELERATORS["cpu"] = lambda _: device
+    ACCELERATORS["cpu"] = lambda _: device  # type: ignore[assignment, return-value]
     try:
         yield
     finally:

@@ -284,7 +284,7 @@ def wait_for_nothing(pair: Pair) -> Callable[[], None]:
             receive.wait()
     assert pair.device.is_stuck()
     pair.watchdogs[1].start()
-    return lambda: receives[2].wait() and None
+    return lambda: receives[2].wait() and None  # type: ignore[return-value]
 
 
 def test_a_gpu_that_waits_too_long_is_released_and_the_peer_is_named() -> None:
