@@ -26,6 +26,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # room inside another one what is beside it there. Rooms of the runtime stand on each other, from the device up.
 FLOW = {
     "errors": "",
+    "torch_internals": "errors",
     "values": "errors",
     "timelines": "errors values",
     "progress": "",
@@ -36,23 +37,23 @@ FLOW = {
     "scheduling.verification": "errors values scheduling",
     "simulating": "errors values timelines scheduling",
     "rendering": "errors values timelines scheduling simulating",
-    "capturing": "errors capturing.export",
-    "capturing.export": "errors capturing",
+    "capturing": "errors torch_internals capturing.export",
+    "capturing.export": "errors torch_internals capturing",
     # The probe measures the links through the transport that the pipeline will use.
-    "profiling": """errors values progress capturing training runtime.devices runtime.transport runtime.execution
-        runtime.assembly""",
-    "training": "errors",
-    "data": "errors capturing",
-    "oracle": "errors values capturing training",
+    "profiling": """errors torch_internals values progress capturing training runtime.devices runtime.transport
+        runtime.execution runtime.assembly""",
+    "training": "errors torch_internals",
+    "data": "errors torch_internals capturing",
+    "oracle": "errors torch_internals values capturing training",
     "runtime": "",
-    "runtime.devices": "errors",
-    "runtime.transport": "errors scheduling runtime.devices",
-    "runtime.execution": "errors values capturing runtime.devices",
-    "runtime.parameters": "errors scheduling capturing training runtime.devices runtime.transport",
-    "runtime.batches": "errors values scheduling capturing training runtime.devices runtime.transport",
+    "runtime.devices": "errors torch_internals",
+    "runtime.transport": "errors torch_internals scheduling runtime.devices",
+    "runtime.execution": "errors torch_internals values capturing runtime.devices",
+    "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
+    "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
     "runtime.engine": """errors values timelines scheduling capturing training runtime.devices runtime.transport
         runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors values scheduling capturing training runtime.devices runtime.transport
+    "runtime.assembly": """errors torch_internals values scheduling capturing training runtime.devices runtime.transport
         runtime.execution runtime.parameters runtime.batches runtime.engine""",
     "autoplans": "errors values planning capturing capturing.export profiling runtime.transport runtime.assembly",
     "pipeline": """errors values timelines autoplans scheduling scheduling.verification capturing profiling training
@@ -251,7 +252,7 @@ def test_only_the_worker_and_its_mailbox_read_actions_in_the_torch_half() -> Non
         if name in ACTIONS
     }
 
-    assert readers == {"penstock.runtime.engine.mailboxes", "penstock.runtime.engine.worker"}
+    assert readers == {"penstock.runtime.engine.mailbox", "penstock.runtime.engine.worker"}
 
 
 def test_only_lowering_makes_communication() -> None:

@@ -18,7 +18,7 @@ from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
 from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.recomputation import Granularity
@@ -204,14 +204,14 @@ def build_stages(
     schedule: Schedule,
     local: Sequence[int],
     transport: Transport,
-    grains: Mapping[int, Granularity],
+    granularities: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
-    readings: Sequence[ComputeWeights],
+    compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
-    """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
-    `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
-    `context`: of the ranks.
+    """What this process holds: for its ranks `local` their stages, both ascending. `granularities`: of the stages that
+    recompute. `modules`: those that a hook has changed. `compute_weights`: by stage, the weights that its forwards
+    read. `context`: of the ranks.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -229,7 +229,7 @@ def build_stages(
             schedule.versions(index),
             {name: lent[name] for name in parameters if name in lent},
             copied=not sharded_modules(module),
-            reading=readings[index],
+            compute_weights=compute_weights[index],
         )
         # Of the stages of one process that share a weight, the first one updates it.
         for name in parameters:
@@ -255,8 +255,9 @@ def build_stages(
             reducer = _reducer(weights, transport, group, rank, index, late, context) if len(group) > 1 else None
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
             order = context.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            replays = _replays(weights, index, context)
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
+            graphs = _cuda_graphs(weights, index, context)
+            recomputes = granularities.get(index)
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, recomputes, order, graphs)
     return stages
 
 
@@ -276,10 +277,10 @@ def _reducer(
     return Reducer(transport, group, rank, stage, trained, late, now=context.timer.now)
 
 
-def _replays(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
-    """None for a stage whose work is not recorded."""
+def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
+    """None for a stage whose work is not captured."""
     module = weights.module(0)
-    if not isinstance(module, CompiledStage) or not module.graphed:
+    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
         return None
     return CudaGraphStage(module, GRAPH_CAPTURERS[context.device.type](context.device), stage, context.device)
 
