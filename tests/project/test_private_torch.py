@@ -36,7 +36,7 @@ def given_names(tree: ast.AST) -> Iterator[str]:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 yield name
             case ast.Assign(targets=[ast.Name(id="__slots__")], value=value):
-                yield from (part.value for part in ast.walk(value) if isinstance(part, ast.Constant))
+                yield from (part.value for part in ast.walk(value) if isinstance(part, ast.Constant))  # type: ignore[misc]
 
 
 GIVEN = {name for module, tree in TREES.items() for name in given_names(tree) if is_private(name)}
@@ -53,7 +53,7 @@ def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """The line and the text of every touch of a private name that is not Penstock's."""
     for node in ast.walk(tree):
         if any(_touches(node)):
-            yield node.lineno, ast.unparse(node)
+            yield node.lineno, ast.unparse(node)  # type: ignore[attr-defined]
 
 
 def _touches(node: ast.AST) -> Iterator[bool]:
