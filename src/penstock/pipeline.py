@@ -45,6 +45,7 @@ from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
@@ -136,7 +137,7 @@ class Pipeline:
         sample: tuple[Any, ...] | dict[str, Any],
         loss_fn: LossFunction,
         optimizer: MakeOptimizer,
-        schedule: str | None = None,
+        schedule: ScheduleDefinition | str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,

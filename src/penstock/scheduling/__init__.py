@@ -17,7 +17,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, ScheduleDefinition, Step, VersionRule
 from penstock.scheduling.lowering import lower
 from penstock.scheduling.orders import METHODS
-from penstock.scheduling.schedules import Programs, Schedule, inference, schedule
+from penstock.scheduling.schedules import Programs, Schedule, inference
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "lower",
     "parse",
     "parse_programs",
-    "schedule",
     "verify",
     "verify_programs",
 ]

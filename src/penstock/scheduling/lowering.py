@@ -41,8 +41,7 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
-from penstock.scheduling.placements import Placement
-from penstock.values.crossings import Skip
+from penstock.scheduling.placements import Placement, Skip
 
 __all__ = ["counterpart", "lower", "lower_row", "nexts", "partners", "peer", "peers"]
 
@@ -116,9 +115,9 @@ def peer(message: Message, rank: int, placement: Placement) -> int:
         case Send(_, microbatch, other) | Receive(_, microbatch, other):
             return placement.rank_of(other, microbatch)
         case SendTied(stage, _, other) | ReceiveTied(stage, _, other):
-            return placement.beside(stage, other, rank)
+            return placement.peer_replica(stage, other, rank)
         case SendNorms(stage, _, other) | ReceiveNorms(stage, _, other):
-            return placement.beside(stage, other, rank)
+            return placement.peer_replica(stage, other, rank)
         case _:
             assert_never(message)
 
@@ -129,7 +128,7 @@ def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
     Norms go from replica i mod r of a stage of r replicas to replica i of its neighbour: to none, one or several ranks.
     """
     if isinstance(message, SendNorms):
-        return placement.listeners(message.stage, message.target, rank)
+        return placement.peer_replicas(message.stage, message.target, rank)
     return (peer(message, rank, placement),)
 
 

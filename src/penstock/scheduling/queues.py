@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from penstock.scheduling.actions import Forward, InputGradients
+from penstock.scheduling.placements import Skip, StageLayout
 from penstock.scheduling.schedules import Schedule
-from penstock.values.crossings import Skip
 
 __all__ = ["find_places"]
 
@@ -26,8 +26,7 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
     """Those of `skips` whose messages keep the order of every queue in a step of `schedule`, beside those of neighbours
     and of the ones before them.
     """
-    (method,) = schedule.methods
-    if method.folds:  # receives there follow the sends, whatever these are
+    if schedule.definition.layout is StageLayout.V_SHAPE:  # receives there follow the sends, whatever these are
         return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):

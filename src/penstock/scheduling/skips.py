@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import PlanError, ScheduleError
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.queues import find_places
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
-from penstock.values.crossings import Skip
 
 __all__ = ["MESSAGE_BYTES", "SkipChoice", "choose_skips"]
 

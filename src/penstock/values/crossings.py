@@ -16,12 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from typing import TypeAlias
 
-__all__ = ["Crossing", "Skip", "Traffic", "find_hops", "find_stops", "find_traffic", "find_way"]
+from penstock.scheduling.placements import Skip
 
-Skip: TypeAlias = tuple[int, int]
-"""Two stages, the first before the second, with others between them."""
+__all__ = ["Crossing", "Traffic", "find_hops", "find_stops", "find_traffic", "find_way"]
 
 
 @dataclass(frozen=True, slots=True)

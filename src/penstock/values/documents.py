@@ -13,13 +13,12 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import yaml
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, suggestion
 
 __all__ = [
     "YamlNode",
@@ -29,7 +28,6 @@ __all__ = [
     "read_json",
     "read_text",
     "read_yaml",
-    "suggestion",
     "text_of",
     "write_text",
 ]
@@ -174,12 +172,6 @@ def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as failure:
         raise error(f"{path}: cannot be written: {failure.strerror}. Give another path") from None
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """``Did you mean 'x'? `` with the nearest of `known`, or nothing."""
-    nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"Did you mean {nearest[0]!r}? " if nearest else ""
 
 
 def number_text(value: float) -> str:

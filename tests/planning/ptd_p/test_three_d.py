@@ -32,10 +32,9 @@ from penstock.planning.ptd_p.transformer_costs import (
     profile_of,
     tensor_numbers,
 )
-from penstock.scheduling import schedule
 from penstock.scheduling.actions import Backward, Forward
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule
 from penstock.values.quantities import seconds_text
 from penstock.values.transformers import Transformer
 

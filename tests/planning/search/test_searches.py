@@ -7,12 +7,11 @@ from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning import Wishes, compare_plans, partition, plan
-from penstock.planning.search.constraints import SYNCHRONOUS
+from penstock.planning import PlanConstraints, compare_plans, partition, plan
 from penstock.scheduling import verify
-from penstock.scheduling.schedules import schedule
 from penstock.simulating.outcomes import evaluate
 from penstock.values import SCHEDULES, Cluster, LayerProfile, Plan, Profile
+from penstock.values.plans import schedule
 from support.paths import PIPEDREAM
 
 thousandths = st.integers(1, 50).map(lambda count: count / 1000)
@@ -44,7 +43,7 @@ def equal_layers(count: int, cut_bytes: float = 0.0, size: int = 4) -> Profile:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), clusters())
 def test_everything_ranked_verifies_and_is_predicted_as_the_simulator_does(profile: Profile, cluster: Cluster) -> None:
-    found = compare_plans((profile,), cluster, Wishes())
+    found = compare_plans((profile,), cluster, PlanConstraints())
 
     best = found.ranked[:1]
     for made in found.ranked:
@@ -62,8 +61,8 @@ def test_it_keeps_to_what_is_fixed_and_loses_no_more_by_it(
     profile: Profile, cluster: Cluster, data: st.DataObject
 ) -> None:
     microbatches = 4 * cluster.devices
-    free = compare_plans((profile,), cluster, Wishes(microbatches=microbatches)).ranked
-    wishes = Wishes(
+    free = compare_plans((profile,), cluster, PlanConstraints(microbatches=microbatches)).ranked
+    wishes = PlanConstraints(
         schedule=data.draw(st.sampled_from([None, *SCHEDULES])),
         straight=data.draw(st.booleans()),
         recompute=data.draw(st.sampled_from([None, False, True])),
@@ -87,7 +86,7 @@ def test_it_keeps_to_what_is_fixed_and_loses_no_more_by_it(
 @given(profiles(), clusters())
 def test_it_is_not_worse_than_what_people_do_by_hand(profile: Profile, cluster: Cluster) -> None:
     """Equal layer counts, and data parallelism, as the simulator sees them."""
-    free = compare_plans((profile,), cluster, Wishes()).ranked
+    free = compare_plans((profile,), cluster, PlanConstraints()).ranked
     assume(free)
     microbatches = 4 * cluster.devices
     by_hand = [Plan.uniform(len(profile), 1, "1f1b-flush", microbatches, microbatch_size=profile.microbatch_size)]
@@ -107,14 +106,14 @@ def test_it_is_not_worse_than_what_people_do_by_hand(profile: Profile, cluster: 
 def test_synchronous_plans_only() -> None:
     made = plan(equal_layers(8), Cluster.uniform(4, 1e9), synchronous=True)
 
-    assert made.schedule in SYNCHRONOUS
+    assert made.definition.flushes
     assert "stale" not in made.explain()
 
 
 def test_of_equally_fast_plans_the_one_without_stale_weights_is_taken() -> None:
     made = plan(equal_layers(1), Cluster.uniform(1, 1e9))
 
-    assert made.schedule in SYNCHRONOUS
+    assert made.definition.flushes
 
 
 def test_recompute_is_chosen_where_memory_asks_for_it() -> None:

@@ -16,8 +16,9 @@ from penstock.planning.spp.baselines import (
     servers_of,
 )
 from penstock.planning.spp.stage_numbers import plan_spp
-from penstock.scheduling import schedule, verify
+from penstock.scheduling import verify
 from penstock.values import Cluster, LayerProfile, Profile
+from penstock.values.plans import schedule
 
 BASELINES = (plan_data_parallel, plan_gpipe, plan_synchronous_pipedream, plan_hetpipe)
 

@@ -17,9 +17,9 @@ from penstock.planning.pipedream.flat_machines import fits_flat, least_worst_byt
 from penstock.planning.pipedream.interleaving import deal_stages
 from penstock.planning.pipedream.straight import StageSeconds, least_slowest
 from penstock.planning.requests import Request
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["fitting_advice", "is_alone", "least_rank_bytes", "room_of"]
 
@@ -29,7 +29,7 @@ _MOST_DEVICES = 64
 
 def is_alone(request: Request) -> bool:
     """Whether the plans of `request` have no replicas."""
-    return request.straight or request.stages is not None or request.schedule in DEALT
+    return request.straight or request.stages is not None or request.definition.layout.has_several
 
 
 def room_of(request: Request, workers: int, size_bytes: float) -> Room:
@@ -58,9 +58,9 @@ def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
         return inf
     ranks = stages // request.stages_per_rank
     free = [np.zeros(costs.layers + 1)] * (stages - 1)
-    if request.schedule in DEALT:
+    if request.definition.layout.has_several:
         counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
-        places = deal_ranks(request.schedule, stages, ranks)
+        places = request.definition.layout.ranks(stages, ranks)
         return deal_stages(costs, free, counts, 0.0, request.optimizer_copies, places=places, quick=True).worst_bytes
     room = room_of(request, ranks, 0.0)
     return least_slowest(_stage_bytes(costs, room, ranks), free)
@@ -96,14 +96,15 @@ def _changes(profile: Profile, devices: int, request: Request) -> Iterator[Itera
     """For each thing that may be changed alone, its changes, the least one first."""
     if not request.recompute:
         yield iter([("recompute=True", profile, devices, replace(request, recompute=True))])
-    if request.schedule not in ("1f1b-flush", *DEALT):
-        yield iter([("schedule='1f1b-flush'", profile, devices, replace(request, schedule="1f1b-flush"))])
-    if request.vertical_sync and request.schedule == "pipedream":
+    schedule = request.definition
+    if request.schedule != DEFAULT_SCHEDULE and not schedule.layout.has_several:
+        other = replace(request, schedule=DEFAULT_SCHEDULE)
+        yield iter([(f"schedule={DEFAULT_SCHEDULE!r}", profile, devices, other)])
+    if request.vertical_sync and schedule.has_vertical_sync:
         yield iter([("vertical_sync=False", profile, devices, replace(request, vertical_sync=False))])
-    if request.schedule not in ("pipedream", "2bw"):
-        # Interleaving takes its microbatches in groups of one per rank.
-        group = request.stage_count(devices) // request.stages_per_rank if request.schedule == "interleaved" else 1
-        counts = (count for count in _halves(request.microbatches) if not count % group)
+    if schedule.flushes:
+        ranks = request.stage_count(devices) // request.stages_per_rank
+        counts = (count for count in _halves(request.microbatches) if request.can_run(ranks, count))
         yield ((f"microbatches={count}", profile, devices, replace(request, microbatches=count)) for count in counts)
     most = profile.microbatch_size
     yield ((f"{size} instead of {most} samples", profile.scaled(size), devices, request) for size in _halves(most))

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
-from penstock.planning.search.constraints import SYNCHRONOUS, PlanConstraints, PlannerQuery
+from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
 from penstock.progress import progress_line
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -65,24 +66,24 @@ def compare_plans(
     for trial in progress_line(wishes.trials(profiles, cluster), _title, "planning", progress):
         try:
             for proposed in proposer.propose(trial):
-                if _is_pointless(proposed) and "1f1b-flush" in wishes.schedules:
+                if _is_pointless(proposed) and DEFAULT_SCHEDULE in wishes.schedules:
                     continue
                 if wishes.microbatches not in (None, proposed.microbatches):
                     reason = f"it takes {proposed.microbatches} microbatches, and {wishes.microbatches} are asked for"
-                    refusals.append(Rejection(trial.planner, trial.request.schedule, reason))
+                    refusals.append(Rejection(trial.planner, str(trial.request.schedule), reason))
                     continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=trial.planner))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Rejection(trial.planner, trial.request.schedule, str(error)))
+            refusals.append(Rejection(trial.planner, str(trial.request.schedule), str(error)))
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
     judged = []
-    for plan in progress_line(chosen, lambda plan: plan.schedule, "simulating", progress):
+    for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
         try:
             judged.append(_judge(plan, sizes[plan.microbatch_size or 0], cluster, wishes))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Rejection(plan.planner, plan.schedule, str(error)))
+            refusals.append(Rejection(plan.planner, str(plan.schedule), str(error)))
     return Search(_rank(judged), len(proposals) - len(chosen), tuple(refusals))
 
 
@@ -91,8 +92,9 @@ def _title(trial: PlannerQuery) -> str:
 
 
 def _is_pointless(plan: Plan) -> bool:
-    """Whether it has nothing over the same under 1f1b-flush: on a single stage there is nothing to fill or drain."""
-    return len(plan.stages) == 1 and plan.schedule not in ("pipedream", "1f1b-flush") and plan.routing != "split"
+    """Whether it has nothing over the default schedule: on a single stage there is nothing to fill or drain."""
+    same = plan.schedule != DEFAULT_SCHEDULE and not plan.definition.updates_per_microbatch
+    return len(plan.stages) == 1 and same and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:
@@ -101,7 +103,7 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
     kinds: set[tuple[str, str]] = set()
     chosen = []
     for place, plan in enumerate(plans):
-        kind = plan.planner, plan.schedule
+        kind = plan.planner, str(plan.schedule)
         if place < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
@@ -139,4 +141,4 @@ def _speed(plan: Plan) -> float:
 
 def _modesty(plan: Plan) -> tuple[bool, float, int]:
     assert plan.predicted is not None
-    return plan.schedule not in SYNCHRONOUS, max(plan.predicted.peak_bytes), len(plan.stages)
+    return not plan.definition.flushes, max(plan.predicted.peak_bytes), len(plan.stages)

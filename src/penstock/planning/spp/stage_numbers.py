@@ -22,6 +22,7 @@ from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_op
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.spp.mappings import Machine, Mapping, cheapest_mappings
+from penstock.scheduling.orders import DEFAULT_SCHEDULE, SPP
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -202,7 +203,7 @@ def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_sa
         f"nothing fits: expected a plan under spp with at most {bytes_text(memory)} on each of {cluster.devices} "
         f"devices, found none for {bytes_text(profile.parameter_bytes)} of weights and {request.microbatches} "
         f"microbatches. {advice}Use more devices, fewer or smaller microbatches, recompute=True, or a schedule that "
-        "keeps less (1f1b-flush)"
+        f"keeps less ({DEFAULT_SCHEDULE})"
     )
 
 
@@ -226,7 +227,7 @@ def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_s
 def _plan(mapping: Mapping, profile: Profile, request: Request) -> Plan:
     return Plan(
         mapping.stages,
-        "spp",
+        SPP.name,
         request.microbatches,
         profile.microbatch_size,
         recompute=request.recompute,

@@ -19,6 +19,7 @@ from penstock.planning.pipedream.straight import cut_evenly, least_slowest
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.profiles import Profile
 
 __all__ = ["BlockChain", "Counts", "stage_counts"]
@@ -27,14 +28,9 @@ Counts = tuple[tuple[int, int], ...]
 """(Activations in flight, weight versions) of every stage."""
 
 
-def stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
-    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline, however many pipelines."""
-    # A pipeline that is full holds no more with more microbatches, but under gpipe.
-    return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
-
-
 @cache
-def _stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
+def stage_counts(schedule: ScheduleDefinition | str, microbatches: int, stages: int) -> Counts:
+    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline, however many pipelines."""
     return tuple(live_counts(schedule, microbatches, 1, stages - stage, stages) for stage in range(stages))
 
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import LinkTable, Orientation, Together
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 
@@ -36,7 +37,7 @@ __all__ = ["Candidate", "filling", "reduce_rounds", "slowest_stage"]
 class Candidate:
     """One way to train with parallel pipelines, and what it takes."""
 
-    schedule: str
+    schedule: ScheduleDefinition | str
     replicas: int
     """``d``: pipelines, and so replicas of every stage."""
     cuts: tuple[int, ...]
@@ -117,9 +118,9 @@ class Candidate:
         )
 
 
-def filling(schedule: str, stages: int) -> int:
+def filling(schedule: ScheduleDefinition, stages: int) -> int:
     """How many microbatches' time a minibatch of `schedule` spends on filling and draining `stages` stages."""
-    return 0 if schedule == "2bw" else stages - 1
+    return stages - 1 if schedule.flushes else 0
 
 
 def reduce_rounds(replicas: int, allreduce: AllReduce) -> float:

@@ -27,6 +27,7 @@ from penstock.planning.two_bw.block_chains import BlockChain, Counts, stage_coun
 from penstock.planning.two_bw.orientations import TOGETHER, LinkTable, Orientation
 from penstock.planning.two_bw.parallel_pipelines import Candidate, filling, slowest_stage
 from penstock.planning.two_bw.repeated_blocks import find_blocks, places_to_cut
+from penstock.scheduling.orders import DEFAULT_SCHEDULE, GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, text_of
@@ -34,7 +35,7 @@ from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
+__all__ = ["PIPELINE_SCHEDULES", "Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
 
 Cost = Callable[[Plan, Profile, Cluster], Prediction]
 """What a plan takes; the profile has the plan's microbatch size."""
@@ -43,7 +44,8 @@ _EFFORT = 1 << 14
 """Stages times places to cut for which seconds are enough; balancing takes the square of this product. A chain of more
 layers, without blocks, may be cut in fewer places."""
 
-_SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
+PIPELINE_SCHEDULES = (TWO_BW, ONE_F_ONE_B_FLUSH, GPIPE)
+"""The schedules that the closed form of parallel pipelines is for."""
 
 
 def plan_two_bw(
@@ -107,7 +109,7 @@ def rank_pipelines(
             raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
     sized = _profiles_by_size(measured, microbatch_sizes)
     search = _Search(cluster, request, batch, _block_chains(sized, cluster, request))
-    every = request.schedule != "2bw" if every_size is None else every_size
+    every = request.definition.flushes if every_size is None else every_size
     candidates = sorted(search.candidates(every), key=_order)
     if not candidates:
         raise PlanError(search.needs())
@@ -140,11 +142,11 @@ class _Search:
     """One row without and one with recomputation, as asked; in a row, the largest microbatches first."""
 
     def __post_init__(self) -> None:
-        schedule, stages = self.request.schedule, self.request.stages
-        if schedule not in _SCHEDULES:
+        schedule, stages = self.request.definition, self.request.stages
+        if schedule not in PIPELINE_SCHEDULES:
             raise PlanError(
-                f"schedule: expected one of {', '.join(_SCHEDULES)} for parallel pipelines, found {schedule}: "
-                "choose one of them, or the planner pipedream"
+                f"schedule: expected one of {', '.join(map(str, PIPELINE_SCHEDULES))} for parallel pipelines, found "
+                f"{schedule}: choose one of them, or the planner pipedream"
             )
         if self.request.allreduce == "released":
             raise PlanError(
@@ -206,7 +208,7 @@ class _Search:
             return None
         (seconds, limit), cuts, orientation = min(options, key=lambda option: option[0][0])
         samples = replicas * microbatches * chain.profile.microbatch_size
-        total = (microbatches + filling(self.request.schedule, stages)) * seconds
+        total = (microbatches + filling(self.request.definition, stages)) * seconds
         return Candidate(
             schedule=self.request.schedule,
             replicas=replicas,
@@ -244,7 +246,7 @@ class _Search:
             counts = stage_counts(self.request.schedule, count(step), stages)
             return chain.can_fit(counts) if cuts is None else chain.fits(cuts, counts)
 
-        first = stages if self.request.schedule == "2bw" else 1
+        first = 1 if self.request.definition.flushes else stages
         last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
         if last < first or not fits(first):
             return 0
@@ -260,7 +262,7 @@ class _Search:
         chains = [chain for row in self.chains for chain in row]
         needs = []
         for stages in range(1, self.units + 1) if asked is None else (asked,):
-            deep = stages if self.request.schedule == "2bw" else 1
+            deep = 1 if self.request.definition.flushes else stages
             for chain in chains:
                 least = chain.least_bytes(stage_counts(self.request.schedule, deep, stages))
                 needs.append((least, stages, deep * chain.profile.microbatch_size, chain))
@@ -277,7 +279,7 @@ class _Search:
             text += (
                 f"What fits in memory needs batch_size={batch} or more ({_words(stages, chain)}). Allow that, or try "
             )
-            flush = " or the schedule 1f1b-flush" if self.request.schedule == "2bw" and stages > 1 else ""
+            flush = "" if self.request.definition.flushes or stages == 1 else f" or the schedule {DEFAULT_SCHEDULE}"
             return f"{text}smaller microbatches (microbatch_sizes){flush}"
         least, stages, batch, chain = min(here, key=lambda need: need[0])
         text += f"The least that a device needs is {bytes_text(least)} ({_words(stages, chain)}, batch_size={batch}). "

@@ -8,6 +8,8 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
+from penstock.scheduling.known_schedules import names_of
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
@@ -57,10 +59,11 @@ def check_graphs(
         reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
     elif max(schedule.guarantees.versions) > 1:
         reason = (
-            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
+            f"schedule {schedule.name!r} keeps several versions of weights, of which each would need recordings of "
             "its own for all microbatches in flight"
         )
-        remedy = "Expected a schedule that flushes: gpipe, 1f1b-flush, interleaved or spp"
+        whole = names_of(lambda each: each.flushes and not each.splits_backward, " or ")
+        remedy = f"Expected a schedule that flushes: {whole}"
     elif grains:
         reason = f"stages recompute ({', '.join(map(str, sorted(grains)))}), and recordings keep their memory anyway"
         remedy = "Expected recompute=False"
@@ -77,6 +80,6 @@ def check_graphs(
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
     raise PlanError(
-        f"schedule {schedule.method!r} computes the gradients of inputs and those of weights apart, and {reason}: "
-        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose '1f1b-flush'"
+        f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
     )

@@ -29,13 +29,16 @@ from penstock.runtime.parameters.weight_versions import ComputeWeights, Versione
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.scheduling.skips import SkipChoice
-from penstock.values.crossings import Skip
 from penstock.values.documents import is_count
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import schedule as schedule_of
 
 __all__ = [
     "build_stages",
@@ -45,7 +48,6 @@ __all__ = [
     "counted_parameters",
     "learning_rate_factors",
     "make_schedule",
-    "stages_per_rank",
 ]
 
 
@@ -53,7 +55,7 @@ def choose_plan(
     plan: Plan | None,
     layers: int,
     processes: int,
-    schedule: str | None,
+    schedule: ScheduleDefinition | str | None,
     stages: int | None,
     microbatches: int | None,
     vertical_sync: bool,
@@ -62,25 +64,26 @@ def choose_plan(
     """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
     `tensor_parallel` of the `processes`).
 
-    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default, and always
-    two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
+    `stages` counts all stages. Where a rank can hold several, it holds ``stages / ranks`` of them, two by default, and
+    always two in a V. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
         lanes = 1 if tensor_parallel is None else tensor_parallel
         ranks = max(1, processes // lanes) if is_count(lanes, least=1) else 1
-        per_rank = stages_per_rank(schedule, stages, ranks)
+        definition = require_schedule(schedule or DEFAULT_SCHEDULE)
+        per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
             layers,
             total,
-            schedule=schedule or "1f1b-flush",
+            schedule=definition,
             microbatches=microbatches or 1,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
         return _widened(uniform, lanes)
     given = {
-        "schedule": schedule,
+        "schedule": None if schedule is None else identify(require_schedule(schedule)),
         "microbatches": microbatches,
         "stages": stages,
         "vertical_sync": vertical_sync or None,
@@ -116,17 +119,6 @@ def _widened(plan: Plan, lanes: int) -> Plan:
     )
 
 
-def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
-    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it; 2 under
-    `zb-v`.
-    """
-    if schedule not in ("interleaved", "zb-v"):
-        return 1
-    if stages is None or processes == 1 or schedule == "zb-v":
-        return 2
-    return max(1, stages // processes)
-
-
 def check_plan(plan: Plan, chain: LayerChain) -> None:
     """Raises `PlanError` if `plan` does not fit the model or asks for what the runtime does not do."""
     if plan.layers != len(chain.layers):
@@ -141,17 +133,18 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
     """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
     tell each other the norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if they do under pipedream, or the stages that share have different numbers of replicas;
+    `PlanError` if they do where stages update at different times, or have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
-    if shared and plan.schedule == "pipedream":
+    if shared and not plan.definition.synchronizes_updates:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"weights are shared across stages: {names}. Under 'pipedream' every stage updates at its own time, so the "
-            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or "
-            "2bw, untie the weights, or plan the layers that share them into one stage"
+            f"weights are shared across stages: {names}. Under {str(plan.schedule)!r} every stage updates at its own "
+            "time, so the copies would drift apart. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
+            "weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
         if not schedule.placement.equal(stages):

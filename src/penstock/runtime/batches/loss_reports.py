@@ -38,7 +38,7 @@ class Reports:
         """The loss of a pass over `microbatches`; perhaps on its way."""
         reports = []
         for last in placement.stages[-1]:
-            taken = placement.taken_by(last, microbatches)
+            taken = placement.microbatches_of(last, microbatches)
             form = ("figures", current.training, len(taken))
             if not taken:
                 continue

@@ -173,7 +173,7 @@ class Mailbox:
     def _tied_form(self, source: int, target: int, version: int) -> Hashable:
         # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.
         own = source if self.rank in self._placement.stages[source] else target
-        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+        return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         known = self._known_nexts.get((stage, later))

@@ -49,7 +49,6 @@ from penstock.scheduling.actions import (
     SendTied,
     Update,
 )
-from penstock.scheduling.definitions import VersionRule
 from penstock.scheduling.norms import known_norms
 from penstock.scheduling.recomputation import find_direct
 from penstock.scheduling.schedules import Schedule
@@ -90,7 +89,7 @@ class Worker:
         self._computing = computing
         self.norms, self.scales, self._now = norms, scales, now
         self._mailbox = Mailbox(rank, schedule, transport)
-        self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
+        self._averages = schedule.definition.updates_per_microbatch
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
         modules = {index: stage.weights.module(0) for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}

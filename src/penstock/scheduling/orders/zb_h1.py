@@ -19,7 +19,6 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 
 __all__ = ["ZB_H1"]
@@ -31,13 +30,13 @@ __all__ = ["ZB_H1"]
 #   rank 0   F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1
 #   rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1
 #   rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     warm_up, behind = shape.placement.depth(stage) - 1, _kept_back(shape, stage)
-    match part:
+    match segment:
         case Step(minibatch):
-            microbatches = shape.taken_by(rank, minibatch)
+            microbatches = shape.rank_microbatches(rank, minibatch)
             for turn in range(len(microbatches) + warm_up + behind):
                 if turn < len(microbatches):
                     yield Forward(stage, microbatches[turn], minibatch)
@@ -50,7 +49,7 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _kept_back(shape: PipelineShape, stage: int) -> int:
@@ -58,7 +57,7 @@ def _kept_back(shape: PipelineShape, stage: int) -> int:
 
     As many as it computes while a gradient goes from it to the first stage, if all ranks have equally much to do.
     """
-    return shape.placement.whole_depth(stage) - shape.placement.depth(stage)
+    return shape.placement.full_depth(stage) - shape.placement.depth(stage)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
@@ -69,15 +68,15 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     ceil(ranks / r) in flight, so that ranks which are equally busy keep equally much.
     """
     placement, m = shape.placement, shape.microbatches
-    most = [placement.most_taken(stage, m) for stage in range(shape.stages)]
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(min(most[stage], placement.whole_depth(stage)) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(m,) * shape.stages,
-        halves=(0, *(min(most[stage], _kept_back(shape, stage) + 1) for stage in range(1, shape.stages))),
+    most = [placement.max_microbatches(stage, m) for stage in range(shape.stages)]
+    return Guarantees.of(
+        shape,
+        in_flight=tuple(min(most[stage], placement.full_depth(stage)) for stage in range(shape.stages)),
+        pending_weight_backwards=(
+            0,
+            *(min(most[stage], _kept_back(shape, stage) + 1) for stage in range(1, shape.stages)),
+        ),
     )
 
 
-ZB_H1 = ScheduleDefinition("zb-h1", order, guarantees)
+ZB_H1 = ScheduleDefinition("zb-h1", order, guarantees, splits_backward=True)

@@ -20,8 +20,8 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
+from penstock.scheduling.placements import StageLayout
 
 __all__ = ["ZB_V"]
 
@@ -33,11 +33,11 @@ __all__ = ["ZB_V"]
 #   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
-    match part:
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
+    match segment:
         case Step(minibatch):
-            stages, microbatches = shape.stages_of(rank), shape.taken_by(rank, minibatch)
+            stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
             forwards, inputs, weights = ({stage: iter(microbatches) for stage in stages} for _ in range(3))
             for turn in _turns(shape.placement.length, min(stages), len(microbatches)):
                 stage = stages[turn.islower()]
@@ -54,7 +54,7 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _turns(length: int, rank: int, microbatches: int) -> str:
@@ -85,24 +85,23 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     up to r + 1 on the first stage and r on the second, one at least, are past their input part; none where all are
     whole.
     """
-    in_flight, halves = [], []
+    in_flight, pending = [], []
     length = shape.placement.length
     for stage in range(shape.stages):
-        count = shape.placement.most_taken(stage, shape.microbatches)
+        count = shape.placement.max_microbatches(stage, shape.microbatches)
         rank = min(stage, shape.stages - 1 - stage)
         if stage < length:
             most, late = 2 * length - rank, min(rank + 1, count - length + 1)
         else:
             most, late = rank + 1, min(rank, count - 2 * length + 1 + rank)
         in_flight.append(min(count, most))
-        halves.append(max(late, 0 if stage == length else 1) if stage else 0)
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(in_flight),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
-        halves=tuple(halves),
+        pending.append(max(late, 0 if stage == length else 1) if stage else 0)
+    held = [shape.stages_of(rank)[0] for rank in range(shape.ranks)]
+    return Guarantees.of(
+        shape,
+        in_flight,
+        pending_weight_backwards=pending,
+        in_flight_of_rank=tuple(min(2 * length, in_flight[q] + in_flight[-1 - q]) for q in held),
     )
 
 
@@ -121,4 +120,4 @@ def check(shape: PipelineShape) -> None:
         )
 
 
-ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, folds=True)
+ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, layout=StageLayout.V_SHAPE, splits_backward=True)
