@@ -8,7 +8,7 @@ microbatches of a model with BatchNorm, which would take its statistics from the
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -83,15 +83,19 @@ def plan_automatically(
         per_rank = choices.stages_per_rank(1)
         cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
-    def work() -> AutoPlan | None:
+    def work() -> tuple[dict[str, Any], Profile] | None:
         if world.rank != 0:
             return None
         profile = measure(chain, sample, autocast=choices.autocast)
-        return AutoPlan(fastest_plan(profile, cluster, chain, choices), profile, cluster)
+        made = fastest_plan(profile, cluster, chain, choices)
+        values = {field.name: getattr(made, field.name) for field in fields(made)}
+        # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.
+        return values | {"schedule": made.schedule if isinstance(made.schedule, str) else None}, profile
 
     made = gather_results(world, "while it measured the model and planned", work)[0]
     assert made is not None
-    return made
+    values, profile = made
+    return AutoPlan(Plan(**values | {"schedule": values["schedule"] or choices.schedule}), profile, cluster)
 
 
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:

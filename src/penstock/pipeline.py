@@ -74,7 +74,7 @@ class Pipeline:
         optimizer: called once with the list of this process's trained parameters, which knows their names
             (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
-            ``2bw``.
+            ``2bw``; or a `ScheduleDefinition` of your own, the same on every rank.
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
             process there are as many ranks as stages (half as many with these two).

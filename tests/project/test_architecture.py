@@ -31,7 +31,8 @@ FLOW = {
     "timelines": "errors values",
     "progress": "",
     "planning": "errors values scheduling scheduling.orders simulating planning.search planning.planner_names",
-    "planning.search": "errors values progress scheduling scheduling.orders simulating planning planning.planner_names",
+    "planning.search": """errors values progress scheduling scheduling.orders scheduling.verification simulating
+        planning planning.planner_names""",
     "scheduling": "errors scheduling.orders scheduling.verification",
     "scheduling.orders": "errors scheduling",
     "scheduling.verification": "errors scheduling",
@@ -53,8 +54,8 @@ FLOW = {
     "runtime.batches": "errors values scheduling capturing training runtime.devices runtime.transport",
     "runtime.engine": """errors values timelines scheduling capturing training runtime.devices runtime.transport
         runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors values scheduling scheduling.orders capturing training runtime.devices
-        runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine""",
+    "runtime.assembly": """errors values scheduling scheduling.orders scheduling.verification capturing training
+        runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine""",
     "autoplans": """errors values planning planning.planner_names scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
     "pipeline": """errors values timelines autoplans scheduling scheduling.verification capturing profiling training

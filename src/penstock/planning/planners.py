@@ -48,15 +48,15 @@ def plan(
     `planner`: `pipedream` (the fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas),
     `2bw` (equal parallel pipelines of repeated blocks), `interleaved` (parallel pipelines of several stages per rank,
     `zb-v` too), `uniform` (equally many layers per stage; asked by name only). `schedule`: one of
-    `penstock.values.SCHEDULES`; `synchronous` leaves those that train as one device does. `microbatches` of a
-    minibatch, over all replicas, or else its `batch_size` in samples; by default four microbatches for every device
-    (one under `pipedream`, whose microbatches have updates of their own). Several profiles of one model, measured at
-    different microbatch sizes, let the search choose the size; a single one is taken at its own. `stages`: so many,
-    on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both are
-    tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
-    `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `whole_backwards` leaves out `zb-h1` and `zb-v`. `progress` shows a line
-    on stderr; None shows it on a terminal.
+    `penstock.values.SCHEDULES`, or the definition of your own, which is planned without replicas; `synchronous` leaves
+    those that train as one device does. `microbatches` of a minibatch, over all replicas, or else its `batch_size` in
+    samples; by default four microbatches for every device (one under `pipedream`, whose microbatches have updates of
+    their own). Several profiles of one model, measured at different microbatch sizes, let the search choose the size; a
+    single one is taken at its own. `stages`: so many, on one rank each (with `stages_per_rank`: on all ranks together).
+    `straight`: no replicas. `recompute`: both are tried where memory is limited. `optimizer_copies`: the optimizer's
+    state in units of the weights (2: Adam). `shared_nic`: the ranks of a server (the innermost level of the cluster)
+    share one link to each other server; by default every two ranks have their own. `whole_backwards` leaves out `zb-h1`
+    and `zb-v`. `progress` shows a line on stderr; None shows it on a terminal.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.

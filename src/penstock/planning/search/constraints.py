@@ -208,7 +208,7 @@ class PlanConstraints:
     def _is_straight(self, planner: str, schedule: ScheduleDefinition) -> bool:
         if planner in (PlannerName.UNIFORM, PlannerName.INTERLEAVED):
             return planner == PlannerName.UNIFORM
-        return self.straight or schedule.layout.has_several
+        return self.straight or schedule.layout.has_several or schedule not in METHODS
 
     def _takes_stages_per_rank(self, schedule: ScheduleDefinition) -> bool:
         return self.stages_per_rank is None or schedule.layout.accepts(self.stages_per_rank)
@@ -252,7 +252,7 @@ def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
         case PlannerName.SPP:
             return schedule == SPP
         case PlannerName.INTERLEAVED:
-            return schedule.layout.has_several
+            return schedule.layout.has_several and schedule in METHODS
 
 
 def _most_ranks(schedule: ScheduleDefinition, stages_per_rank: int, microbatches: int, ranks: int) -> int:

@@ -18,9 +18,10 @@ from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.verification.verifier import verify
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
@@ -112,6 +113,9 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
 
 def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanConstraints) -> Plan:
     """`plan` as the simulator predicts it; `PlanError` if it does not fit after all."""
+    if not isinstance(plan.schedule, str):
+        # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
+        verify(schedule(plan))
     options = simulator_options(wishes.allreduce, wishes.optimizer_copies)
     options["shared_nic"] = wishes.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)

@@ -6,7 +6,7 @@ supported ends with its reason instead of a hang.
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import torch
@@ -29,6 +29,7 @@ from penstock.runtime.parameters.weight_versions import ComputeWeights, Versione
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.actions import format_programs
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
@@ -36,6 +37,7 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
+from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.values.documents import is_count
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
@@ -289,7 +291,12 @@ def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool
 class _Fingerprint:
     """What must be the same on every rank."""
 
-    plan: Plan
+    plan: str
+    """All that makes plans equal, with the schedule's name: a definition need not be one that can be pickled."""
+    shown: str
+    """The plan as errors show it."""
+    programs: str
+    """A digest of what the schedule does and guarantees."""
     layers: tuple[str, ...]
     parameters: Mapping[str, str]
     skips: tuple[Skip, ...]
@@ -301,8 +308,10 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     """
     if world.processes == 1:
         return
+    compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
-    mine = _Fingerprint(plan, layers, _digests(chain.parameters), skips)
+    programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
+    mine = _Fingerprint(compared, str(plan), programs, layers, _digests(chain.parameters), skips)
     for rank, other in enumerate(world.gather(mine)):
         if other.layers != mine.layers:
             raise PlanError(
@@ -311,8 +320,14 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
             )
         if other.plan != mine.plan:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} have different plans:\n{other.plan}\n{mine.plan}\n"
+                f"rank {rank} and rank {world.rank} have different plans:\n{other.shown}\n{mine.shown}\n"
                 "Two profiles never agree exactly: plan on one rank and give the plan to all, or load it from a file"
+            )
+        if other.programs != mine.programs and other.skips == mine.skips:
+            raise PlanError(
+                f"rank {rank} and rank {world.rank} have different schedules called {str(plan.schedule)!r}: expected "
+                "the same programs and guarantees, found others. Define the schedule alike on every rank, by the sizes "
+                "of the pipeline alone"
             )
         if other.skips != mine.skips:
             raise PlanError(
@@ -325,6 +340,14 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
                 f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
                 "build the whole model identically: call torch.manual_seed(...) with one seed before building it"
             )
+
+
+def _digest_programs(schedule: Schedule) -> str:
+    """A short digest of the programs and guarantees of `schedule`; of one of Penstock's own, one step is enough."""
+    own = isinstance(identify(schedule.definition), str)
+    programs = schedule.step(0) if own else schedule.program(enough_minibatches(schedule))
+    text = f"{format_programs(programs)}\n{schedule.guarantees}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

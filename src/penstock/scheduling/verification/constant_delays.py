@@ -6,14 +6,15 @@ Then training can be computed without the order. It is so for Penstock's own sch
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Forward
 from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.verification.verifier import enough_minibatches
 
 __all__ = ["require_constant_delays"]
 
 
 def require_constant_delays(schedule: Schedule) -> None:
     """Raises `ScheduleError` unless every forward reads the version that is `delays` before that of its own update."""
-    guarantees, size = schedule.guarantees, schedule.microbatches
-    for row in schedule.program(2 + -(-2 * schedule.stages // size)):
+    guarantees = schedule.guarantees
+    for row in schedule.program(enough_minibatches(schedule)):
         for action in row:
             if not isinstance(action, Forward):
                 continue

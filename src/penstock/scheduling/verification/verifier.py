@@ -29,7 +29,7 @@ from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIAN
 from penstock.scheduling.verification.stage_invariants import STAGE_INVARIANTS
 from penstock.scheduling.verification.violations import StagedPrograms, collect
 
-__all__ = ["Verification", "verify", "verify_programs"]
+__all__ = ["Verification", "enough_minibatches", "verify", "verify_programs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
     The default number is as many as fill the pipe, reach the steady state and reuse every weight version.
     """
     if minibatches is None:
-        minibatches = 2 + -(-2 * schedule.stages // schedule.microbatches)
+        minibatches = enough_minibatches(schedule)
     _check_minibatches(minibatches)
     segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
     programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
@@ -76,6 +76,11 @@ def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
     verification = _examine(staged)
     require_segments(staged)
     return verification
+
+
+def enough_minibatches(schedule: Schedule) -> int:
+    """The steps that fill the pipe, reach the steady state and reuse every weight version."""
+    return 2 + -(-2 * schedule.stages // schedule.microbatches)
 
 
 def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) -> Verification:
