@@ -196,7 +196,7 @@ def test_a_wrong_schedule_is_refused_before_training(wrong: str) -> None:
 def test_the_reference_refuses_delays_that_guarantees_do_not_say() -> None:
     wrong = replace(LATE, guarantees=lambda shape: replace(LATE.guarantees(shape), rule=VersionRule.OWN_MINIBATCH))
 
-    with pytest.raises(ScheduleError, match="expected the forward of microbatch 8 on stage 0 to read version 2"):
+    with pytest.raises(ScheduleError, match="expected the forward of microbatch 4 on stage 0 to read version 1"):
         oracle("layered", wrong, 2)
 
 
