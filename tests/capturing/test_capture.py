@@ -351,7 +351,7 @@ def test_a_refusal_names_the_line(kind: type[nn.Module], line: str, reason: str,
         capture(kind().double(), (data(3, WIDTH),))
 
     message = str(caught.value)
-    assert "test_capturing.py:" in message
+    assert "test_capture.py:" in message
     assert line in message
     assert reason in message
     assert "list of layers" in message
