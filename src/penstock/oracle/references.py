@@ -95,10 +95,11 @@ def reference_train(
     then.
 
     With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if it
-    knows of a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
+    has seen a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
     stage then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped
     updates count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under
-    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what the last stage knows.
+    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what has reached the last
+    stage.
 
     With `version_dtype`, W(x) is the optimizer's weights cast to it, where they are float32, trained and of two
     dimensions or more, and each microbatch's gradient is cast back before it is added to the others. Of `update_hooks`

@@ -100,7 +100,7 @@ class Training:
         sizes = guarantees.microbatches_per_update
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
-        """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
+        """Of each update of the last stage that the loss scale has not settled: which gradients it saw overflow."""
         self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
@@ -176,7 +176,7 @@ class Training:
         return tuple(functional_call(module, local, arguments))
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
-        """The updates of the stages for which a round ends after so many microbatches since the last drain.
+        """The updates of the stages for which a round ends after `microbatches` since the last drain.
 
         `last`: no more come, so that rounds that are not full end too; the full ones have been updated before.
         """
@@ -239,7 +239,7 @@ class Training:
             self._stages[index].norms[len(self._stages[index].versions)] = found
 
     def _known(self, index: int, apart: bool) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """The norms that the stage `index` knows at its next update, by stage and update.
+        """The norms that the stage `index` has at its next update, by stage and update.
 
         Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
         """
@@ -257,7 +257,7 @@ class Training:
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
     def settle_scale(self, wait: int = 0) -> None:
-        """The scale learns of the updates so far, but of the last `wait`."""
+        """Lowers or raises the scale by the updates so far, except the last `wait`."""
         while self.scales is not None and len(self._overflown) > wait:
             self.scales.settle(self._overflown.pop(0), keep=0)
 

@@ -1,7 +1,7 @@
 """How many bytes a rank needs at its peak.
 
 The papers say that memory is taken into account and leave the gradients and the optimizer out of their formulas
-(thesis, chapter 3); then "does it fit" is answered wrongly. Here they are terms of their own:
+[Narayanan 2021, chapter 3]; then "does it fit" is answered wrongly. Here they are terms of their own:
 
     in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x parameters
 

@@ -1,7 +1,7 @@
 """What a plan will take, by the closed form of its schedule.
 
-With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank (thesis,
-table 1.1; section 4.2 for interleaving), a minibatch takes
+With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank [Narayanan
+2021, table 1.1; section 4.2 for interleaving], a minibatch takes
 
     with a flush                        (m + (p' - 1) / v) t      p' = p / v ranks, t of a whole rank
     with a flush and split backwards    (m + (p' - 1) / 3v) t     if F, I and W take equally long

@@ -115,7 +115,7 @@ class Schedule:
 
     @property
     def norm_rule(self) -> NormRule:
-        """Whose norms of gradients a stage knows at an update."""
+        """Whose norms of gradients a stage has at an update."""
         if not self.norms or not self.guarantees.trains:
             return NormRule.NONE
         return NormRule.ALL if self.definition.synchronizes_updates else NormRule.LAGGED
@@ -313,7 +313,7 @@ def _check_ties(schedule: Schedule) -> None:
 
 
 def _check_norms(schedule: Schedule) -> None:
-    """What nobody could know in time."""
+    """Rejects schedules in which a stage could not receive the norms before its update."""
     placement = schedule.placement
     if schedule.norm_rule is NormRule.LAGGED and not placement.split and not placement.equal(range(schedule.stages)):
         raise ScheduleError(
@@ -337,7 +337,7 @@ def _check_skips(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"schedule: skips {schedule.skips!r}: expected different pairs of the stages 0 to "
                 f"{schedule.stages - 1}, ascending, with other stages between the two; found {skip!r}. Leave out "
-                "neighbours, which talk anyway"
+                "neighbors, which exchange messages anyway"
             )
 
 

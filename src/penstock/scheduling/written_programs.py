@@ -6,6 +6,7 @@ are derived, as for every schedule, so that those in the programs are left out.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
@@ -65,6 +66,8 @@ class _Written:
                     yield type(action)(stage, first + microbatch, minibatch)
                 case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
                     yield type(action)(stage, first + microbatch, minibatch)
+                case _:
+                    assert_never(action)
 
     def guarantees(self, shape: PipelineShape) -> Guarantees:
         """What is counted along the rows."""

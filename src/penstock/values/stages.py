@@ -1,6 +1,6 @@
 """A stage of a plan, and what makes sense of several: layers that are tiled, ranks that hold one stage each.
 
-Laws of this file:
+Rules of this file:
   1. The stages tile the layers: stage 0 starts at layer 0, every other one where the one before it stops.
   2. Each rank from 0 on holds one stage, or as many as the schedule's layout has on a rank: in turn, stage s is where
      stage s mod p is; in a V, stage s is where stage 2p - 1 - s is. All stages then have equally many replicas.

@@ -35,10 +35,10 @@ _MICROBATCHES_PER_DEVICE = 4
 """Of the default minibatch: a flush is then idle for about a fifth of the time."""
 
 _MOST_ORDERED = 32
-"""Devices: beyond so many the planner `spp`, whose time grows with their fourth power, is asked by name only."""
+"""Devices beyond which the planner `spp`, whose time grows with their fourth power, is asked by name only."""
 
 _MOST_FLAT = 128
-"""Devices: beyond so many the planner `pipedream` is asked by name only."""
+"""Devices beyond which the planner `pipedream` is asked by name only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
 
 
 def _most_ranks(schedule: ScheduleDefinition, stages_per_rank: int, microbatches: int, ranks: int) -> int:
-    """The most ranks, up to `ranks`, that `schedule` can run with so many microbatches in a row."""
+    """The most ranks, up to `ranks`, that `schedule` can run with `microbatches` in a row."""
     counts = range(ranks, 0, -1)
     return next((count for count in counts if can_run(schedule, count, stages_per_rank, microbatches)), 0)
 
