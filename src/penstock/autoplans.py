@@ -116,7 +116,7 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
     per_rank = choices.stages_per_rank(cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
-    for planner in (None, PlannerName.PIPEDREAM) if choices.stages is None else ():
+    for planner in (None, PlannerName.PIPEDREAM.value) if choices.stages is None else ():
         with suppress(PlanError, ScheduleError):
             made = search(schedule=choices.schedule, planner=planner)
             make_schedule(made, chain)

@@ -7,7 +7,8 @@ never slower than the slowest link of the other.
 Rules of this file:
   1. What is chosen depends on the schedule and on what the values are, so that every rank chooses alike.
   2. A skip that would violate an invariant of the verifier is left out: where stages of one rank take turns
-     (`interleaved`) a queue between two ranks might not keep its order, and gradients of shared weights and norms use the queues, too.
+     (`interleaved`) a queue between two ranks might not keep its order, and gradients of shared weights and norms use
+     the queues, too.
   3. Where a rank holds one stage there is nothing to try: a queue has the messages of one pair of stages, which both
      handle in the order of the microbatches, and no rank waits for more than before, since what skips stages leaves
      together with what reaches them.

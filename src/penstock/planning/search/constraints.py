@@ -162,12 +162,12 @@ class PlanConstraints:
             yield self.planner
             return
         if cluster.devices <= _MOST_FLAT or self.stages is not None:
-            yield PlannerName.PIPEDREAM
+            yield PlannerName.PIPEDREAM.value
         if not self.vertical_sync:
-            yield PlannerName.TWO_BW
+            yield PlannerName.TWO_BW.value
             if not self.straight:
-                yield from [PlannerName.SPP] if cluster.devices <= _MOST_ORDERED else []
-                yield PlannerName.INTERLEAVED
+                yield from [PlannerName.SPP.value] if cluster.devices <= _MOST_ORDERED else []
+                yield PlannerName.INTERLEAVED.value
 
     def _requests(
         self, planner: str, schedule: ScheduleDefinition, profile: Profile, first: Profile, cluster: Cluster
