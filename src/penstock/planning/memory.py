@@ -149,7 +149,11 @@ def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZE
     guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
     for stage, group in zip(plan.stages, placement.stages, strict=True):
         held = placement.stages_of(group[0])
-        counts = guarantees.in_flight_of_rank[group[0]], max(guarantees.versions[index] for index in held)
+        versions = max(guarantees.versions[index] for index in held)
+        if guarantees.rule is VersionRule.INPUT_STAGE:
+            # As the first stage would with as many replicas: the planners try unequal ones, which cannot run.
+            versions = placement.full_depth(held[0])
+        counts = guarantees.in_flight_of_rank[group[0]], versions
         own = [(plan.stages[index].start, plan.stages[index].stop) for index in held]
         sharers = len(group) if placement.split else 1
         for rank in stage.ranks:
