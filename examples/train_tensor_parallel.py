@@ -47,10 +47,10 @@ class Block(nn.Module):
 def split(stage: nn.Module, mesh: DeviceMesh) -> None:
     """Megatron's layers: columns, then rows. The output of a block is whole on every process."""
     styles = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
-    styles |= {name: RowwiseParallel() for name in ("out", "down")}
+    styles |= {name: RowwiseParallel() for name in ("out", "down")}  # type: ignore[misc]
     for layer in stage.layers:  # layer.body is the model's own module
         if isinstance(layer.body, Block):
-            parallelize_module(layer.body, mesh["tp"], styles)
+            parallelize_module(layer.body, mesh["tp"], styles)  # type: ignore[arg-type]
 
 
 def shard(stage: nn.Module, mesh: DeviceMesh) -> None:

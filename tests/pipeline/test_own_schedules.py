@@ -1,6 +1,6 @@
 """A schedule that a user defines is proved, drawn, simulated, planned with, stored and trained like Penstock's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from penstock.scheduling import (
     format_programs,
     parse_programs,
 )
+from penstock.scheduling.definitions import Entry
 from penstock.values import Cluster, LayerProfile, Plan, Profile
 from support.jobs.own_schedule_jobs import disagree, plan_of, run_own, run_planned, run_saved
 from support.own_schedules import BY_HAND, EAGER, LATE, OWN, ROLLING
@@ -127,7 +128,7 @@ def test_ranks_must_mean_the_same(pool: Pool) -> None:
         assert "have different schedules called 'eager': expected the same programs and guarantees" in message
 
 
-def forgetful(shape: PipelineShape, rank: int, segment: Segment) -> object:
+def forgetful(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
     """Without the last backward of the first stage."""
     actions = list(EAGER.order(shape, rank, segment))
     return iter([action for action in actions if not str(action).startswith("0B3@")])

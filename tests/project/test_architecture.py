@@ -166,7 +166,7 @@ def exported(module: str) -> list[str] | None:
     for node in TREES[module].body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         if [ast.unparse(target) for target in targets] == ["__all__"]:
-            return list(ast.literal_eval(node.value))
+            return list(ast.literal_eval(node.value))  # type: ignore[attr-defined]
     return None
 
 
@@ -224,6 +224,7 @@ def test_pure_half_imports_no_torch() -> None:
     assert broken == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("pure", PURE)
 def test_pure_half_loads_where_there_is_no_torch(pure: str) -> None:
     modules = [module for module in MODULES if room(module).partition(".")[0] == pure]
@@ -316,9 +317,10 @@ def naming_breaches(module: str, source: str) -> list[str]:
             found += [
                 f"{module}:{node.lineno} imports {alias.name}" for alias in node.names if alias.name not in FOR_ALL
             ]
-        text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
-        if isinstance(text, str) and (text in NAMES or UNMISTAKABLE.search(text)):
-            found.append(f"{module}:{node.lineno} says {text!r}")
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in documented:
+            continue
+        if node.value in NAMES or UNMISTAKABLE.search(node.value):
+            found.append(f"{module}:{node.lineno} says {node.value!r}")
     return found
 
 
@@ -451,7 +453,7 @@ def test_nothing_is_hidden_or_unfinished() -> None:
         for node in ast.walk(tree):
             named = isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
             if named or isinstance(node, ast.Global):
-                broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+                broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
         if re.search(r"#.*\b(TODO|FIXME|XXX)\b", MODULES[module].read_text()):
             broken.append(f"{module}: an unfinished thing is noted in a comment")
 
@@ -491,3 +493,22 @@ def test_public_names_load_and_explain_themselves() -> None:
     assert set(names) <= set(dir(penstock))
     with pytest.raises(AttributeError, match="no_such_name"):
         penstock.no_such_name  # noqa: B018
+
+
+TESTS = ROOT / "tests"
+BESIDE_ROOMS = {"support", "project", "pipeline", "gpu", "benchmarks", "data"}
+"""Folders of tests/ that mirror no room: helpers, the repository, whole pipelines, GPUs, benchmarks, and data files."""
+
+
+def test_tests_have_the_rooms_of_the_source() -> None:
+    rooms = {path.relative_to(SOURCE / "penstock") for path in (SOURCE / "penstock").rglob("*") if path.is_dir()}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    unknown = sorted(str(folder) for folder in folders - rooms if folder.parts and folder.parts[0] not in BESIDE_ROOMS)
+
+    assert unknown == [], "name the folder like the room whose modules it tests"
+
+
+def test_test_files_are_short_enough_to_read() -> None:
+    lengths = {path.relative_to(TESTS): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+
+    assert {str(path): length for path, length in lengths.items() if length >= 800} == {}, "split by what is tested"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> 
     ]
 
 
-def promising(schedule: Schedule, **promises: object) -> Schedule:
+def promising(schedule: Schedule, **promises: Any) -> Schedule:
     """A schedule of the same order that guarantees something else."""
     method = schedule.definition
     facts = {name: promises.pop(name) for name in list(promises) if name in {field.name for field in fields(method)}}
