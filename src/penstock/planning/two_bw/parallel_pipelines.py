@@ -28,7 +28,7 @@ from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import LinkTable, Orientation, Together
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Prediction, Stage
+from penstock.values.plans import Plan, Prediction, Stage, require_schedule
 
 __all__ = ["Candidate", "filling", "reduce_rounds", "slowest_stage"]
 
@@ -118,9 +118,9 @@ class Candidate:
         )
 
 
-def filling(schedule: ScheduleDefinition, stages: int) -> int:
+def filling(schedule: ScheduleDefinition | str, stages: int) -> int:
     """How many microbatches' time a minibatch of `schedule` spends on filling and draining `stages` stages."""
-    return stages - 1 if schedule.flushes else 0
+    return stages - 1 if require_schedule(schedule).flushes else 0
 
 
 def reduce_rounds(replicas: int, allreduce: AllReduce) -> float:
