@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
     from penstock.runtime.devices.local_devices import local_device
-    from penstock.scheduling.schedules import Schedule, schedule
+    from penstock.scheduling.definitions import ScheduleDefinition
+    from penstock.scheduling.schedules import Schedule
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.timelines.timelines import Timeline
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         WeightUpdate,
     )
     from penstock.values.clusters import Cluster
-    from penstock.values.plans import Plan, Stage
+    from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
     from penstock.values.transformers import Transformer
 
@@ -63,6 +64,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Schedule",
+    "ScheduleDefinition",
     "ScheduleError",
     "Stage",
     "Subject",
@@ -108,6 +110,7 @@ _HOMES = {
     "Profile": "values.profiles",
     "ProfileError": "errors",
     "Schedule": "scheduling.schedules",
+    "ScheduleDefinition": "scheduling.definitions",
     "ScheduleError": "errors",
     "Stage": "values.plans",
     "Subject": "profiling.subjects",
@@ -129,7 +132,7 @@ _HOMES = {
     "reference_train": "oracle.references",
     "render": "rendering.pictures",
     "reset_parameters": "capturing.initialization",
-    "schedule": "scheduling.schedules",
+    "schedule": "values.plans",
     "shapes_of": "data",
     "simulate": "simulating.simulator",
     "verify": "scheduling.verification.verifier",

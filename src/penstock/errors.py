@@ -11,6 +11,9 @@
 A message says where, what was expected, what was found, and what to do.
 """
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -19,6 +22,7 @@ __all__ = [
     "ProfileError",
     "ScheduleError",
     "TransportError",
+    "suggestion",
 ]
 
 
@@ -48,3 +52,9 @@ class TransportError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A saved state does not fit this model or plan."""
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """``Did you mean 'x'? `` with the nearest of `known`, or nothing; for messages."""
+    nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"Did you mean {nearest[0]!r}? " if nearest else ""

@@ -45,6 +45,7 @@ from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
@@ -73,7 +74,7 @@ class Pipeline:
         optimizer: called once with the list of this process's trained parameters, which knows their names
             (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
-            ``2bw``.
+            ``2bw``; or a `ScheduleDefinition` of your own, the same on every rank.
         microbatches: into how many microbatches a step cuts its batch (default 1).
         stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
             process there are as many ranks as stages (half as many with these two).
@@ -136,7 +137,7 @@ class Pipeline:
         sample: tuple[Any, ...] | dict[str, Any],
         loss_fn: LossFunction,
         optimizer: MakeOptimizer,
-        schedule: str | None = None,
+        schedule: ScheduleDefinition | str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,

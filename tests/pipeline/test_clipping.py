@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.parameters.gradient_norms import drop_absent
-from penstock.scheduling import Update, schedule
+from penstock.scheduling import Update
 from penstock.scheduling.norms import known_norms
+from penstock.values.plans import schedule
 from support import models
 from support.jobs.clipping_jobs import MOST, run_clipped
 from support.processes import Pool

@@ -27,14 +27,15 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 FLOW = {
     "errors": "",
     "torch_internals": "errors",
-    "values": "errors",
+    "values": "errors scheduling scheduling.orders",
     "timelines": "errors values",
     "progress": "",
-    "planning": "errors values scheduling simulating planning.search",
-    "planning.search": "errors values progress scheduling simulating planning",
-    "scheduling": "errors values scheduling.orders scheduling.verification",
+    "planning": "errors values scheduling scheduling.orders simulating planning.search",
+    "planning.search": """errors values progress scheduling scheduling.orders scheduling.verification simulating
+        planning""",
+    "scheduling": "errors scheduling.orders scheduling.verification",
     "scheduling.orders": "errors scheduling",
-    "scheduling.verification": "errors values scheduling",
+    "scheduling.verification": "errors scheduling",
     "simulating": "errors values timelines scheduling",
     "rendering": "errors values timelines scheduling simulating",
     "capturing": "errors torch_internals capturing.export",
@@ -44,7 +45,8 @@ FLOW = {
         runtime.execution runtime.assembly""",
     "training": "errors torch_internals",
     "data": "errors torch_internals capturing",
-    "oracle": "errors torch_internals values capturing training",
+    "oracle": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
+        training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
     "runtime.transport": "errors torch_internals scheduling runtime.devices",
@@ -53,9 +55,11 @@ FLOW = {
     "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
     "runtime.engine": """errors values timelines scheduling capturing training runtime.devices runtime.transport
         runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors torch_internals values scheduling capturing training runtime.devices runtime.transport
-        runtime.execution runtime.parameters runtime.batches runtime.engine""",
-    "autoplans": "errors values planning capturing capturing.export profiling runtime.transport runtime.assembly",
+    "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
+        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
+        runtime.engine""",
+    "autoplans": """errors values planning scheduling scheduling.orders capturing
+        capturing.export profiling runtime.transport runtime.assembly""",
     "pipeline": """errors values timelines autoplans scheduling scheduling.verification capturing profiling training
         runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine
         runtime.assembly""",
@@ -66,9 +70,10 @@ PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "
 ACTIONS = {node.name for node in TREES["penstock.scheduling.actions"].body if isinstance(node, ast.ClassDef)}
 PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale NamedParameters PenstockError
-    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleError Stage Subject Timeline Transformer
-    TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialise loader local_device plan
-    prefetch probe profile reference_train render reset_parameters schedule shapes_of simulate verify
+    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Subject Timeline
+    Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialise loader
+    local_device plan prefetch probe profile reference_train render reset_parameters schedule shapes_of
+    simulate verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, schedule=None, microbatches=None, stages=None, plan=None, "
@@ -283,7 +288,8 @@ def test_every_reader_of_actions_is_complete() -> None:
 
 
 def test_a_schedule_is_one_file() -> None:
-    allowed = {"penstock.errors", "penstock.scheduling.actions", "penstock.scheduling.definitions"}
+    beside = ("actions", "definitions", "placements")
+    allowed = {"penstock.errors", *(f"penstock.scheduling.{name}" for name in beside)}
     broken = [
         f"{module} imports {target}"
         for module in MODULES
@@ -292,6 +298,94 @@ def test_a_schedule_is_one_file() -> None:
     ]
 
     assert broken == []
+
+
+def naming_breaches(module: str, source: str) -> list[str]:
+    """Where `source`, as the file of `module`, names a schedule to decide something, or lists schedules by hand.
+
+    A string that is a schedule's name, a text other than a docstring that has one of the names that are no common word,
+    and an import of a definition. What reads the facts of a definition instead needs no change for a new schedule.
+    """
+    tree = ast.parse(source)
+    bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    # A string that stands alone is a docstring, of a function or of what is above it.
+    documented = {
+        id(statement.value)
+        for node in ast.walk(tree)
+        if isinstance(node, bodies)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock.scheduling.orders"):
+            found += [
+                f"{module}:{node.lineno} imports {alias.name}" for alias in node.names if alias.name not in FOR_ALL
+            ]
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in documented:
+            continue
+        if node.value in NAMES or UNMISTAKABLE.search(node.value):
+            found.append(f"{module}:{node.lineno} says {node.value!r}")
+    return found
+
+
+NAMES = ("1f1b", "1f1b-flush", "2bw", "gpipe", "interleaved", "pipedream", "spp", "zb-h1", "zb-v")
+UNMISTAKABLE = re.compile(r"(?<![\w-])(1f1b-flush|1f1b|2bw|zb-h1|zb-v)(?![\w-])")
+FOR_ALL = ("AMBIGUOUS_NAMES", "DEFAULT_SCHEDULE", "INFERENCE", "METHODS")
+PLANNERS = {
+    # Each plans for the schedules of its paper.
+    "penstock.planning.memory": "INTERLEAVED",
+    "penstock.planning.pipedream.partitions": "PIPEDREAM",
+    "penstock.planning.ptd_p.arrangements": "INTERLEAVED ONE_F_ONE_B_FLUSH",
+    "penstock.planning.search.constraints": "SPP",
+    "penstock.planning.spp.baselines": "GPIPE ONE_F_ONE_B_FLUSH",
+    "penstock.planning.spp.stage_numbers": "SPP",
+    "penstock.planning.two_bw.pipeline_searches": "GPIPE ONE_F_ONE_B_FLUSH TWO_BW",
+}
+
+
+def test_no_other_file_names_a_schedule() -> None:
+    """A schedule is one file because everything else asks for its facts."""
+    read = {module: path.read_text() for module, path in MODULES.items() if not {module, room(module)} & NAMING}
+    found = [breach for module, source in read.items() for breach in naming_breaches(module, source)]
+    planned = [
+        breach
+        for breach in found
+        for module, names in PLANNERS.items()
+        if breach.startswith(f"{module}:") and breach.rpartition(" imports ")[2] in names.split()
+    ]
+
+    assert sorted(set(found) - set(planned)) == []
+    assert len(planned) == len(" ".join(PLANNERS.values()).split()), "a planner that names no schedule any more"
+
+
+NAMING = {"oracle", "scheduling.orders", "penstock.planning.planner_names"}
+"""Where schedules are defined, and the rooms that may say their names."""
+
+
+@pytest.mark.parametrize(
+    ("source", "breach"),
+    [
+        ('fast = plan.schedule == "2bw"', "says '2bw'"),
+        ('match name:\n    case "pipedream":\n        pass', "says 'pipedream'"),
+        ('PAIRED = {"interleaved": 2}', "says 'interleaved'"),
+        ('raise ValueError("choose gpipe or 1f1b-flush")', "says 'choose gpipe or 1f1b-flush'"),
+        ('raise ValueError(f"{name}: choose zb-v")', "says ': choose zb-v'"),
+        ("from penstock.scheduling.orders import METHODS, ZB_V", "imports ZB_V"),
+        ("from penstock.scheduling.orders.two_bw import TWO_BW", "imports TWO_BW"),
+    ],
+)
+def test_a_named_schedule_is_a_breach(source: str, breach: str) -> None:
+    found = naming_breaches("planted", source)
+
+    assert len(found) == 1
+    assert found[0].endswith(breach)
+
+
+def test_documentation_may_name_a_schedule() -> None:
+    source = '"""Like 2bw."""\ndef double() -> None:\n    """Under 1f1b-flush."""\nDEPTH = 2\n"""For gpipe."""'
+
+    assert naming_breaches("planted", source) == []
 
 
 def test_no_module_is_named_after_nothing() -> None:

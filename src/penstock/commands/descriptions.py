@@ -54,7 +54,7 @@ def _summed(
 def describe_plan(plan: "Plan") -> str:
     """The plan and the picture of its schedule."""
     from penstock.rendering import render
-    from penstock.scheduling import schedule
+    from penstock.values import schedule
 
     return f"{plan}\n\n{render(schedule(plan))}"
 

@@ -112,9 +112,8 @@ def _play(plan: "Plan") -> "Timeline":
 
     Where backwards are in two parts, each of these takes one second.
     """
-    from penstock.scheduling import schedule
     from penstock.simulating import simulate
-    from penstock.values import Cluster, LayerProfile, Profile
+    from penstock.values import Cluster, LayerProfile, Profile, schedule
 
     played = schedule(plan)
     backward = 2.0 if played.guarantees.splits else 1.0
@@ -126,7 +125,7 @@ def _play(plan: "Plan") -> "Timeline":
 
 def _equal(plan: "Plan") -> str:
     """What `_play` takes to be equally long."""
-    from penstock.scheduling import schedule
+    from penstock.values import schedule
 
     return "forward, input backward and weight backward" if schedule(plan).guarantees.splits else "forward and backward"
 

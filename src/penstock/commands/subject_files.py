@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.errors import ProfileError
+from penstock.errors import ProfileError, suggestion
 from penstock.profiling import Subject
-from penstock.values.documents import suggestion
 
 __all__ = ["load_subject"]
 

@@ -21,8 +21,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from penstock.scheduling import schedule, verify
-    from penstock.values import Plan
+    from penstock.scheduling import verify
+    from penstock.values import Plan, schedule
 
     proved = verify(schedule(Plan.load(arguments.plan)), **given(arguments, "minibatches"))
     if arguments.json:

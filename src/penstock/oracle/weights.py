@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
+from penstock.scheduling.definitions import Guarantees
 from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
@@ -39,6 +40,8 @@ class _Stage:
     """Of each replica: the tensor that stands for each of the model's buffers, which are given by id."""
     replicas: int
     split: bool
+    size: int
+    """The microbatches that an update is of, where that is not a minibatch."""
     delay: int
     """How old gradients are when they are used, once the pipeline is full."""
     hooks: HookStates
@@ -46,10 +49,6 @@ class _Stage:
     """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
-
-    @property
-    def stride(self) -> int:
-        return 1 if self.split else self.replicas
 
     norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By update, the norms of the gradients by parameter name."""
@@ -91,11 +90,17 @@ class _Stage:
 class Training:
     """The weights of every stage in every version."""
 
-    def __init__(self, chain: LayerChain, plan: Plan, schedule: str, recipe: Recipe, delays: Sequence[int]) -> None:
-        """`delays`: by stage, how old gradients are when they are used."""
+    def __init__(
+        self,
+        chain: LayerChain,
+        plan: Plan,
+        recipe: Recipe,
+        guarantees: Guarantees,
+    ) -> None:
+        sizes = guarantees.microbatches_per_update
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
-        """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
+        """Of each update of the last stage that the loss scale has not settled: which gradients it saw overflow."""
         self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
@@ -114,12 +119,18 @@ class Training:
             split = plan.routing == "split" and max(plan.replicas) > 1
             made = make_optimizers(recipe.optimizer, newest)
             schedulers = [recipe.lr_scheduler(each) for each in made if recipe.lr_scheduler]
-            scaled = recipe.scale_learning_rates and schedule == "pipedream" and not split
-            rate = replicas / plan.replicas[0] if scaled else 1.0
-            hooks = HookStates(recipe.hooks)
             stage = _Stage(
-                *(newest, made, schedulers, rate, buffers, replicas, split),
-                *(delays[index], hooks, recipe.version_dtype),
+                newest=newest,
+                optimizers=made,
+                schedulers=schedulers,
+                rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
+                buffers=buffers,
+                replicas=replicas,
+                split=split,
+                size=sizes[index],
+                delay=guarantees.delays[index],
+                hooks=HookStates(recipe.hooks),
+                dtype=recipe.version_dtype,
             )
             stage.publish()
             self._stages.append(stage)
@@ -165,15 +176,15 @@ class Training:
         return tuple(functional_call(module, local, arguments))
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
-        """The updates of the stages for which a round ends after so many microbatches since the last drain.
+        """The updates of the stages for which a round ends after `microbatches` since the last drain.
 
         `last`: no more come, so that rounds that are not full end too; the full ones have been updated before.
         """
         due: dict[int, dict[int, int]] = {}
         for index, stage in enumerate(self._stages):
-            rest = microbatches % stage.stride
+            rest = microbatches % stage.size
             if bool(rest) == last:
-                due.setdefault(rest or stage.stride, {})[index] = versions[index]
+                due.setdefault(rest or stage.size, {})[index] = versions[index]
         for count, together in due.items():
             self.update(together, count, apart=True)
 
@@ -228,7 +239,7 @@ class Training:
             self._stages[index].norms[len(self._stages[index].versions)] = found
 
     def _known(self, index: int, apart: bool) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """The norms that the stage `index` knows at its next update, by stage and update.
+        """The norms that the stage `index` has at its next update, by stage and update.
 
         Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
         """
@@ -246,7 +257,7 @@ class Training:
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
     def settle_scale(self, wait: int = 0) -> None:
-        """The scale learns of the updates so far, but of the last `wait`."""
+        """Lowers or raises the scale by the updates so far, except the last `wait`."""
         while self.scales is not None and len(self._overflown) > wait:
             self.scales.update(self._overflown.pop(0), keep=0)
 

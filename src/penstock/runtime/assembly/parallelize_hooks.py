@@ -26,6 +26,7 @@ from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.device_meshes import stage_mesh
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan
@@ -239,9 +240,9 @@ def _check_sharded(stage: int, schedule: Schedule) -> None:
     """Raises `PlanError` if replicas could come to a gathering or summing of `fully_shard` differently often."""
     if not schedule.flushes or schedule.versions(stage) > 1:
         raise PlanError(
-            f"fully_shard was applied to stage {stage} and {schedule.method!r} keeps several versions of weights: "
-            "expected one, since a fully sharded module cannot be copied. Use a flushing schedule (gpipe, 1f1b-flush, "
-            "interleaved, spp)"
+            f"fully_shard was applied to stage {stage} and {schedule.name!r} keeps several versions of weights: "
+            "expected one, since a fully sharded module cannot be copied. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes and not each.splits_backward)})"
         )
     placement = schedule.placement
     if not placement.equal(range(schedule.stages)):

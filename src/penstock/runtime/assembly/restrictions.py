@@ -8,6 +8,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
 
 __all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
@@ -79,6 +80,6 @@ def check_graphs(
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
     raise PlanError(
-        f"schedule {schedule.method!r} computes the gradients of inputs and those of weights apart, and {reason}: "
-        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose '1f1b-flush'"
+        f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
     )

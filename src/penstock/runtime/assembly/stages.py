@@ -6,7 +6,7 @@ supported ends with its reason instead of a hang.
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import torch
@@ -29,13 +29,18 @@ from penstock.runtime.parameters.weight_versions import ComputeWeights, Versione
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.actions import format_programs
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.scheduling.skips import SkipChoice
-from penstock.values.crossings import Skip
+from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.values.documents import is_count
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import schedule as schedule_of
 
 __all__ = [
     "build_stages",
@@ -45,7 +50,6 @@ __all__ = [
     "counted_parameters",
     "learning_rate_factors",
     "make_schedule",
-    "stages_per_rank",
 ]
 
 
@@ -53,7 +57,7 @@ def choose_plan(
     plan: Plan | None,
     layers: int,
     processes: int,
-    schedule: str | None,
+    schedule: ScheduleDefinition | str | None,
     stages: int | None,
     microbatches: int | None,
     vertical_sync: bool,
@@ -62,25 +66,26 @@ def choose_plan(
     """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
     `tensor_parallel` of the `processes`).
 
-    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default, and always
-    two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
+    `stages` counts all stages. Where a rank can hold several, it holds ``stages / ranks`` of them, two by default, and
+    always two in a V. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
         tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
         ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
-        per_rank = stages_per_rank(schedule, stages, ranks)
+        definition = require_schedule(schedule or DEFAULT_SCHEDULE)
+        per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
             layers,
             total,
-            schedule=schedule or "1f1b-flush",
+            schedule=definition,
             microbatches=microbatches or 1,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
         return _widened(uniform, tensor_parallel_size)
     given = {
-        "schedule": schedule,
+        "schedule": None if schedule is None else identify(require_schedule(schedule)),
         "microbatches": microbatches,
         "stages": stages,
         "vertical_sync": vertical_sync or None,
@@ -119,17 +124,6 @@ def _widened(plan: Plan, tensor_parallel_size: int) -> Plan:
     )
 
 
-def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
-    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it; 2 under
-    `zb-v`.
-    """
-    if schedule not in ("interleaved", "zb-v"):
-        return 1
-    if stages is None or processes == 1 or schedule == "zb-v":
-        return 2
-    return max(1, stages // processes)
-
-
 def check_plan(plan: Plan, chain: LayerChain) -> None:
     """Raises `PlanError` if `plan` does not fit the model or asks for what the runtime does not do."""
     if plan.layers != len(chain.layers):
@@ -144,17 +138,18 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
     """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
     tell each other the norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if they do under pipedream, or the stages that share have different numbers of replicas;
+    `PlanError` if they do where stages update at different times, or have different numbers of replicas;
     `ScheduleError` if the plan's numbers do not fit it.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
-    if shared and plan.schedule == "pipedream":
+    if shared and not plan.definition.synchronizes_updates:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"weights are shared across stages: {names}. Under 'pipedream' every stage updates at its own time, so the "
-            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or "
-            "2bw, untie the weights, or plan the layers that share them into one stage"
+            f"weights are shared across stages: {names}. Under {str(plan.schedule)!r} every stage updates at its own "
+            "time, so the copies would drift apart. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
+            "weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
         if not schedule.placement.equal(stages):
@@ -300,7 +295,12 @@ def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool
 class _Fingerprint:
     """What must be the same on every rank."""
 
-    plan: Plan
+    plan: str
+    """All that makes plans equal, with the schedule's name: a definition need not be one that can be pickled."""
+    shown: str
+    """The plan as errors show it."""
+    programs: str
+    """A digest of what the schedule does and guarantees."""
     layers: tuple[str, ...]
     parameters: Mapping[str, str]
     skips: tuple[Skip, ...]
@@ -312,8 +312,10 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     """
     if world.processes == 1:
         return
+    compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
-    mine = _Fingerprint(plan, layers, _digests(chain.parameters), skips)
+    programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
+    mine = _Fingerprint(compared, str(plan), programs, layers, _digests(chain.parameters), skips)
     for rank, other in enumerate(world.gather(mine)):
         if other.layers != mine.layers:
             raise PlanError(
@@ -322,8 +324,14 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
             )
         if other.plan != mine.plan:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} have different plans:\n{other.plan}\n{mine.plan}\n"
+                f"rank {rank} and rank {world.rank} have different plans:\n{other.shown}\n{mine.shown}\n"
                 "Two profiles never agree exactly: plan on one rank and give the plan to all, or load it from a file"
+            )
+        if other.programs != mine.programs and other.skips == mine.skips:
+            raise PlanError(
+                f"rank {rank} and rank {world.rank} have different schedules called {str(plan.schedule)!r}: expected "
+                "the same programs and guarantees, found others. Define the schedule alike on every rank, by the sizes "
+                "of the pipeline alone"
             )
         if other.skips != mine.skips:
             raise PlanError(
@@ -336,6 +344,14 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
                 f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
                 "build the whole model identically: call torch.manual_seed(...) with one seed before building it"
             )
+
+
+def _digest_programs(schedule: Schedule) -> str:
+    """A short digest of the programs and guarantees of `schedule`; of one of Penstock's own, one step is enough."""
+    own = isinstance(identify(schedule.definition), str)
+    programs = schedule.step(0) if own else schedule.program(enough_minibatches(schedule))
+    text = f"{format_programs(programs)}\n{schedule.guarantees}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

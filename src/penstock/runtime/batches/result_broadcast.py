@@ -38,7 +38,7 @@ class ResultBroadcast:
         """The loss of `microbatches`; it may still be in flight."""
         results = []
         for last in placement.stages[-1]:
-            taken = placement.taken_by(last, microbatches)
+            taken = placement.microbatches_of(last, microbatches)
             kind = ("results", batch.training, len(taken))
             if not taken:
                 continue

@@ -98,7 +98,7 @@ class Gradients:
         update = microbatch // self._schedule.guarantees.microbatches_per_update[stage] + 1
         known, last = self._lasts.get(stage, (0, None))
         if known != update:
-            last = self._schedule.last_taken(self._rank, stage, update)
+            last = self._schedule.last_microbatch(self._rank, stage, update)
             self._lasts[stage] = update, last
         if microbatch != last:
             return None

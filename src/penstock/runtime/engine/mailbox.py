@@ -178,7 +178,7 @@ class Mailbox:
     def _tied_kind(self, source: int, target: int, version: int) -> Hashable:
         # A replica without a microbatch has no gradients; the same holds for its partner, so both use one header.
         own = source if self.rank in self._placement.stages[source] else target
-        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+        return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         known = self._known_nexts.get((stage, later))
