@@ -32,15 +32,15 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.batches.batch_splitter import BatchCutter
+from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.required_inputs import RequiredInputs, find_required_inputs, held_stages
+from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
-from penstock.runtime.engine.prediction_checks import forecast_of
-from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_grains
-from penstock.runtime.parameters.optimizer_steps import Updater, exchanged, readings_of
+from penstock.runtime.engine.prediction_check import make_prediction_check
+from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
+from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
@@ -106,7 +106,7 @@ class Pipeline:
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.
         compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
-        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialisation.md.
+        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             ``stage_module.layers``, in place. What works with what: docs/composition.md.
@@ -128,7 +128,7 @@ class Pipeline:
 
     cluster: Cluster | None = None
     """What ``plan="auto"`` found the links to be; None with another plan."""
-    reads: RequiredInputs
+    required_inputs: RequiredInputs
 
     def __init__(
         self,
@@ -172,23 +172,23 @@ class Pipeline:
             with agreed(self._world, "while it read its plan"):
                 wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
                 chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
-                self.plan, grains = choose_grains(chosen, recompute)
+                self.plan, granularities = choose_granularities(chosen, recompute)
                 """The plan that runs."""
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_parts(self.schedule, bool(compile), parallelize is not None, grains)
+                check_parts(self.schedule, bool(compile), parallelize is not None, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
-                self.reads = find_required_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
+                self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
-            self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
+            self._chain = beginning.give_weights(self._world, self.required_inputs.stages, seed)
             hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
             held = parallelize_stages(*hooked, recipe.keeps_masters)
-            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, grains), held
+            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, granularities), held
             buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
-            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
-            self._stages = self._build(recipe, transport, grains)
+            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.tp_group)
+            self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
     def _plan(self, plan: str, choices: Choices) -> Plan:
@@ -196,12 +196,12 @@ class Pipeline:
         self.profile, self.cluster = made.profile, made.cluster
         return made.plan
 
-    def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
+    def _build(self, recipe: Recipe, transport: Transport, granularities: Mapping[int, Granularity]) -> LocalStages:
         """What this process holds."""
-        readings = readings_of(recipe, self.schedule.guarantees.delays)
+        compute_weights = choose_compute_weights(recipe, self.schedule.guarantees.delays)
         modules = self._hooked.modules
-        self._site = make_device_context(self._device, self._ranks, transport.check)
-        held = (self._ranks, transport, grains, modules, readings, self._site)
+        self._context = make_device_context(self._device, self._ranks, transport.check)
+        held = (self._ranks, transport, granularities, modules, compute_weights, self._context)
         return build_stages(self.plan, self._chain, self.schedule, *held)
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
@@ -211,11 +211,11 @@ class Pipeline:
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.timer)
+        check = make_prediction_check(self.plan, schedule.flushes, self._world, self._context.timer)
         counted = counted_parameters(self.plan, chain)
-        self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
-        return Engine(schedule, self._stages, workers, transport, forecast, self._site, seed)
+        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe.loss_weight, self._hooked.in_step)
+        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._context)
+        return Engine(schedule, self._stages, workers, transport, check, self._context, seed)
 
     @cached_property
     def profile(self) -> Profile:
@@ -244,7 +244,7 @@ class Pipeline:
         backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_step(inputs, target)
+            microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))
 
@@ -265,7 +265,7 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, target)
+            microbatches = self._splitter.for_evaluation(inputs, target)
         with self._guarded("in an evaluation"):
             return StepResult(self._engine.evaluate(microbatches))
 
@@ -277,7 +277,7 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, None)
+            microbatches = self._splitter.for_evaluation(inputs, None)
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
             form = self._chain.evaluation().output
@@ -307,7 +307,7 @@ class Pipeline:
         train there.
         """
         averages = self.averages()
-        with exchanged(self.named_parameters(), averages):
+        with replaced_parameters(self.named_parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
@@ -395,4 +395,4 @@ class Pipeline:
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
-        return held_tensors(self._chain, self.reads.stages)
+        return held_tensors(self._chain, self.required_inputs.stages)

@@ -1,6 +1,7 @@
 """``plan="auto"``: one plan on every rank, run as exactly as any other, and compared with what it promised."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
 from penstock.runtime.devices.timestamps import HostTimer
-from penstock.runtime.engine.prediction_checks import forecast_of
+from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.transport.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from support import models
@@ -57,7 +58,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
         (3, {"schedule": "pipedream", "vertical_sync": True}),
     ],
 )
-def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, object]) -> None:
+def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
     outcomes = pool.run(ranks, run_automatically, "normalized", STEPS, options)
     first, *rest = outcomes
 
@@ -90,7 +91,7 @@ def test_microbatches_with_statistics_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])
-def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, object]) -> None:
+def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, Any]) -> None:
     outcome = run_automatically("skipping", STEPS, options)
 
     assert len(outcome.plan.stages) == options.get("stages", 1)
@@ -205,7 +206,7 @@ def test_a_good_prediction_is_no_warning() -> None:
 
 def log_of_steps(factor: float) -> str:
     """What is logged where every step takes `factor` times what was predicted."""
-    forecast = forecast_of(planned(2.0, 1, 0.0), True, SingleProcess(), HostTimer())
+    forecast = make_prediction_check(planned(2.0, 1, 0.0), True, SingleProcess(), HostTimer())
     assert forecast is not None
     with listening() as lines:
         for step in range(STEPS):

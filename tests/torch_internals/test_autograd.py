@@ -83,7 +83,7 @@ def test_a_backward_is_that_of_torch(engine: bool, monkeypatch: pytest.MonkeyPat
 
     found = outcome(weights(3, 3), weights(3, 3))
 
-    assert all(torch.equal(own, leaf.grad) for own, leaf in zip(found, expected, strict=True))
+    assert all(torch.equal(own, leaf.grad) for own, leaf in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
 def test_a_backward_adds_to_what_is_there() -> None:
@@ -112,7 +112,7 @@ def test_a_value_that_was_not_saved_is_an_error() -> None:
 
 def test_a_value_that_has_gone_is_torchs_own_error() -> None:
     found = weights(2) * weights(2)
-    found.sum().backward()
+    found.sum().backward()  # type: ignore[no-untyped-call]
 
     with pytest.raises(RuntimeError, match="already been freed"):
         saved_value(found.grad_fn, "self")

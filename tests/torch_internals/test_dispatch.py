@@ -13,9 +13,9 @@ from penstock.torch_internals import cuda, dispatch, pytrees
 from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
 
 
-class Names(TorchDispatchMode):
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,7 +26,7 @@ class Names(TorchDispatchMode):
 def test_a_mode_sees_every_operator() -> None:
     x = torch.ones(2, requires_grad=True)
     with Names() as mode:
-        (x * 2).exp().sum().backward()
+        (x * 2).exp().sum().backward()  # type: ignore[no-untyped-call]
 
     named = [name for name in mode.names if name in ("aten::mul", "aten::exp", "aten::sum")]
     assert named == ["aten::mul", "aten::exp", "aten::sum", "aten::mul", "aten::mul"], "those of the backward, too"

@@ -73,11 +73,11 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_the_local_tensor_is_the_memory_that_is_computed_with(mesh: DeviceMesh) -> None:
     parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
 
-    local_tensor(parameter).data = torch.full((2, 2), 3.0)
+    local_tensor(parameter).data = torch.full((2, 2), 3.0)  # type: ignore[arg-type]
 
-    assert local_tensor(parameter) is local_tensor(parameter)
-    assert (parameter * 2).full_tensor().tolist() == [[6, 6], [6, 6]]
-    assert parameter.to_local().data_ptr() == local_tensor(parameter).data_ptr()
+    assert local_tensor(parameter) is local_tensor(parameter)  # type: ignore[arg-type]
+    assert (parameter * 2).full_tensor().tolist() == [[6, 6], [6, 6]]  # type: ignore[attr-defined]
+    assert parameter.to_local().data_ptr() == local_tensor(parameter).data_ptr()  # type: ignore[arg-type, attr-defined]
 
 
 def test_a_dtensor_without_is_an_error(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

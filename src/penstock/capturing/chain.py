@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.randomness import seeded
 
-__all__ = ["Around", "Layer", "LayerChain", "StageModule"]
+__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
 
-Around: TypeAlias = Callable[
+LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
 ]
 """Runs a layer: its module (None for the loss), what computes it, and the arguments of that."""
@@ -113,11 +113,11 @@ class StageModule(nn.Module):
         received: Sequence[Tensor],
         inputs: Mapping[str, Tensor],
         seed: int | None = None,
-        around: Around | None = None,
+        layer_runner: LayerRunner | None = None,
     ) -> tuple[Tensor, ...]:
         """One microbatch through the layers. `seed` (of the microbatch) makes the random layers repeatable.
 
-        `around` runs each layer in place of the plain call, so that it can run it again on the same arguments.
+        `layer_runner` runs each layer in place of the plain call, so that it can run it again on the same arguments.
         """
         assert len(received) == len(self.received), "a value for each name"
         values: list[Any] = [*received, *[inputs[name] for name in self.fetched]]
@@ -126,8 +126,8 @@ class StageModule(nn.Module):
             values[place] = values[place].clone()
         for index, (layer, (reads, changes, dead, returned)) in enumerate(zip(self.layers, self._steps, strict=True)):
             arguments = [values[place] for place in reads]
-            if around is not None:
-                results = around(layer, partial(self._run_apart, index, layer, seed), arguments)
+            if layer_runner is not None:
+                results = layer_runner(layer, partial(self._run_apart, index, layer, seed), arguments)
                 for place, tensor in zip(changes, results[returned:], strict=True):
                     values[place] = tensor
                 results = results[:returned]

@@ -56,7 +56,7 @@ from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.assembly.skips import crossings_of
-from penstock.runtime.execution.split_backward import go_backward_to_inputs
+from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile
@@ -271,7 +271,7 @@ class _Bench:
             arguments = self._arguments(index)
             roots = self._call(index, arguments).roots
             try:
-                parts.append(go_backward_to_inputs(roots, gradients, arguments)[1])
+                parts.append(run_input_backward(roots, gradients, arguments)[1])
             except RuntimeError:
                 # Autograd has functions whose backward cannot be done in part; the whole one has just run.
                 return

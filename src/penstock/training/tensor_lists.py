@@ -1,8 +1,8 @@
-"""Arithmetic on many tensors in few calls: on a GPU, telling of a small operation takes longer than the operation.
+"""Arithmetic on many tensors in few calls: on a GPU, launching a small operation takes longer than the operation.
 
-PyTorch's own optimizers and ``clip_grad_norm_`` use the same for-each functions. Their names are private; this file and
-the copy of weights for an update are all that uses them. Tensors are grouped by what one kernel can take: device, type
-and layout. Sparse tensors can be multiplied and divided; PyTorch has no norm of them.
+PyTorch's own optimizers and ``clip_grad_norm_`` use the same for-each functions, whose names are private. Tensors are
+grouped by the properties that one kernel needs alike: device, type and layout. Sparse tensors can be multiplied and
+divided; PyTorch has no norm of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +20,8 @@ _Kind = tuple[torch.device, torch.dtype, torch.layout]
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each of `tensors`, taken in its own type, as float64.
 
-    On a CPU it has the bits of ``torch.linalg.vector_norm``. On a GPU its last bit may be another one: that of
-    ``clip_grad_norm_(foreach=True)``, PyTorch's default there.
+    On a CPU it has the bits of ``torch.linalg.vector_norm``, on a GPU those of ``clip_grad_norm_(foreach=True)``,
+    PyTorch's default there, whose last bit may differ.
     """
     found: dict[int, Tensor] = {}
     for indices in _kinds(tensors).values():
@@ -42,12 +42,12 @@ def divide(tensors: Sequence[Tensor], number: float) -> None:
         if device.type == "cpu":
             divide_each(members, number)
         else:
-            # So does `div_` on a GPU, for speed; the for-each division does divide, and may have another last bit.
+            # `div_` multiplies on a GPU, too. The for-each division divides, and its last bit may differ.
             multiply_each(members, 1 / number)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:
-    """The places of `tensors` that one call can take."""
+    """The indices of `tensors` that one call can take, by their kind."""
     found: dict[_Kind, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault((tensor.device, tensor.dtype, tensor.layout), []).append(index)
@@ -55,7 +55,7 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:
 
 
 def _memories(tensors: Sequence[Tensor]) -> Iterable[tuple[_Kind, list[Tensor]]]:
-    """`tensors` that one call can take, and of those that lie in the same place one.
+    """The `tensors` that one call can take, by their kind; of tensors over the same memory only one.
 
     Autograd may give two parameters one gradient, such as that of ``a.view(-1) + b.view(-1)``: it is changed once.
     """

@@ -39,17 +39,19 @@ class CapturedModel:
     compilation: Compilation | None
 
     def compiled(
-        self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Granularity]
+        self, chain: LayerChain, plan: Plan, schedule: Schedule, granularities: Mapping[int, Granularity]
     ) -> LayerChain:
-        """`chain`, whose stages are compiled if they are to be; `grains`: how those of `plan` recompute, which runs as
-        `schedule`.
+        """`chain`, whose stages are compiled if they are to be; `granularities`: how those of `plan` recompute, which
+        runs as `schedule`.
 
         Raises `PlanError` if their work is to be recorded as CUDA graphs and cannot be.
         """
-        if self.compilation is not None and self.compilation.graphed:
-            check_graphs(schedule, chain, grains, self.device)
-        apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
-        return compile_chain(chain, self.compilation, apart)
+        if self.compilation is not None and self.compilation.cuda_graphs:
+            check_graphs(schedule, chain, granularities, self.device)
+        layerwise = [
+            plan.stages[index].start for index, granularity in granularities.items() if granularity == "layers"
+        ]
+        return compile_chain(chain, self.compilation, layerwise)
 
     def give_weights(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
         """The chain, in which `stages`, those of this process, have weights. Collective where it makes them.
@@ -80,5 +82,5 @@ def capture_for_training(
         return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # What the model's code decides by types it must decide as it would under autocast.
-    with recipe.computing(device):
+    with recipe.autocast_context(device):
         return CapturedModel(capture(model, sample), device, None, None, compilation)

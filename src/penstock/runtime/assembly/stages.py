@@ -18,7 +18,7 @@ from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
 from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.recomputation import Granularity
@@ -66,8 +66,8 @@ def choose_plan(
     two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
-        lanes = 1 if tensor_parallel is None else tensor_parallel
-        ranks = max(1, processes // lanes) if is_count(lanes, least=1) else 1
+        tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
+        ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
         per_rank = stages_per_rank(schedule, stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
@@ -78,7 +78,7 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _widened(uniform, lanes)
+        return _widened(uniform, tensor_parallel_size)
     given = {
         "schedule": schedule,
         "microbatches": microbatches,
@@ -102,17 +102,20 @@ def choose_plan(
     return plan
 
 
-def _widened(plan: Plan, lanes: int) -> Plan:
-    """`plan` with `lanes` processes in the place of each."""
-    if lanes == 1:
+def _widened(plan: Plan, tensor_parallel_size: int) -> Plan:
+    """`plan` with `tensor_parallel_size` processes in the place of each."""
+    if tensor_parallel_size == 1:
         return plan
     return replace(
         plan,
         stages=tuple(
-            replace(stage, ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, lanes)))
-            for stage in (plan.stages if is_count(lanes, least=1) else ())
+            replace(
+                stage,
+                ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, tensor_parallel_size)),
+            )
+            for stage in (plan.stages if is_count(tensor_parallel_size, least=1) else ())
         ),
-        tensor_parallel=lanes,
+        tensor_parallel=tensor_parallel_size,
     )
 
 
@@ -201,14 +204,14 @@ def build_stages(
     schedule: Schedule,
     local: Sequence[int],
     transport: Transport,
-    grains: Mapping[int, Granularity],
+    granularities: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
-    readings: Sequence[ComputeWeights],
-    site: DeviceContext,
+    compute_weights: Sequence[ComputeWeights],
+    context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
-    """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
-    `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
-    `site`: of the ranks.
+    """What this process holds: for its ranks `local` their stages, both ascending. `granularities`: of the stages that
+    recompute. `modules`: those that a hook has changed. `compute_weights`: by stage, the weights that its forwards
+    read. `context`: of the ranks.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -226,7 +229,7 @@ def build_stages(
             schedule.versions(index),
             {name: lent[name] for name in parameters if name in lent},
             copied=not sharded_modules(module),
-            reading=readings[index],
+            compute_weights=compute_weights[index],
         )
         # Of the stages of one process that share a weight, the first one updates it.
         for name in parameters:
@@ -249,11 +252,12 @@ def build_stages(
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = _reducer(weights, transport, group, rank, index, late, site) if len(group) > 1 else None
+            reducer = _reducer(weights, transport, group, rank, index, late, context) if len(group) > 1 else None
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
-            order = site.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            replays = _replays(weights, index, site)
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
+            order = context.streams.order(rank, sorted(others.intersection(local) - {rank}))
+            graphs = _cuda_graphs(weights, index, context)
+            recomputes = granularities.get(index)
+            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, recomputes, order, graphs)
     return stages
 
 
@@ -264,21 +268,21 @@ def _reducer(
     rank: int,
     stage: int,
     late: Collection[str],
-    site: DeviceContext,
+    context: DeviceContext,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.module(0)):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules, site.timer.now)
-    return Reducer(transport, group, rank, stage, trained, late, now=site.timer.now)
+        return ShardedReducer(transport, group, rank, stage, whole, modules, context.timer.now)
+    return Reducer(transport, group, rank, stage, trained, late, now=context.timer.now)
 
 
-def _replays(weights: VersionedWeights, stage: int, site: DeviceContext) -> CudaGraphStage | None:
-    """None for a stage whose work is not recorded."""
+def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
+    """None for a stage whose work is not captured."""
     module = weights.module(0)
-    if not isinstance(module, CompiledStage) or not module.graphed:
+    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
         return None
-    return CudaGraphStage(module, GRAPH_CAPTURERS[site.device.type](site.device), stage, site.device)
+    return CudaGraphStage(module, GRAPH_CAPTURERS[context.device.type](context.device), stage, context.device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

@@ -1,0 +1,246 @@
+"""The messages of one rank's stages: which tensors, to and from which ranks, and when receives are posted.
+
+Where replicas take microbatches in turn, a message goes from one rank to one rank. Where they split every microbatch,
+each holds some of its rows (samples), and a message goes to all replicas of the neighbour stage that hold some of the
+same rows, in pieces: scattered where the neighbour has more replicas, gathered where it has fewer.
+
+Laws of this file:
+  1. A value that another stage of this rank reads is never sent.
+  2. Receives of an edge are posted in the order of the program, a few ahead of their use.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias, assert_never
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.runtime.batches.microbatches import Microbatch, even_spans
+from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
+from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
+from penstock.scheduling.lowering import nexts, peer, peers
+from penstock.scheduling.norms import carried_norms
+from penstock.scheduling.schedules import Schedule
+
+__all__ = ["Mailbox"]
+
+_RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
+
+Rows: TypeAlias = tuple[int, int]
+"""The first row, and the number of rows."""
+
+
+class Mailbox:
+    """Sends and receives the messages of `rank` while it runs `schedule`, or an evaluation."""
+
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+        self.rank = rank
+        self._schedule, self._placement = schedule, schedule.placement
+        self._transport = transport
+        self._microbatches: Mapping[int, Microbatch] = {}
+        self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
+        """By stage and direction; looked up at every forward and backward."""
+        self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
+        self._awaited: dict[Action, tuple[Edge, ...]] = {}
+        """By receive, the edges that its pieces come on, in the order of their rows."""
+        self._receives: dict[tuple[Action, Edge], PendingMessage] = {}
+        self._arrived: dict[tuple[int, int, int], Message] = {}
+        self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
+
+    def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
+        """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
+        rank's.
+        """
+        if schedule is not self._schedule:
+            self._known_nexts.clear()
+        self._schedule, self._placement = schedule, schedule.placement
+        self._microbatches = microbatches
+        self._transport.begin_segment()
+        for action in program:
+            if isinstance(action, _RECEIVES):
+                edges = self._awaited[action] = self._edges_to(action)
+                for edge in edges:
+                    self._due[edge].append(action)
+        for edge, due in self._due.items():
+            if due:
+                for _ in range(min(len(due), self._transport.ahead(edge))):
+                    self._post(edge)
+
+    def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
+        """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
+
+        The sources are `later` stages or earlier ones: the neighbour and those of skips.
+        """
+        others = self._nexts(stage, later=later)
+        if len(others) == 1:
+            return self.take(stage, microbatch, others[0])
+        found = {other: iter(self.take(stage, microbatch, other)) for other in others}
+        return tuple(next(found[source]) for source in sources)
+
+    def deal(self, stage: int, microbatch: int, targets: Sequence[int], message: Message, *, later: bool) -> None:
+        """Puts each tensor of `message` aside for one of `targets`, which are `later` stages or earlier ones."""
+        others = self._nexts(stage, later=later)
+        if len(others) == 1:
+            self.put(stage, microbatch, others[0], message)
+            return
+        for other in others:
+            chosen = (tensor for tensor, target in zip(message, targets, strict=True) if target == other)
+            self.put(stage, microbatch, other, tuple(chosen))
+
+    def take(self, stage: int, microbatch: int, source: int) -> Message:
+        """Takes the message about `microbatch` from stage `source` for `stage`; it is empty before the first stage."""
+        return self._arrived.pop((stage, microbatch, source)) if source >= 0 else ()
+
+    def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
+        """Puts `message` aside for the stage `target`: to be taken if it is on this rank, else for a `Send`."""
+        if self.rank in self._placement.stages[target]:
+            self._arrived[target, microbatch, stage] = message
+            return
+        # Now, since a backward of the rank's first stage drops the microbatch.
+        kind = self._kind(stage, target, microbatch)
+        if self._placement.split:
+            pieces = self._scatter(stage, microbatch, target, message)
+        else:
+            pieces = {self._placement.rank_of(target, microbatch): message}
+        self._leaving[stage, microbatch, target] = [
+            (Edge(self.rank, rank), kind, piece) for rank, piece in pieces.items()
+        ]
+
+    def send(self, action: Send) -> None:
+        """Sends the message that was put aside for it."""
+        for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
+            self._transport.send(edge, kind, message)
+
+    def receive(self, action: Receive) -> None:
+        """Waits for a message, which `take` then returns."""
+        edges = self._awaited.pop(action)
+        message = _gather([self._receives.pop((action, edge)).wait() for edge in edges], self._joins(action))
+        self._arrived[action.stage, action.microbatch, action.source] = message
+        for edge in edges:
+            self._post(edge)
+
+    def send_tied(self, action: SendTied, message: Message) -> None:
+        """Sends the gradients of weights that two stages share."""
+        edge = Edge(self.rank, peer(action, self.rank, self._placement))
+        self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
+
+    def receive_tied(self, action: ReceiveTied) -> Message:
+        """Waits for the gradients of weights that two stages share."""
+        return self._receive_one(action)
+
+    def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
+        """Sends `norms`, those of `carried_norms`, to every rank that receives them from this one."""
+        for rank in peers(action, self.rank, self._placement):
+            kind = ("norms", action.stage, action.target, len(norms))
+            self._transport.send(Edge(self.rank, rank), kind, tuple(norms))
+
+    def receive_norms(self, action: ReceiveNorms) -> Message:
+        """Waits for norms."""
+        return self._receive_one(action)
+
+    def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
+        (edge,) = self._awaited.pop(action)
+        message = self._receives.pop((action, edge)).wait()
+        self._post(edge)
+        return message
+
+    def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
+        """Whether the message has come."""
+        return all(self._receives[action, edge].ready() for edge in self._awaited[action])
+
+    def _post(self, edge: Edge) -> None:
+        """Posts the next receive that is due on `edge`, if there is one."""
+        if due := self._due[edge]:
+            action = due.popleft()
+            match action:
+                case Receive(stage, microbatch, source):
+                    kind = self._kind(source, stage, microbatch)
+                case ReceiveTied(stage, version, source):
+                    kind = self._tied_kind(source, stage, version)
+                case ReceiveNorms(stage, version, source):
+                    norms = carried_norms(self._schedule, source, version, stage)
+                    kind = ("norms", source, stage, len(norms))
+                case _:
+                    assert_never(action)
+            self._receives[action, edge] = self._transport.post(edge, kind)
+
+    def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
+        if isinstance(action, Receive) and self._placement.split:
+            sources = self._rows(action.stage, action.source, action.microbatch)
+            return tuple(Edge(source, self.rank) for source in sources)
+        return (Edge(peer(action, self.rank, self._placement), self.rank),)
+
+    def _kind(self, source: int, target: int, microbatch: int) -> Hashable:
+        return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
+
+    def _tied_kind(self, source: int, target: int, version: int) -> Hashable:
+        # A replica without a microbatch has no gradients; the same holds for its partner, so both use one header.
+        own = source if self.rank in self._placement.stages[source] else target
+        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+
+    def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
+        known = self._known_nexts.get((stage, later))
+        if known is None:
+            known = self._known_nexts[stage, later] = nexts(
+                stage, self._schedule.stages, self._schedule.skips, later=later
+            )
+        return known
+
+    def _joins(self, action: Receive) -> bool:
+        """Whether the pieces of this message are joined on some replica, and then on all.
+
+        Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
+        numbers must not depend on which rows happen to come in one piece.
+        """
+        if not self._placement.split:
+            return False
+        here, there = (self._placement.replicas(stage) for stage in (action.stage, action.source))
+        return here != there and (there > 1 or action.source > action.stage)
+
+    def _scatter(self, stage: int, microbatch: int, target: int, message: Message) -> dict[int, Message]:
+        """Cuts `message` into pieces, by the rank that receives them."""
+        samples = self._microbatches[microbatch].samples
+        for tensor in message:
+            if tensor is not None and (tensor.ndim == 0 or tensor.shape[0] != samples):
+                raise PenstockError(
+                    f"stage {stage} makes a tensor of shape {tuple(tensor.shape)} for stage {target} out of {samples} "
+                    "sample(s): expected the samples as its dimension 0, since the replicas of the stages split them. "
+                    "Plan with routing 'round-robin', or cut the model elsewhere"
+                )
+        return {
+            rank: tuple(_narrow(tensor, start, size) for tensor in message)
+            for rank, (start, size) in self._rows(stage, target, microbatch).items()
+        }
+
+    def _rows(self, stage: int, other: int, microbatch: int) -> dict[int, Rows]:
+        """The ranks of `other` that hold rows of this rank's slice of `microbatch`, and the rows within the slice."""
+        here, there = self._placement.stages[stage], self._placement.stages[other]
+        whole = self._microbatches[microbatch].microbatch_samples
+        (own,) = [span for rank, span in zip(here, even_spans(whole, len(here)), strict=True) if rank == self.rank]
+        return {
+            rank: (max(own.start, span.start) - own.start, size)
+            for rank, span in zip(there, even_spans(whole, len(there)), strict=True)
+            if (size := min(own.stop, span.stop) - max(own.start, span.start)) > 0
+        }
+
+
+def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.detach().narrow(0, start, size).requires_grad_(tensor.requires_grad)
+
+
+def _gather(messages: Sequence[Message], joins: bool) -> Message:
+    """Joins the pieces of a message that came from several ranks. A single piece is copied only if `joins`."""
+    if len(messages) == 1 and not joins:
+        return messages[0]
+    columns = zip(*messages, strict=True)
+    return tuple(None if column[0] is None else _join(column) for column in columns)
+
+
+def _join(pieces: Sequence[Tensor | None]) -> Tensor:
+    tensors = [piece for piece in pieces if piece is not None]
+    whole = torch.cat([tensor.detach() for tensor in tensors])
+    return whole.requires_grad_(tensors[0].requires_grad)
