@@ -103,7 +103,7 @@ METHODS = {
     "timeline": "(self, minibatches=1)",
 }
 """What a pipeline has, with the parameters of its methods."""
-NAMESAKES = {"Microbatch", "Operator"}
+NAMESAKES: set[str] = set()
 """The names that two classes still share; it only shrinks."""
 
 
