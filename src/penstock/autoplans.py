@@ -54,12 +54,13 @@ class AutoPlan:
 
 
 def plan_automatically(
+    plan: str,
+    choices: Choices,
+    *,
     world: World,
     chain: LayerChain,
     sample: tuple[Any, ...] | dict[str, Any],
     device: torch.device,
-    plan: str,
-    choices: Choices,
 ) -> AutoPlan:
     """The fastest plan for the processes of `world`, the same on all. Collective.
 

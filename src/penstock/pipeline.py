@@ -22,7 +22,7 @@ from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.restrictions import check_parts, needs_whole_backwards
+from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
     check_agreement,
@@ -136,6 +136,7 @@ class Pipeline:
         sample: tuple[Any, ...] | dict[str, Any],
         loss_fn: LossFunction,
         optimizer: MakeOptimizer,
+        *,
         schedule: str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
@@ -158,51 +159,105 @@ class Pipeline:
         seed: int | None = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        updating = (loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates)
-        recipe = Recipe(*updating, loss_weight, version_dtype, update_hooks)
+        recipe = Recipe(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            autocast=autocast,
+            loss_scale=loss_scale,
+            clip_grad_norm=clip_grad_norm,
+            lr_scheduler=lr_scheduler,
+            scale_learning_rates=scale_learning_rates,
+            loss_weight=loss_weight,
+            version_dtype=version_dtype,
+            update_hooks=update_hooks,
+        )
+        compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
         self._guarded, self._sample = FailureGuard(self._world), sample
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                beginning = capture_for_training(model, sample, init_fn, recipe, compile, parallelize is not None)
-                self._chain, self._device = beginning.chain, beginning.device
+                captured = capture_for_training(
+                    model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
+                )
+                self._chain, self._device = captured.chain, captured.device
             if isinstance(plan, str):
-                undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
-                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided, autocast))
+                choices = Choices(
+                    schedule=schedule,
+                    microbatches=microbatches,
+                    stages=stages,
+                    vertical_sync=vertical_sync,
+                    whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
+                    autocast=autocast,
+                )
+                plan = self._plan(plan, choices)
             with agreed(self._world, "while it read its plan"):
-                wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
-                chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
+                chosen = choose_plan(
+                    plan,
+                    layers=len(self._chain.layers),
+                    processes=self._world.processes,
+                    schedule=schedule,
+                    stages=stages,
+                    microbatches=microbatches,
+                    vertical_sync=vertical_sync,
+                    tensor_parallel=tensor_parallel,
+                )
                 self.plan, grains = choose_grains(chosen, recompute)
                 """The plan that runs."""
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_parts(self.schedule, bool(compile), parallelize is not None, grains)
+                check_split_backwards(self.schedule, compiled, parallelized, grains)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.reads = find_required_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
-            self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
-            hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
-            held = parallelize_stages(*hooked, recipe.keeps_masters)
-            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, grains), held
-            buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
-            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
+            self._chain = captured.materialize(self._world, self.reads.stages, seed)
+            self._parallel_stages = parallelize_stages(
+                parallelize,
+                self._world,
+                chain=self._chain,
+                plan=self.plan,
+                schedule=self.schedule,
+                timeout_seconds=timeout_seconds,
+                masters=recipe.keeps_masters,
+            )
+            self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, grains)
+            transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
     def _plan(self, plan: str, choices: Choices) -> Plan:
-        made = plan_automatically(self._world, self._chain, self._sample, self._device, plan, choices)
+        made = plan_automatically(
+            plan, choices, world=self._world, chain=self._chain, sample=self._sample, device=self._device
+        )
         self.profile, self.cluster = made.profile, made.cluster
         return made.plan
 
+    def _connect(self, timeout_seconds: float) -> Transport:
+        parallel = self._parallel_stages
+        return connect(
+            self._world,
+            self.schedule,
+            buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
+            device=self._device,
+            timeout_seconds=timeout_seconds,
+            lanes=parallel.lanes,
+        )
+
     def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
-        """What this process holds."""
-        readings = readings_of(recipe, self.schedule.guarantees.delays)
-        modules = self._hooked.modules
+        """The stages of this process."""
         self._site = make_device_context(self._device, self._ranks, transport.check)
-        held = (self._ranks, transport, grains, modules, readings, self._site)
-        return build_stages(self.plan, self._chain, self.schedule, *held)
+        return build_stages(
+            self.plan,
+            self._chain,
+            self.schedule,
+            ranks=self._ranks,
+            transport=transport,
+            grains=grains,
+            modules=self._parallel_stages.modules,
+            compute_weights=readings_of(recipe, self.schedule.guarantees.delays),
+            device_context=self._site,
+        )
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
@@ -211,18 +266,33 @@ class Pipeline:
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.timer)
-        counted = counted_parameters(self.plan, chain)
-        self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
-        return Engine(schedule, self._stages, workers, transport, forecast, self._site, seed)
+        self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._parallel_stages.in_step)
+        workers = make_workers(
+            recipe=recipe,
+            schedule=schedule,
+            chain=chain,
+            stages=self._stages,
+            counted=counted_parameters(self.plan, chain),
+            updater=self._updater,
+            transport=transport,
+            site=self._site,
+        )
+        return Engine(
+            schedule=schedule,
+            stages=self._stages,
+            workers=workers,
+            transport=transport,
+            forecast=forecast_of(self.plan, schedule.flushes, self._world, self._site.timer),
+            site=self._site,
+            seed=seed,
+        )
 
     @cached_property
     def profile(self) -> Profile:
         """The layers of the model as measured on this process's device, on the first use; with ``plan="auto"``, on
         rank 0's before planning.
         """
-        if self._hooked.modules:
+        if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
         return measure(self._chain, self._sample, autocast=self._recipe.autocast, progress=False)
 

@@ -102,8 +102,16 @@ def reference_train(
     section III.
     """
     recipe = Recipe(
-        *(loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates),
-        *(loss_weight, version_dtype, update_hooks),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        autocast=autocast,
+        loss_scale=loss_scale,
+        clip_grad_norm=clip_grad_norm,
+        lr_scheduler=lr_scheduler,
+        scale_learning_rates=scale_learning_rates,
+        loss_weight=loss_weight,
+        version_dtype=version_dtype,
+        update_hooks=update_hooks,
     )
     device = first_device(model)
     with recipe.computing(device):
@@ -117,7 +125,17 @@ def reference_train(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
     training = Training(chain, plan, schedule, recipe, _delays(plan, schedule, vertical_sync))
-    run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, recipe, device, seed)
+    run = _Run(
+        chain=chain,
+        plan=plan,
+        schedule=schedule,
+        microbatches=microbatches,
+        vertical_sync=vertical_sync,
+        training=training,
+        recipe=recipe,
+        device=device,
+        seed=seed,
+    )
     losses = []
     for number, (inputs, target) in enumerate(batches):
         losses.append(run.step(inputs, target))

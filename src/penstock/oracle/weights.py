@@ -118,8 +118,16 @@ class Training:
             rate = replicas / plan.replicas[0] if scaled else 1.0
             hooks = HookStates(recipe.hooks)
             stage = _Stage(
-                *(newest, made, schedulers, rate, buffers, replicas, split),
-                *(delays[index], hooks, recipe.version_dtype),
+                newest=newest,
+                optimizers=made,
+                schedulers=schedulers,
+                rate=rate,
+                buffers=buffers,
+                replicas=replicas,
+                split=split,
+                delay=delays[index],
+                hooks=hooks,
+                dtype=recipe.version_dtype,
             )
             stage.publish()
             self._stages.append(stage)

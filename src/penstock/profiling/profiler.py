@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.crossings import crossings_of
 from penstock.capturing.doors import capture
 from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
@@ -55,7 +56,6 @@ from penstock.profiling.devices import (
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
-from penstock.runtime.assembly.skips import crossings_of
 from penstock.runtime.execution.split_backward import go_backward_to_inputs
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
@@ -121,7 +121,7 @@ def profile(
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
         loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
-        bench = _Bench(chain, values, clock, meter_of(place), warmup, computing, loss)
+        bench = _Bench(chain, values, clock=clock, meter=meter_of(place), warmup=warmup, computing=computing, loss=loss)
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
@@ -133,8 +133,15 @@ def profile(
         # What only the next layer reads is never relayed.
         if found.read != (found.made + 1,)
     )
-    size, noted = chain.inputs.microbatch_size, (bench.library_bytes, bench.fragmentation)
-    return Profile(layers, size, title, device_name(place), crossings, *noted)
+    return Profile(
+        layers,
+        chain.inputs.microbatch_size,
+        name=title,
+        device=device_name(place),
+        crossings=crossings,
+        library_bytes=bench.library_bytes,
+        fragmentation=bench.fragmentation,
+    )
 
 
 class _Bench:
@@ -148,6 +155,7 @@ class _Bench:
         self,
         chain: LayerChain,
         inputs: Mapping[str, Tensor],
+        *,
         clock: Clock,
         meter: Meter,
         warmup: int,

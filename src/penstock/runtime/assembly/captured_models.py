@@ -38,7 +38,7 @@ class CapturedModel:
     init_fn: InitFn | None
     compilation: Compilation | None
 
-    def compiled(
+    def compile(
         self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Granularity]
     ) -> LayerChain:
         """`chain`, whose stages are compiled if they are to be; `grains`: how those of `plan` recompute, which runs as
@@ -51,7 +51,7 @@ class CapturedModel:
         apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
         return compile_chain(chain, self.compilation, apart)
 
-    def give_weights(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
+    def materialize(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
         """The chain, in which `stages`, those of this process, have weights. Collective where it makes them.
 
         Raises `PenstockError` on every process if `init_fn` fails on one.
@@ -66,6 +66,7 @@ class CapturedModel:
 def capture_for_training(
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
+    *,
     init_fn: InitFn | None,
     recipe: Recipe,
     compile: bool | Mapping[str, Any] = False,

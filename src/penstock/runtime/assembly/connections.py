@@ -49,7 +49,7 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     stages = schedule.placement.stages
     edges: dict[Edge, None] = {}
     for here, there in (*pairwise(stages), *((stages[a], stages[b]) for a, b in schedule.skips)):
-        for one, other in _met(here, there, schedule.placement.split):
+        for one, other in _partners(here, there, schedule.placement.split):
             edges.update({Edge(one, other): None, Edge(other, one): None})
     for group in schedule.ties:
         for ranks in zip(*(stages[stage] for stage in group), strict=True):
@@ -59,8 +59,8 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     return tuple(edge for edge in edges if edge.source != edge.target)
 
 
-def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
-    """The pairs of replicas of neighbour stages that some microbatch passes."""
+def _partners(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
+    """The pairs of replicas of neighbour stages between which some microbatch passes."""
     if split:
         return [(one, other) for one in here for other in there]
     rounds = math.lcm(len(here), len(there))
@@ -70,16 +70,19 @@ def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tup
 def connect(
     world: World,
     schedule: Schedule,
+    *,
     buffered: Collection[int],
     device: torch.device,
     timeout_seconds: float,
     lanes: dist.ProcessGroup | None,
 ) -> Transport:
-    """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `lanes`: the
-    processes of this rank, if they are several. Collective.
+    """The transport between the ranks of `schedule`. Collective.
+
+    `buffered`: the stages whose replicas share buffers. `lanes`: the processes of this rank, if they are several.
     """
+    edges, groups = edges_of(schedule, sorted(buffered)), groups_of(schedule)
     return connect_tensor_parallel(
-        world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), lanes
+        world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, group=lanes
     )
 
 

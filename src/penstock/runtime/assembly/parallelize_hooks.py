@@ -50,7 +50,7 @@ class ParallelStages:
 
 
 def _check_hook(
-    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, processes: int, masters: bool
+    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int, masters: bool
 ) -> None:
     """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
@@ -87,6 +87,7 @@ def _check_hook(
 def parallelize_stages(
     hook: Parallelize | None,
     world: World,
+    *,
     chain: LayerChain,
     plan: Plan,
     schedule: Schedule,
@@ -97,7 +98,7 @@ def parallelize_stages(
     steps. Raises `PlanError` for what cannot be trained exactly. Collective.
     """
     with agreed(world, "while it checked parallelize= against its plan"):
-        _check_hook(hook, plan, schedule, chain, world.processes, masters)
+        _check_hook(hook, plan, schedule, chain, processes=world.processes, masters=masters)
     if hook is None:
         return ParallelStages(chain, {})
     lanes = plan.tensor_parallel
@@ -105,14 +106,14 @@ def parallelize_stages(
     device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
     mesh = stage_mesh(schedule.placement, rank, lanes, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
-        result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
+        result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
     sharded = any(sharded_modules(module) for module in modules.values())
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
     return ParallelStages(result, modules, mesh.get_group("tp") if lanes > 1 else None, in_step)
 
 
 def _apply(
-    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, stages: Iterable[int]
+    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, *, stages: Iterable[int]
 ) -> tuple[LayerChain, dict[int, StageModule]]:
     """The chain and `stages` after `hook`."""
     changed: dict[int, nn.Parameter] = {}

@@ -10,10 +10,12 @@ from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
+__all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
 
 
-def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]) -> None:
+def check_split_backwards(
+    schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]
+) -> None:
     """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
     stages that recompute.
     """
@@ -42,7 +44,7 @@ def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: 
 
 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
-    """Whether `check_parts` would refuse any schedule with backwards in two parts."""
+    """Whether `check_split_backwards` would refuse any schedule with backwards in two parts."""
     return compiled or parallelized or recompute == "layers"
 
 

@@ -5,7 +5,7 @@ supported ends with its reason instead of a hang.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -18,6 +18,7 @@ from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
+from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.local_stages import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
 from penstock.runtime.execution.cuda_graphs import CudaGraphStage
@@ -51,6 +52,7 @@ __all__ = [
 
 def choose_plan(
     plan: Plan | None,
+    *,
     layers: int,
     processes: int,
     schedule: str | None,
@@ -199,23 +201,23 @@ def build_stages(
     plan: Plan,
     chain: LayerChain,
     schedule: Schedule,
-    local: Sequence[int],
+    *,
+    ranks: Sequence[int],
     transport: Transport,
     grains: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
-    readings: Sequence[ComputeWeights],
-    site: DeviceContext,
+    compute_weights: Sequence[ComputeWeights],
+    device_context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
-    """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
-    `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
-    `site`: of the ranks.
+    """The stages of this process by its `ranks`, both ascending. `grains`: how stages recompute. `modules`: those that
+    a hook has changed. `compute_weights`: by stage, what forwards read of its weights.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
     lent: dict[str, VersionedWeights] = {}
-    for index in sorted({stage for rank in local for stage in schedule.stages_of(rank)}):
+    for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
         reroute(module, index, schedule, plan, chain)
@@ -226,7 +228,7 @@ def build_stages(
             schedule.versions(index),
             {name: lent[name] for name in parameters if name in lent},
             copied=not sharded_modules(module),
-            reading=readings[index],
+            reading=compute_weights[index],
         )
         # Of the stages of one process that share a weight, the first one updates it.
         for name in parameters:
@@ -242,43 +244,63 @@ def build_stages(
                 for partner in partners(index, schedule.ties)
             },
         )
-    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in local}
-    for rank, held in stages.items():
+    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in ranks}
+    for rank, own in stages.items():
         for index in schedule.stages_of(rank):
             first, group = firsts[index], schedule.placement.stages[index]
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = _reducer(weights, transport, group, rank, index, late, site) if len(group) > 1 else None
+            reducer = None
+            if len(group) > 1:
+                reducer = _reducer(
+                    weights,
+                    transport,
+                    group=group,
+                    rank=rank,
+                    stage=index,
+                    late=late,
+                    now=device_context.timer.now,
+                )
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
-            order = site.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            replays = _replays(weights, index, site)
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
+            own[index] = LocalStage(
+                weights,
+                evaluation=first.evaluation,
+                ties=first.ties,
+                reducer=reducer,
+                recomputes=grains.get(index),
+                order=device_context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
+                replays=_replays(weights, index, device_context),
+            )
     return stages
 
 
 def _reducer(
     weights: VersionedWeights,
     transport: Transport,
+    *,
     group: tuple[int, ...],
     rank: int,
     stage: int,
     late: Collection[str],
-    site: DeviceContext,
+    now: Callable[[], Timestamp],
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.module(0)):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules, site.timer.now)
-    return Reducer(transport, group, rank, stage, trained, late, now=site.timer.now)
+        return ShardedReducer(
+            transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
+        )
+    return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
 
 
-def _replays(weights: VersionedWeights, stage: int, site: DeviceContext) -> CudaGraphStage | None:
+def _replays(weights: VersionedWeights, stage: int, device_context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage whose work is not recorded."""
     module = weights.module(0)
     if not isinstance(module, CompiledStage) or not module.graphed:
         return None
-    return CudaGraphStage(module, GRAPH_CAPTURERS[site.device.type](site.device), stage, site.device)
+    device = device_context.device
+    return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
