@@ -262,7 +262,7 @@ class Pipeline:
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
         schedule, chain = self.schedule, self._chain
-        self.optimizers = make_optimizers(recipe.optimizer, self.named_parameters())
+        self.optimizers = make_optimizers(recipe.optimizer, self._parameters())
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
@@ -354,14 +354,14 @@ class Pipeline:
             outputs = [form.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this process's stages: the newest weights, in the order of the layers."""
-        return list(self.named_parameters().values())
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages, each once, in the order of the layers: the newest weights."""
+        return iter(self._parameters().values())
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this process's stages, by the names that they have in the model."""
-        stages = {index: stage for held in self._stages.values() for index, stage in held.items()}
-        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+        """`parameters` with the names that they have in the model, as pairs; `prefix` and a dot before each name."""
+        start = f"{prefix}." if prefix else ""
+        return ((start + name, parameter) for name, parameter in self._parameters().items())
 
     def averages(self) -> dict[str, Tensor]:
         """What the `WeightAverage` among ``update_hooks`` keeps of this process's parameters, by name. Drains first.
@@ -369,7 +369,7 @@ class Pipeline:
         `PenstockError` if there is none.
         """
         self.drain()
-        return self._updater.averages(self.named_parameters())
+        return self._updater.averages(self._parameters())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -377,7 +377,7 @@ class Pipeline:
         train there.
         """
         averages = self.averages()
-        with exchanged(self.named_parameters(), averages):
+        with exchanged(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
@@ -415,7 +415,7 @@ class Pipeline:
         self.drain()
         return {
             "model": {name: whole(tensor.detach()) for name, tensor in self._held().items()},
-            "optimizer": named_state(self.optimizers, self.named_parameters(), self._updater.hooks),
+            "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
             "pipeline": {
                 "microbatches": self._engine.trained,
                 "seed": self._engine.seed,
@@ -430,7 +430,7 @@ class Pipeline:
         Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
         """
         self.drain()
-        progress = restore(state, self._held(), self.optimizers, self.named_parameters(), self._updater.hooks)
+        progress = restore(state, self._held(), self.optimizers, self._parameters(), self._updater.hooks)
         self._updater.load_state(progress)
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
@@ -455,13 +455,17 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("in a load", harmless=True):
-            state = read(directory, self._held(), self.named_parameters(), self._world)
+            state = read(directory, self._held(), self._parameters(), self._world)
             self.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
         self._engine.transport.close()
         self._world.leave()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
+        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
 
     def _held(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""

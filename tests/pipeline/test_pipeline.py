@@ -106,8 +106,19 @@ def test_the_model_is_trained_in_place() -> None:
     assert set(state) == set(model.state_dict())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
-    assert dict(model.named_parameters()).keys() == pipe.named_parameters().keys()
-    assert all(p is pipe.named_parameters()[name] for name, p in model.named_parameters())
+    named = dict(pipe.named_parameters())
+    assert dict(model.named_parameters()).keys() == named.keys()
+    assert all(p is named[name] for name, p in model.named_parameters())
+
+
+def test_parameters_are_iterated_as_those_of_a_module() -> None:
+    model = SUBJECT.build()
+    pipe = make(model)
+
+    assert [(name, id(p)) for name, p in pipe.named_parameters()] == [(n, id(p)) for n, p in model.named_parameters()]
+    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+    assert next(pipe.parameters()) is next(model.parameters())
+    assert [n for n, _ in pipe.named_parameters("net")] == [n for n, _ in model.named_parameters("net")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
@@ -264,7 +275,7 @@ def test_a_scheduler_of_the_learning_rate() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer, step_size=1, gamma=0.0)
     train(pipe, stop=1)
     scheduler.step()
-    before = {name: p.detach().clone() for name, p in pipe.named_parameters().items()}
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     train(pipe, start=1)
 
-    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters().items())
+    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())

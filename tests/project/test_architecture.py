@@ -83,7 +83,7 @@ METHODS = {
     "load": "(self, directory)",
     "load_state_dict": "(self, state)",
     "loss_scale": "property",
-    "named_parameters": "(self)",
+    "named_parameters": "(self, prefix='')",
     "optimizer": "property",
     "parameters": "(self)",
     "predict": "(self, inputs)",
