@@ -6,17 +6,16 @@ then hands programs to the workers step by step. What happens inside a step is t
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from penstock.autoplans import Choices, plan_automatically
+from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.errors import PenstockError
-from penstock.profiling.profiler import profile as measure
+from penstock.profiling.profiler import profile as profile_layers
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -54,7 +53,6 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_opti
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
-from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -126,8 +124,8 @@ class Pipeline:
         TransportError: from any method, if another rank failed, died or hangs.
     """
 
-    cluster: Cluster | None = None
-    """What ``plan="auto"`` found the links to be; None with another plan."""
+    auto_plan: AutoPlan | None = None
+    """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
     reads: RequiredInputs
 
     def __init__(
@@ -227,11 +225,10 @@ class Pipeline:
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
     def _plan(self, plan: str, choices: Choices) -> Plan:
-        made = plan_automatically(
+        self.auto_plan = plan_automatically(
             plan, choices, world=self._world, chain=self._chain, sample=self._sample, device=self._device
         )
-        self.profile, self.cluster = made.profile, made.cluster
-        return made.plan
+        return self.auto_plan.plan
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -287,14 +284,31 @@ class Pipeline:
             seed=seed,
         )
 
-    @cached_property
-    def profile(self) -> Profile:
-        """The layers of the model as measured on this process's device, on the first use; with ``plan="auto"``, on
-        rank 0's before planning.
+    def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
+        """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
+
+        It runs every layer several times and leaves the model as it was. Not collective. `PenstockError` after a
+        `parallelize` hook.
         """
         if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        return measure(self._chain, self._sample, autocast=self._recipe.autocast, progress=False)
+        autocast = self._recipe.autocast
+        return profile_layers(
+            self._chain, self._sample, autocast=autocast, iterations=iterations, warmup=warmup, progress=progress
+        )
+
+    @property
+    def profile(self) -> NoReturn:
+        """Replaced by `measure` and `auto_plan`."""
+        raise AttributeError(
+            "Pipeline.profile is no attribute any more, since a measurement runs the model for seconds: call "
+            "pipe.measure(), or read pipe.auto_plan.profile if the plan was made with plan='auto'"
+        )
+
+    @property
+    def cluster(self) -> NoReturn:
+        """Replaced by `auto_plan`."""
+        raise AttributeError("Pipeline.cluster is now pipe.auto_plan.cluster; auto_plan is None without plan='auto'")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -226,12 +226,22 @@ def test_the_timeline_holds_what_was_run() -> None:
 def test_the_profile_is_of_the_models_layers() -> None:
     pipe = make()
     before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    profile = pipe.profile
+    profile = pipe.measure(iterations=2)
 
     assert [layer.name for layer in profile.layers] == [*(f"blocks.{index}" for index in range(7)), "head"]
     assert profile.layers[-1].parameter_bytes == 8 * (6 * 3 + 3)
     for name, tensor in pipe.state_dict()["model"].items():
         assert torch.equal(tensor, before[name]), name
+    assert pipe.auto_plan is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("profile", r"pipe\.measure\(\), or read pipe\.auto_plan\.profile"), ("cluster", r"auto_plan\.cluster")],
+)
+def test_attributes_that_were_replaced_name_their_successors(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=new):
+        getattr(make(), old)
 
 
 def test_a_timeline_before_the_first_step() -> None:
