@@ -5,16 +5,17 @@ then hands programs to the workers step by step. What happens inside a step is t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
@@ -118,6 +119,8 @@ class Pipeline:
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
     ranks run in turn, with the same schedule and the same numbers.
 
+    ``with penstock.Pipeline(...) as pipe:`` drains and closes it at the end of the block.
+
     Raises:
         CaptureError: the model cannot be captured; the message names the line of the model and the way out.
         PlanError, ScheduleError: the plan does not fit the model, the processes or the schedule.
@@ -172,6 +175,7 @@ class Pipeline:
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
         self._guarded, self._sample = FailureGuard(self._world), sample
+        self._closed = False
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
@@ -231,11 +235,12 @@ class Pipeline:
         return self.auto_plan.plan
 
     def _connect(self, timeout_seconds: float) -> Transport:
-        parallel = self._parallel_stages
+        world, schedule, parallel = self._world, self.schedule, self._parallel_stages
+        buffered = buffered_stages(world, self.plan, self._chain, schedule, parallel.modules)
         return connect(
-            self._world,
-            self.schedule,
-            buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
+            world,
+            schedule,
+            buffered=buffered,
             device=self._device,
             timeout_seconds=timeout_seconds,
             lanes=parallel.lanes,
@@ -264,25 +269,19 @@ class Pipeline:
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._parallel_stages.in_step)
+        site, counted = self._site, counted_parameters(self.plan, chain)
         workers = make_workers(
-            recipe=recipe,
-            schedule=schedule,
-            chain=chain,
-            stages=self._stages,
-            counted=counted_parameters(self.plan, chain),
+            recipe,
+            schedule,
+            chain,
+            self._stages,
+            counted=counted,
             updater=self._updater,
             transport=transport,
-            site=self._site,
+            site=site,
         )
-        return Engine(
-            schedule=schedule,
-            stages=self._stages,
-            workers=workers,
-            transport=transport,
-            forecast=forecast_of(self.plan, schedule.flushes, self._world, self._site.timer),
-            site=self._site,
-            seed=seed,
-        )
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, site.timer)
+        return Engine(schedule, self._stages, workers, transport, forecast=forecast, site=site, seed=seed)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -473,9 +472,35 @@ class Pipeline:
             self.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
-        self._engine.transport.close()
-        self._world.leave()
+        """Ends the transport's threads and undoes the hooks of the process. A second call does nothing.
+
+        It does not drain. A pipeline that lives as long as its process need not be closed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._engine.transport.close()
+            self._world.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drains and closes. After an exception it only closes, and the exception ends the other ranks as well."""
+        if error is None:
+            try:
+                if not (self._closed or self._guarded.failed):
+                    self.drain()
+            finally:
+                self.close()
+            return
+        # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
+        if not (self._closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
+            self._world.report("outside the pipeline", error)
+        # The user sees the exception of the block, whatever closing meets.
+        with suppress(Exception):
+            self.close()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         stages = {index: stage for own in self._stages.values() for index, stage in own.items()}

@@ -244,6 +244,39 @@ def test_attributes_that_were_replaced_name_their_successors(old: str, new: str)
         getattr(make(), old)
 
 
+def test_a_with_block_drains_and_closes() -> None:
+    kept = make(schedule="pipedream")
+    train(kept)
+    undrained = [p.detach().clone() for p in kept.parameters()]
+    kept.drain()
+    with make(schedule="pipedream") as pipe:
+        train(pipe)
+    pipe.close()
+
+    drained = list(pipe.parameters())
+    assert all(torch.equal(here, there) for here, there in zip(drained, kept.parameters(), strict=True))
+    assert not all(torch.equal(here, there) for here, there in zip(drained, undrained, strict=True))
+
+
+def test_an_exception_passes_a_with_block_as_it_is() -> None:
+    with pytest.raises(OSError, match="the data set is gone") as caught, make(schedule="pipedream") as pipe:
+        train(pipe)
+        raise OSError("the data set is gone")
+
+    assert caught.value.__context__ is None
+
+
+def test_a_failure_that_was_caught_in_a_with_block_is_no_new_one() -> None:
+    def fail(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the loss is broken")
+
+    with make(loss_fn=fail) as pipe:
+        with pytest.raises(ValueError, match="the loss is broken"):
+            train(pipe)
+        with pytest.raises(penstock.PenstockError, match="failed before"):
+            train(pipe)
+
+
 def test_a_timeline_before_the_first_step() -> None:
     timeline = make().timeline()
 

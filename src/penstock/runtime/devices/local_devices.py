@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from penstock.runtime.devices.process_hooks import hooks_allowed
+
 __all__ = ["CONNECTIONS", "count_queues", "local_device", "prepare_gpu"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -17,7 +19,7 @@ def prepare_gpu() -> None:
     """Has CUDA use as many queues as it can, unless the user says how many. Called before the GPU is first used; after
     that CUDA reads the variable no more.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if hooks_allowed() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
 
 

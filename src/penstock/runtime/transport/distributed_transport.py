@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.endpoints import Endpoints
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.gloo.receivers import GlooInbox
@@ -45,7 +46,8 @@ class DistributedTransport:
         self._ends = Endpoints(rank, ranks, device, store, self._patience)
         self._ends.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes, self._sums = self._ends.outboxes, self._ends.inboxes, self._ends.sums
-        atexit.register(self._leave)
+        if hooks_allowed():
+            atexit.register(self._leave)
 
     def begin(self) -> None:
         self._ends.notices.begin()
