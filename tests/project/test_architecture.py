@@ -58,6 +58,7 @@ FLOW = {
         runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
+    "__main__": "cli",
 }
 PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "simulating", "rendering")
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
