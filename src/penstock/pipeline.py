@@ -105,7 +105,7 @@ class Pipeline:
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.
         compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
-        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialisation.md.
+        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             ``stage_module.layers``, in place. What works with what: docs/composition.md.

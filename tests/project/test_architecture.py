@@ -66,7 +66,7 @@ MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"
 PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale NamedParameters PenstockError
     Pipeline Plan PlanError Profile ProfileError Schedule ScheduleError Stage Subject Timeline Transformer
-    TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialise loader local_device plan
+    TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialize loader local_device plan
     prefetch probe profile reference_train render reset_parameters schedule shapes_of simulate verify
 """
 METHODS = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
 
-__all__ = ["InitFn", "bare", "fill", "initialise", "install", "named_tensors", "place", "reset_parameters", "rooted"]
+__all__ = ["InitFn", "bare", "fill", "initialize", "install", "named_tensors", "place", "reset_parameters", "rooted"]
 
 InitFn: TypeAlias = Callable[[str, Tensor], object]
 """Writes a parameter or buffer in place, given the first name that it has in the model."""
@@ -28,7 +28,7 @@ _OWN_RESETS = ("reset_parameters", "_reset_parameters")
 _MODEL_RESET = "_init_weights"
 
 
-def initialise(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
+def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
     """Gives the whole of `model`, which is on the meta device, weights on `device`, and returns it.
 
     They are those that a `Pipeline` with this `init_fn` and `seed` makes, each process for its stages. `init_fn` is
@@ -170,7 +170,7 @@ def _alone(owner: nn.Module, attribute: str, tensor: Tensor) -> nn.Module:
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
-    """What initialises `alone`, the copy of the module at `path`, in the order of its construction."""
+    """What initializes `alone`, the copy of the module at `path`, in the order of its construction."""
     own = next((reset for name in _OWN_RESETS if callable(reset := getattr(alone, name, None))), None)
     if own is not None:
         yield own

@@ -46,7 +46,7 @@ def device_of(model: Model) -> torch.device | None:
     if "meta" in devices:
         raise ProfileError(
             "the model is on the meta device, which computes nothing: expected one that holds its weights; "
-            "materialise it first, for example by model.to_empty(device='cpu')"
+            "materialize it first, for example by model.to_empty(device='cpu')"
         )
     if len(devices) > 1:
         raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")

@@ -61,7 +61,7 @@ def probe(
 ) -> Cluster:
     """The cluster that this process group runs on: latency and bandwidth between all ranks, both ways. Collective.
 
-    Works under ``torchrun`` or in an initialised ``torch.distributed`` group, and returns the same cluster on every
+    Works under ``torchrun`` or in an initialized ``torch.distributed`` group, and returns the same cluster on every
     rank. `device`: where this rank's tensors are (default: its GPU if there are GPUs, else the CPU). ``memory_bytes``
     is the total memory of the smallest GPU, divided by the ranks that share it; None on CPUs, where the memory is the
     host's and how much of it a rank may take is yours to say. `progress` shows a line on rank 0's stderr; None shows it

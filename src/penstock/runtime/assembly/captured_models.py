@@ -60,7 +60,7 @@ class CapturedModel:
             return self.chain
         layers = [layer for stage in stages for layer in range(stage.start, stage.stop)]
         with agreed(world, "while it made its weights"):
-            return self.weightless.materialise(layers, self.init_fn, seed or 0)
+            return self.weightless.materialize(layers, self.init_fn, seed or 0)
 
 
 def capture_for_training(

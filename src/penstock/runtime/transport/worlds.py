@@ -194,7 +194,7 @@ def _explained() -> Iterator[None]:
 
 
 def join_world() -> World:
-    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process
+    """The world of this process: that of the initialized default group, else of ``torchrun``'s, else this process
     alone.
     """
     prepare_gpu()
