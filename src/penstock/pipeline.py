@@ -1,7 +1,7 @@
-"""`Pipeline`: a model, wrapped, that trains in stages.
+"""`Pipeline` wraps a model and trains it in stages.
 
-The facade. It captures the model, makes the plan a schedule, has the schedule proved, gives each rank its stages, and
-then hands programs to the workers step by step. What happens inside a step is the schedule's and the worker's.
+It captures the model, makes a schedule of the plan, has the schedule proved, and builds the stages of this process.
+Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,63 +66,62 @@ class Pipeline:
     Args:
         model: any ``nn.Module`` (or a list of layers), whole and identical on every rank, or on the meta device with
             `init_fn`. It is trained in place: its parameters on this rank are always the newest weights.
-        sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples, or that and a dict of
-            other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
-        optimizer: called once with the list of this process's trained parameters, which knows their names
-            (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
+        sample: example inputs of one microbatch: a tuple of arguments or a dict of keywords.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples. It may also return a dict
+            of other means (accuracy, terms of the loss), which become ``result.metrics``.
+        optimizer: called once with the trained parameters of this process, a list with their names
+            (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
             ``2bw``.
-        microbatches: into how many microbatches a step cuts its batch (default 1).
-        stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
-            process there are as many ranks as stages (half as many with these two).
-        plan: the stages, schedule and microbatches in one; instead of the three before. ``"auto"`` measures the
-            model on rank 0 and the links between the processes, and takes the plan with the most samples per second
-            that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
-            kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
-            `stages` says how many ranks to plan for, and links are instant.
+        microbatches: the number of microbatches that a step cuts its batch into (default 1).
+        stages: the number of stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a
+            single process there are as many ranks as stages (half as many with these two).
+        plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
+            measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
+            per second that has one rank per stage and flushes, unless `schedule` says otherwise, and keeps what is
+            given of the three. The prediction is for batches of `microbatches` times the samples of `sample`. In a
+            single process `stages` is the number of ranks to plan for, and links are instant.
         vertical_sync: with ``pipedream``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
-            autocast; the weights, their gradients and the optimizer's state stay as they are.
+            autocast. The weights, their gradients and the optimizer's state keep their types.
         version_dtype: the same type: weight versions of float32 parameters with two dimensions or more are kept in it,
             and the optimizer steps float32 masters. Saves memory with several versions: docs/training.md.
-        loss_weight: ``loss_weight(target)`` says how many things the loss for `target` is the mean over, where they are
-            not its samples: tokens without the padding, say. Means over a minibatch then are means over them.
+        loss_weight: ``loss_weight(target)`` returns the number of items that the loss for `target` is the mean over,
+            where these are not samples (tokens without padding, say). Means over a minibatch are then means over them.
         loss_scale: losses are multiplied by it before the backward and gradients divided by it after, against
-            underflow in float16: ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are not finite and
-            then lower the scale, or a number.
+            underflow in float16: a number, or ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are
+            not finite and then lower the scale.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
             with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``pipedream`` an update does not
-            wait for the stages before its own: of these it takes the latest norms that have come.
-        lr_scheduler: called with each optimizer; the scheduler of ``torch.optim.lr_scheduler`` that it returns steps
-            with every update, of every stage by itself. Do not step it yourself.
-        update_hooks: see every update of every parameter, may correct it, and may say what forwards read:
-            `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or an `UpdateHook` of yours.
+            wait for the stages before its own; it uses the latest norms that have come from them.
+        lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
+            every update of a stage. Do not step it yourself.
+        update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
+            read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
-            where r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The
-            papers say nothing of it; PipeDream's program does so. Off by default.
-        recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
-            backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
-            a whole. None (default) follows the plan.
+            where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
+            mention this; PipeDream's program does it. Off by default.
+        recompute: True keeps only each stage's input of a microbatch in flight, and computes the stage again in its
+            backward; ``"layers"`` keeps the input of every layer; a set of numbers names the stages to recompute as a
+            whole. None (default) follows the plan.
         compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
         init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
-            ``stage_module.layers``, in place. What works with what: docs/composition.md.
-        tensor_parallel: so many consecutive processes hold one replica together; of the plan, or 1.
-        skips: ``"auto"`` sends what only later stages read directly past those between where that costs less;
+            ``stage_module.layers``, in place. Supported combinations: docs/composition.md.
+        tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
+        skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
-        seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only. With
-            None they go on in PyTorch's own stream.
+        seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
+            None leaves them to PyTorch's own stream.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
-    ranks run in turn, with the same schedule and the same numbers.
-
-    ``with penstock.Pipeline(...) as pipe:`` drains and closes it at the end of the block.
+    ranks run in turn, with the same schedule and the same numbers. ``with penstock.Pipeline(...) as pipe:`` drains and
+    closes the pipeline at the end of the block.
 
     Raises:
-        CaptureError: the model cannot be captured; the message names the line of the model and the way out.
+        CaptureError: the model cannot be captured; the message names the line of the model and a remedy.
         PlanError, ScheduleError: the plan does not fit the model, the processes or the schedule.
         TransportError: from any method, if another rank failed, died or hangs.
     """
@@ -191,7 +190,10 @@ class Pipeline:
                     whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
                     autocast=autocast,
                 )
-                plan = self._plan(plan, choices)
+                self.auto_plan = plan_automatically(
+                    plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
+                )
+                plan = self.auto_plan.plan
             with agreed(self._world, "while it read its plan"):
                 chosen = choose_plan(
                     plan,
@@ -228,19 +230,12 @@ class Pipeline:
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
-    def _plan(self, plan: str, choices: Choices) -> Plan:
-        self.auto_plan = plan_automatically(
-            plan, choices, world=self._world, chain=self._chain, sample=self._sample, device=self._device
-        )
-        return self.auto_plan.plan
-
     def _connect(self, timeout_seconds: float) -> Transport:
-        world, schedule, parallel = self._world, self.schedule, self._parallel_stages
-        buffered = buffered_stages(world, self.plan, self._chain, schedule, parallel.modules)
+        parallel = self._parallel_stages
         return connect(
-            world,
-            schedule,
-            buffered=buffered,
+            self._world,
+            self.schedule,
+            buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
             device=self._device,
             timeout_seconds=timeout_seconds,
             lanes=parallel.lanes,
@@ -248,7 +243,7 @@ class Pipeline:
 
     def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
         """The stages of this process."""
-        self._site = make_device_context(self._device, self._ranks, transport.check)
+        self._device_context = make_device_context(self._device, self._ranks, transport.check)
         return build_stages(
             self.plan,
             self._chain,
@@ -258,30 +253,30 @@ class Pipeline:
             grains=grains,
             modules=self._parallel_stages.modules,
             compute_weights=readings_of(recipe, self.schedule.guarantees.delays),
-            device_context=self._site,
+            device_context=self._device_context,
         )
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
         schedule, chain = self.schedule, self._chain
         self.optimizers = make_optimizers(recipe.optimizer, self._parameters())
-        """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
+        """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._parallel_stages.in_step)
-        site, counted = self._site, counted_parameters(self.plan, chain)
+        device_context = self._device_context
         workers = make_workers(
             recipe,
             schedule,
             chain,
             self._stages,
-            counted=counted,
+            counted=counted_parameters(self.plan, chain),
             updater=self._updater,
             transport=transport,
-            site=site,
+            site=device_context,
         )
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, site.timer)
-        return Engine(schedule, self._stages, workers, transport, forecast=forecast, site=site, seed=seed)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, device_context.timer)
+        return Engine(schedule, self._stages, workers, transport, forecast=forecast, site=device_context, seed=seed)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -305,13 +300,8 @@ class Pipeline:
         )
 
     @property
-    def cluster(self) -> NoReturn:
-        """Replaced by `auto_plan`."""
-        raise AttributeError("Pipeline.cluster is now pipe.auto_plan.cluster; auto_plan is None without plan='auto'")
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The first of `optimizers`, of which most pipelines have one."""
+        """The first of `optimizers`; most pipelines have one."""
         return self.optimizers[0] if self.optimizers else None
 
     @property
@@ -322,9 +312,9 @@ class Pipeline:
     def step(self, inputs: Any, target: Any) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
-        `inputs`: a tuple of arguments, a dict of keywords, or the one argument. `target`: what `loss_fn` takes; tensors
-        whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous schedule some
-        backwards of this minibatch are left to the next step, or to `drain`.
+        `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
+        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous
+        schedule some backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
             microbatches = self._cutter.for_step(inputs, target)
@@ -332,11 +322,11 @@ class Pipeline:
             return StepResult(self._engine.train(microbatches))
 
     def drain(self) -> None:
-        """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
+        """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
-        A schedule that flushes has nothing left to compute. Whatever the schedule, the replicas of a stage take over
-        the buffers of the first one (BatchNorm's statistics, of which each has seen its own microbatches), and when
-        this returns all that this rank had to send has been sent, so that its process may leave the process group.
+        A schedule that flushes has nothing left to compute. Under every schedule the replicas of a stage then take over
+        the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
+        of this rank have been sent when this returns, so that its process may leave the process group.
         """
         with self._guarded("in a drain"):
             self._engine.drain()
@@ -353,10 +343,10 @@ class Pipeline:
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
-        """What the model returns in evaluation mode with the newest weights, on every rank, for a batch of any size.
+        """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
-        Drains first. Where the batch takes several microbatches, tensors whose dimension 0 counts samples are
-        concatenated, others are stacked.
+        Drains first. If the batch takes several microbatches, tensors whose dimension 0 counts samples are
+        concatenated, and others are stacked.
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
@@ -377,17 +367,17 @@ class Pipeline:
         return ((start + name, parameter) for name, parameter in self._parameters().items())
 
     def averages(self) -> dict[str, Tensor]:
-        """What the `WeightAverage` among ``update_hooks`` keeps of this process's parameters, by name. Drains first.
+        """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
-        `PenstockError` if there is none.
+        Drains first. `PenstockError` without such a hook.
         """
         self.drain()
         return self._updater.averages(self._parameters())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In its body the parameters have their `averages`, for evaluations, predictions and `state_dict`; do not
-        train there.
+        """Gives the parameters their `averages` inside a ``with`` block: for evaluations, predictions and `state_dict`,
+        not for training.
         """
         averages = self.averages()
         with exchanged(self._parameters(), averages):
@@ -399,35 +389,35 @@ class Pipeline:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm that the last update of this process was clipped by, before clipping; None without
-        ``clip_grad_norm`` or before the first update.
+        """The norm of the gradients of this process's last update, before clipping. None without ``clip_grad_norm`` or
+        before the first update.
         """
         return self._engine.gradient_norm()
 
     @property
     def loss_scale(self) -> float | None:
-        """The present scale of the loss, as far as this process knows; None without ``loss_scale``."""
+        """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
         return self._engine.loss_scale()
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
 
-        Of the median of 8 steps on rank 0, without what happens between steps, after the first steps and with
-        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. Waits
-        for nobody, so that one rank may know it before another. When rank 0 does, it writes both numbers to the
-        ``penstock`` logger, as a warning if they are more than 20 % apart. In a single process, where the ranks take
-        turns, the prediction is the work of all ranks.
+        It compares the median of 8 steps on rank 0, after the first steps, without the time between steps, with
+        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. It
+        does not wait, so one rank may have it before another. When rank 0 has it, it logs both numbers to ``penstock``,
+        as a warning if they are more than 20 % apart. In a single process, where the ranks run in turn, the prediction
+        is the work of all ranks.
         """
         return self._engine.prediction_error()
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
         return {
-            "model": {name: whole(tensor.detach()) for name, tensor in self._held().items()},
+            "model": {name: whole(tensor.detach()) for name, tensor in self._model_state().items()},
             "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
             "pipeline": {
                 "microbatches": self._engine.trained,
@@ -438,37 +428,36 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this process's part out of `state`, which may hold more (a whole model's). Drains first.
+        """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
+        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
         """
         self.drain()
-        progress = restore(state, self._held(), self.optimizers, self._parameters(), self._updater.hooks)
+        progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
         self._updater.load_state(progress)
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
         self._engine.restart(progress["microbatches"])
-        # Replicas in this process hold buffers that no state dict names.
+        # Replicas in this process have buffers of their own, which no state dict names.
         self._engine.share_buffers()
 
     def save(self, directory: str | Path) -> None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
 
-        What was in `directory` is replaced when all is written. Several hosts must share the file system.
+        The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
         """
         state = self.state_dict()
         with self._guarded("in a save"):
             write(state, directory, self._world)
 
     def load(self, directory: str | Path) -> None:
-        """Takes this process's part out of a checkpoint that `save` wrote, under whatever plan. Drains first.
-        Collective.
+        """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
 
-        `CheckpointError` if there is no checkpoint, or it is of another model.
+        `CheckpointError` if there is no checkpoint, or one of another model.
         """
         self.drain()
         with self._guarded("in a load", harmless=True):
-            state = read(directory, self._held(), self._parameters(), self._world)
+            state = read(directory, self._model_state(), self._parameters(), self._world)
             self.load_state_dict(state)
 
     def close(self) -> None:
@@ -506,6 +495,6 @@ class Pipeline:
         stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
         return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
 
-    def _held(self) -> dict[str, Tensor]:
+    def _model_state(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
         return held_tensors(self._chain, self.reads.stages)

@@ -78,7 +78,6 @@ METHODS = {
     "averaged": "(self)",
     "averages": "(self)",
     "close": "(self)",
-    "cluster": "property",
     "drain": "(self)",
     "evaluate": "(self, inputs, target)",
     "gradient_norm": "property",

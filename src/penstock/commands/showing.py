@@ -69,7 +69,7 @@ def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
 
 
 def _refuse(arguments: argparse.Namespace, kind: str, names: tuple[str, ...]) -> None:
-    """Nothing that was asked for is left out in silence."""
+    """Raises `PenstockError` if one of the options `names` was given: it would have no effect."""
     for name in names:
         if getattr(arguments, name) is not None:
             option = name.upper() if name in ("profile", "cluster") else f"--{name}"
@@ -108,9 +108,9 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
 
 
 def _play(plan: "Plan") -> "Timeline":
-    """The plan's timeline if every forward and every backward of a stage takes one second; nothing of memory.
+    """The plan's timeline, without memory, if every forward and every backward of a stage takes one second.
 
-    Where backwards are in two parts, each of these takes one second.
+    If the schedule splits backwards, each half takes one second.
     """
     from penstock.scheduling import schedule
     from penstock.simulating import simulate
@@ -133,7 +133,7 @@ def _play(plan: "Plan") -> "Timeline":
 
 
 def _equal(plan: "Plan") -> str:
-    """What `_play` takes to be equally long."""
+    """The actions that `_play` assumes to be equally long."""
     from penstock.scheduling import schedule
 
     return "forward, input part and weight part" if schedule(plan).guarantees.splits else "forward and backward"

@@ -1,4 +1,4 @@
-"""What backwards in two parts, and CUDA graphs, cannot be combined with, and why."""
+"""Refuses combinations of options that split backwards or CUDA graphs cannot work with, and says why."""
 
 from collections.abc import Mapping
 
@@ -16,9 +16,7 @@ __all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
 def check_split_backwards(
     schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]
 ) -> None:
-    """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
-    stages that recompute.
-    """
+    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `grains`: how stages recompute."""
     if not schedule.guarantees.splits:
         return
     if compiled:
@@ -44,16 +42,14 @@ def check_split_backwards(
 
 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
-    """Whether `check_split_backwards` would refuse any schedule with backwards in two parts."""
+    """Whether `check_split_backwards` would refuse every schedule that splits backwards."""
     return compiled or parallelized or recompute == "layers"
 
 
 def check_graphs(
     schedule: Schedule, chain: LayerChain, grains: Mapping[int, Granularity], device: torch.device
 ) -> None:
-    """Raises `PlanError` if the work of the stages of `chain` cannot be recorded as CUDA graphs. `grains`: of those
-    that recompute.
-    """
+    """Raises `PlanError` if the stages of `chain` cannot be captured as CUDA graphs. `grains`: how stages recompute."""
     random = [layer.name for layer in chain.layers if layer.random]
     if device.type not in GRAPH_CAPTURERS:
         reason, remedy = f"the model is on {device}", "Expected a model on a GPU"

@@ -1,7 +1,7 @@
-"""From a plan and a captured model to what each rank holds, before the first step.
+"""Builds the stages of each rank from a plan and a captured model, before the first step.
 
-All of it is checked here, once, so that a wrong plan, a model that differs between ranks or a combination that is not
-supported ends with its reason instead of a hang.
+The plan and the model are checked here, once, so that a wrong plan, a model that differs between ranks or an
+unsupported combination ends with an error instead of a hang.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _widened(uniform, lanes)
+        return _with_tensor_parallel(uniform, lanes)
     given = {
         "schedule": schedule,
         "microbatches": microbatches,
@@ -104,7 +104,7 @@ def choose_plan(
     return plan
 
 
-def _widened(plan: Plan, lanes: int) -> Plan:
+def _with_tensor_parallel(plan: Plan, lanes: int) -> Plan:
     """`plan` with `lanes` processes in the place of each."""
     if lanes == 1:
         return plan
@@ -119,9 +119,7 @@ def _widened(plan: Plan, lanes: int) -> Plan:
 
 
 def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
-    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it; 2 under
-    `zb-v`.
-    """
+    """The default of ``v``, the stages per rank: under `interleaved` 2 or `stages` over `processes`, under `zb-v` 2."""
     if schedule not in ("interleaved", "zb-v"):
         return 1
     if stages is None or processes == 1 or schedule == "zb-v":
@@ -130,7 +128,7 @@ def stages_per_rank(schedule: str | None, stages: int | None, processes: int) ->
 
 
 def check_plan(plan: Plan, chain: LayerChain) -> None:
-    """Raises `PlanError` if `plan` does not fit the model or asks for what the runtime does not do."""
+    """Raises `PlanError` if `plan` does not fit the model."""
     if plan.layers != len(chain.layers):
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
@@ -140,11 +138,11 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
 
 
 def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:
-    """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
-    tell each other the norms of their gradients. `skips`: which values go directly past stages that do not read them.
+    """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
+    norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if they do under pipedream, or the stages that share have different numbers of replicas;
-    `ScheduleError` if the plan's numbers do not fit it.
+    `PlanError` if stages share weights under pipedream or with different numbers of replicas; `ScheduleError` if the
+    plan's numbers do not fit the schedule.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
@@ -181,7 +179,7 @@ def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
 
 
 def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.Parameter]]:
-    """By stage, the trained parameters that it uses and no stage before it: its share of a norm over all."""
+    """By stage, the trained parameters that no earlier stage uses: its share of a norm over all stages."""
     counted: dict[int, dict[str, nn.Parameter]] = {index: {} for index in range(len(plan.stages))}
     for name, parameter in _distinct(chain.parameters).items():
         first = min(chain.readers[name], default=None)
@@ -192,7 +190,7 @@ def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.
 
 
 def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:
-    """The parameters that `module` uses, each once, under the model's first name for it."""
+    """The parameters that `module` uses, each once, under its first name in the model."""
     used = {id(parameter) for parameter in module.parameters()}
     return {name: p for name, p in _distinct(chain.parameters).items() if id(p) in used}
 
@@ -216,7 +214,7 @@ def build_stages(
     """
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
-    lent: dict[str, VersionedWeights] = {}
+    shared_weights: dict[str, VersionedWeights] = {}
     for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
@@ -226,14 +224,14 @@ def build_stages(
             module,
             parameters,
             schedule.versions(index),
-            {name: lent[name] for name in parameters if name in lent},
+            {name: shared_weights[name] for name in parameters if name in shared_weights},
             copied=not sharded_modules(module),
             reading=compute_weights[index],
         )
-        # Of the stages of one process that share a weight, the first one updates it.
+        # The first of the stages in a process that share a weight updates it.
         for name in parameters:
             if name in shared:
-                lent.setdefault(name, weights)
+                shared_weights.setdefault(name, weights)
         firsts[index] = LocalStage(
             weights,
             evaluation=partial(InPlace, weights)
@@ -270,7 +268,7 @@ def build_stages(
                 reducer=reducer,
                 recomputes=grains.get(index),
                 order=device_context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
-                replays=_replays(weights, index, device_context),
+                replays=_graphs(weights, index, device_context),
             )
     return stages
 
@@ -294,8 +292,8 @@ def _reducer(
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
 
 
-def _replays(weights: VersionedWeights, stage: int, device_context: DeviceContext) -> CudaGraphStage | None:
-    """None for a stage whose work is not recorded."""
+def _graphs(weights: VersionedWeights, stage: int, device_context: DeviceContext) -> CudaGraphStage | None:
+    """None for a stage that is not captured as CUDA graphs."""
     module = weights.module(0)
     if not isinstance(module, CompiledStage) or not module.graphed:
         return None
@@ -308,7 +306,7 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
-    """For the stages of the ranks `local`: r / r0 if rates are `scaled` by how many microbatches an update is of."""
+    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1."""
     sizes = schedule.guarantees.microbatches_per_update
     held = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
     return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in held}
@@ -316,7 +314,7 @@ def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool
 
 @dataclass(frozen=True, slots=True)
 class _Fingerprint:
-    """What must be the same on every rank."""
+    """The values that must be the same on every rank."""
 
     plan: Plan
     layers: tuple[str, ...]
@@ -325,9 +323,7 @@ class _Fingerprint:
 
 
 def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None) -> None:
-    """Raises `PlanError` on every rank if the ranks have different plans or models, or skips in their `schedule`.
-    Collective.
-    """
+    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective."""
     if world.processes == 1:
         return
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
@@ -351,8 +347,8 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         different = [name for name, digest in mine.parameters.items() if other.parameters.get(name) != digest]
         if different:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
-                "build the whole model identically: call torch.manual_seed(...) with one seed before building it"
+                f"rank {rank} and rank {world.rank} start from different weights: {_first_names(different)}. Every "
+                "rank must build the whole model identically: call torch.manual_seed(...) with one seed before that"
             )
 
 
@@ -374,6 +370,6 @@ def _distinct(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]
     return {name: parameters[name] for name in seen.values()}
 
 
-def _some(names: Sequence[str], count: int = 3) -> str:
+def _first_names(names: Sequence[str], count: int = 3) -> str:
     rest = len(names) - count
     return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,194 @@
+"""The English of docstrings, comments, messages and pages, as far as a program can check it."""
+
+from pathlib import Path
+
+import pytest
+
+from support.english import faults_in_markdown, faults_in_python
+from support.paths import ROOT
+
+PAGES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+ALLOWED = """
+    docs/compile.md
+    docs/composition.md
+    docs/gpus.md
+    docs/inputs.md
+    docs/performance.md
+    docs/planning.md
+    docs/semantics.md
+    docs/split_backwards.md
+    docs/training.md
+    src/penstock/capturing/chain.py
+    src/penstock/capturing/export/cutting.py
+    src/penstock/capturing/export/explanations.py
+    src/penstock/capturing/export/recurrence.py
+    src/penstock/capturing/export/tracing.py
+    src/penstock/capturing/initialization.py
+    src/penstock/capturing/joining.py
+    src/penstock/capturing/model_forms.py
+    src/penstock/capturing/samples.py
+    src/penstock/capturing/weightless.py
+    src/penstock/oracle/batches.py
+    src/penstock/oracle/weights.py
+    src/penstock/planning/costs.py
+    src/penstock/planning/memory.py
+    src/penstock/planning/pipedream/advice.py
+    src/penstock/planning/pipedream/interleaving.py
+    src/penstock/planning/pipedream/recurrence.py
+    src/penstock/planning/planners.py
+    src/penstock/planning/ptd_p/accelerators.py
+    src/penstock/planning/ptd_p/arrangements.py
+    src/penstock/planning/ptd_p/ring_links.py
+    src/penstock/planning/ptd_p/three_d.py
+    src/penstock/planning/search/constraints.py
+    src/penstock/planning/search/infeasibility.py
+    src/penstock/planning/search/searches.py
+    src/penstock/planning/spp/baselines.py
+    src/penstock/planning/spp/mappings.py
+    src/penstock/planning/spp/stage_numbers.py
+    src/penstock/planning/two_bw/block_chains.py
+    src/penstock/planning/two_bw/parallel_pipelines.py
+    src/penstock/planning/two_bw/pipeline_searches.py
+    src/penstock/planning/two_bw/repeated_blocks.py
+    src/penstock/planning/widening.py
+    src/penstock/profiling/links.py
+    src/penstock/progress.py
+    src/penstock/rendering/device_boxes.py
+    src/penstock/rendering/heat_maps.py
+    src/penstock/rendering/pictures.py
+    src/penstock/rendering/plan_drawings.py
+    src/penstock/runtime/assembly/checkpoint.py
+    src/penstock/runtime/assembly/failure_guard.py
+    src/penstock/runtime/batches/batch_splitter.py
+    src/penstock/runtime/batches/microbatches.py
+    src/penstock/runtime/batches/results.py
+    src/penstock/runtime/devices/accelerators.py
+    src/penstock/runtime/devices/communicators.py
+    src/penstock/runtime/devices/device_context.py
+    src/penstock/runtime/devices/graph_capture.py
+    src/penstock/runtime/devices/local_devices.py
+    src/penstock/runtime/devices/staging.py
+    src/penstock/runtime/devices/streams.py
+    src/penstock/runtime/devices/timestamps.py
+    src/penstock/runtime/engine/cooperative_scheduler.py
+    src/penstock/runtime/engine/engine.py
+    src/penstock/runtime/engine/gradients.py
+    src/penstock/runtime/engine/mailboxes.py
+    src/penstock/runtime/engine/prediction_checks.py
+    src/penstock/runtime/execution/cuda_graphs.py
+    src/penstock/runtime/execution/executor.py
+    src/penstock/runtime/execution/recomputation.py
+    src/penstock/runtime/execution/split_backward.py
+    src/penstock/runtime/execution/weight_gradients.py
+    src/penstock/runtime/parameters/fsdp_gradients.py
+    src/penstock/runtime/parameters/gradient_buckets.py
+    src/penstock/runtime/parameters/gradient_norms.py
+    src/penstock/runtime/parameters/optimizer_steps.py
+    src/penstock/runtime/parameters/weight_versions.py
+    src/penstock/runtime/transport/backend_selection.py
+    src/penstock/runtime/transport/collective_errors.py
+    src/penstock/runtime/transport/connection_rounds.py
+    src/penstock/runtime/transport/device_meshes.py
+    src/penstock/runtime/transport/distributed_transport.py
+    src/penstock/runtime/transport/failures.py
+    src/penstock/runtime/transport/gloo/receivers.py
+    src/penstock/runtime/transport/gloo/senders.py
+    src/penstock/runtime/transport/nccl/all_reduce.py
+    src/penstock/runtime/transport/nccl/endpoints.py
+    src/penstock/runtime/transport/nccl/send_notices.py
+    src/penstock/runtime/transport/nccl/watchdog.py
+    src/penstock/runtime/transport/ordered_all_reduce.py
+    src/penstock/runtime/transport/shared_memory/endpoints.py
+    src/penstock/runtime/transport/shared_memory/handshake.py
+    src/penstock/runtime/transport/shared_memory/ring_buffers.py
+    src/penstock/runtime/transport/tensor_parallel_transport.py
+    src/penstock/runtime/transport/timeouts.py
+    src/penstock/runtime/transport/transport.py
+    src/penstock/runtime/transport/worlds.py
+    src/penstock/scheduling/arrivals.py
+    src/penstock/scheduling/definitions.py
+    src/penstock/scheduling/lowering.py
+    src/penstock/scheduling/norms.py
+    src/penstock/scheduling/orders/zb_h1.py
+    src/penstock/scheduling/placements.py
+    src/penstock/scheduling/queues.py
+    src/penstock/scheduling/schedules.py
+    src/penstock/scheduling/skips.py
+    src/penstock/scheduling/verification/message_invariants.py
+    src/penstock/scheduling/verification/stage_invariants.py
+    src/penstock/scheduling/verification/violations.py
+    src/penstock/simulating/costs.py
+    src/penstock/simulating/instructions.py
+    src/penstock/simulating/loads.py
+    src/penstock/simulating/memory_traces.py
+    src/penstock/simulating/outcomes.py
+    src/penstock/simulating/replica_symmetry.py
+    src/penstock/simulating/routes.py
+    src/penstock/timelines/bars.py
+    src/penstock/timelines/pages.py
+    src/penstock/timelines/spans.py
+    src/penstock/timelines/traces.py
+    src/penstock/training/clipping.py
+    src/penstock/training/optimizers.py
+    src/penstock/values/clusters.py
+    src/penstock/values/crossings.py
+    src/penstock/values/documents.py
+    src/penstock/values/graph_files.py
+    src/penstock/values/graphs.py
+    src/penstock/values/plans.py
+    src/penstock/values/profiles.py
+    src/penstock/values/stages.py
+    src/penstock/values/transformers.py
+"""
+"""Files that still have faults. `capturing`, `assembly/checkpoint.py`, `assembly/failure_guard.py` and
+`transport/failures.py` are rebuilt soon; the others are to leave this list.
+"""
+
+
+def faults_in(path: Path) -> list[str]:
+    text = path.read_text()
+    return faults_in_python(text) if path.suffix == ".py" else faults_in_markdown(text)
+
+
+def test_english_has_no_known_faults() -> None:
+    names = {path: str(path.relative_to(ROOT)) for path in PAGES}
+    found = {
+        names[path]: faults for path in PAGES if names[path] not in ALLOWED.split() and (faults := faults_in(path))
+    }
+
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Of every stage."""',
+        'class A:\n    """Those of the stage."""',
+        'def f():\n    """For a stage, its rank."""',
+        '"""A queue.\n\nWhoever waits is told."""',
+        "x = 1  # nobody waits",
+        'raise ValueError("expected so many ranks")',
+        'f"mend {x} below"',
+        'x = "initialised"',
+        "# It serialises messages.",
+    ],
+)
+def test_a_fault_in_code_is_found(text: str) -> None:
+    assert faults_in_python(text) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Forwards of a stage."""',
+        '"""Raises otherwise; a precise and surprising promise of noise."""',
+        "whoever = nobody = serialise(told)",
+        "# Initializes, materialized, and amends.",
+    ],
+)
+def test_good_english_in_code_is_no_fault(text: str) -> None:
+    assert faults_in_python(text) == []
+
+
+def test_faults_of_a_page_are_outside_of_its_code() -> None:
+    assert faults_in_markdown("Nobody waits.\n```\nwhoever\n```\nCall `told` to optimise.") == ["Nobody", "optimise"]
