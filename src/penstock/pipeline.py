@@ -353,8 +353,7 @@ class Pipeline:
             microbatches = self._cutter.for_evaluation(inputs, None)
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
-            form = self._chain.evaluation().output
-            outputs = [form.build(value) for value in values]
+            outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -17,8 +17,8 @@ def crossings_of(chain: LayerChain) -> tuple[Crossing, ...]:
         reads.setdefault(name, {})[last] = None
     found = []
     for index, layer in enumerate(chain.layers):
-        for place, name in enumerate(layer.outputs):
+        for position, name in enumerate(layer.outputs):
             read = tuple(reader for reader in reads.get(name, {}) if reader > index)
-            size = {"size_bytes": layer.output_bytes[place]} if layer.output_bytes else {}
+            size = {"size_bytes": layer.output_bytes[position]} if layer.output_bytes else {}
             found += [Crossing(name, index, read, **size)] if read else []
     return tuple(found)

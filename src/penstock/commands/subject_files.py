@@ -90,7 +90,7 @@ def _subject(where: str, result: Any) -> Subject:
 
 def _is_model(value: Any) -> bool:
     if isinstance(value, Sequence):
-        return bool(value) and all(callable(part) for part in value)
+        return bool(value) and all(callable(layer) for layer in value)
     return isinstance(value, nn.Module | LayerChain)
 
 

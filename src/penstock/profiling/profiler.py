@@ -1,26 +1,26 @@
 """Measures a model layer by layer on one microbatch: the profile that every plan starts from.
 
-Each layer is run alone, on the values that reach it when the model runs on the sample, the way the pipeline runs a
-stage: received values are leaves of autograd, the backward starts from gradients of the outputs and leaves gradients in
-the parameters and in the received values. The method is that of PipeDream's profiler (SOSP'19, section 3.1: one
-device, a fixed microbatch size, many iterations), with the median in place of the mean, and with forward and backward
-apart, since schedules place them apart.
+Each layer runs alone, on the values that reach it when the model runs on the sample, as the pipeline runs a stage:
+received values are leaves of autograd, and the backward starts from gradients of the outputs and leaves gradients in
+the parameters and in the received values. The method is that of PipeDream's profiler [PipeDream 2019, section 3.1]: one
+device, a fixed microbatch size, many iterations. It takes the median instead of the mean, and measures forward and
+backward separately, since schedules place them separately.
 
 What the numbers of a layer mean:
   forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
       parameters; it is 0 where no output needs a gradient. The optimizer is not in it. The loss is in the numbers of
       the last layer, as the last stage computes it, if it was given.
-  weight_seconds  the median of the weight part alone where the backward is done in two parts (`split_backward.py`). It
-      is at most the whole backward, and 0 where the backward is one part or there is nothing to train. Every second
-      iteration measures it.
+  weight_seconds  the median of the weight backward alone, of a split backward (`split_backward.py`). It is at most the
+      whole backward, and 0 where the backward cannot be split or there is nothing to train. Every second iteration
+      measures it.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
-  saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may part them: the
-      sum over a stage's layers is never below what the stage keeps.
+  saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may come between
+      them: the sum over a stage's layers is never below the bytes of the stage.
   workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
       gradients of the parameters and of the output, whichever is more.
-      Of the whole profile: `library_bytes`, what is held after the warm-up and was not before it; `fragmentation`, of
-      the run that counts the bytes.
+  library_bytes, fragmentation  those of the whole profile: the bytes in use after the warm-up that were not in use
+      before it, and the fragmentation of the run that counts the bytes.
   parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
       because each rank that holds one of the layers holds a copy.
 """

@@ -31,11 +31,11 @@ def reroute(module: StageModule, index: int, schedule: Schedule, plan: Plan, cha
     for crossing in crossings_of(chain):
         way = find_way(find_stops(crossing, _starts(plan)), schedule.skips)
         if index in way:
-            place = way.index(index)
-            if place > 0:
-                sources[crossing.name] = index - way[place - 1]
-            if place + 1 < len(way):
-                targets[crossing.name] = way[place + 1] - index
+            position = way.index(index)
+            if position > 0:
+                sources[crossing.name] = index - way[position - 1]
+            if position + 1 < len(way):
+                targets[crossing.name] = way[position + 1] - index
     module.reroute(sources, targets)
 
 

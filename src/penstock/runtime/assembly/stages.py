@@ -105,7 +105,7 @@ def choose_plan(
 
 
 def _with_tensor_parallel(plan: Plan, lanes: int) -> Plan:
-    """`plan` with `lanes` processes in the place of each."""
+    """`plan` with `lanes` processes for each of its ranks."""
     if lanes == 1:
         return plan
     return replace(
@@ -308,8 +308,8 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
     """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1."""
     sizes = schedule.guarantees.microbatches_per_update
-    held = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
-    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in held}
+    stages = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
+    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}
 
 
 @dataclass(frozen=True, slots=True)
