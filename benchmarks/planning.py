@@ -39,7 +39,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
-from planning_profiles import join, load_profiles
+from planners.profiles import join, load_profiles
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {

@@ -23,8 +23,8 @@ from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from planners.profiles import load_profiles
 from planning import table
-from planning_profiles import load_profiles
 
 FLAT_A = Cluster.uniform(16, 1.25e9)
 FLAT_B = Cluster.uniform(16, 3.125e9)

@@ -221,6 +221,7 @@ def test_an_import_of_torch_in_the_pure_half_is_found(text: str) -> None:
     assert len(laws.imports_of_torch({**sources_where(is_pure), "penstock.values.plans": text})) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("pure", PURE)
 def test_pure_half_loads_where_there_is_no_torch(pure: str) -> None:
     modules = [module for module in SOURCES if laws.room_of(module, FLOW).partition(".")[0] == pure]
@@ -461,3 +462,22 @@ def test_public_names_load_and_explain_themselves() -> None:
     assert set(names) <= set(dir(penstock))
     with pytest.raises(AttributeError, match="no_such_name"):
         penstock.no_such_name  # noqa: B018
+
+
+TESTS = ROOT / "tests"
+BESIDE_ROOMS = {"support", "project", "pipeline", "gpu", "benchmarks", "data"}
+"""Folders of tests/ that mirror no room: helpers, the repository, whole pipelines, GPUs, benchmarks, and data files."""
+
+
+def test_tests_have_the_rooms_of_the_source() -> None:
+    rooms = {path.relative_to(SOURCE / "penstock") for path in (SOURCE / "penstock").rglob("*") if path.is_dir()}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    unknown = sorted(str(folder) for folder in folders - rooms if folder.parts and folder.parts[0] not in BESIDE_ROOMS)
+
+    assert unknown == [], "name the folder like the room whose modules it tests"
+
+
+def test_test_files_are_short_enough_to_read() -> None:
+    lengths = {path.relative_to(TESTS): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+
+    assert {str(path): length for path, length in lengths.items() if length >= 800} == {}, "split by what is tested"

@@ -9,15 +9,6 @@ from support.paths import ROOT
 
 PAGES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 ALLOWED = """
-    docs/compile.md
-    docs/composition.md
-    docs/gpus.md
-    docs/inputs.md
-    docs/performance.md
-    docs/planning.md
-    docs/semantics.md
-    docs/split_backwards.md
-    docs/training.md
     src/penstock/capturing/chain.py
     src/penstock/capturing/export/cutting.py
     src/penstock/capturing/export/explanations.py

@@ -1,5 +1,7 @@
 """Small simulations with numbers worked out by hand: links, all-reduces, split microbatches, recomputation."""
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import PlanError
@@ -214,7 +216,7 @@ def test_group_of_tensor_parallel_ranks_is_one_replica() -> None:
         ({"allreduce": "rign"}, "allreduce: expected one of ring, shared, found 'rign'"),
     ],
 )
-def test_option_that_makes_no_sense_is_refused(option: dict[str, object], message: str) -> None:
+def test_option_that_makes_no_sense_is_refused(option: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Assumptions(**option)  # type: ignore[arg-type]
 

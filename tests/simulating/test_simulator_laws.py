@@ -80,6 +80,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
     return Plan(stages, method, microbatches, recompute=draw(st.booleans())), profile, cluster
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.booleans())
 def test_replicas_that_are_not_played_do_what_they_would_do(

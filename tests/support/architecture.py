@@ -328,8 +328,8 @@ def hidden_or_unfinished(sources: Sources) -> list[str]:
     broken = []
     for module, text in sources.items():
         for node in ast.walk(parse(text)):
-            named = isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
-            if named or isinstance(node, ast.Global):
+            hidden = isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
+            if isinstance(node, ast.Name | ast.Global) and (hidden or isinstance(node, ast.Global)):
                 broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
         if re.search(r"#.*\b(TODO|FIXME|XXX)\b", text):
             broken.append(f"{module}: an unfinished thing is noted in a comment")

@@ -18,8 +18,8 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
-from support.pictured import SPANS as PICTURED
-from support.pictured import classes, elements, large_timeline, remembered, shifted
+from support.sample_timelines import SPANS as PICTURED
+from support.sample_timelines import classes, elements, large_timeline, shifted, timeline_with_memory
 
 # As in `pictured`, but without the sum of gradients: the update follows the backward.
 SPANS = tuple(span for span in (*PICTURED[:4], Span(0, "0U1<0", 8.0, 8.25), *PICTURED[6:]))
@@ -222,7 +222,7 @@ def test_sum_of_gradients_is_no_computation() -> None:
 
 
 def test_trace_is_read_back(tmp_path: Path) -> None:
-    timeline = remembered()
+    timeline = timeline_with_memory()
     timeline.save_trace(tmp_path / "trace.json")
     again = Timeline.load_trace(tmp_path / "trace.json")
     key = {(span.rank, span.action): span for span in again.spans}
@@ -267,7 +267,7 @@ def test_another_trace_is_refused(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_trace_counts_the_memory_of_every_rank(tmp_path: Path) -> None:
-    remembered().save_trace(tmp_path / "trace.json")
+    timeline_with_memory().save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     totals = [
         (event["ts"], sum(event["args"].values())) for event in events if event["ph"] == "C" and event["pid"] == 0
@@ -302,7 +302,7 @@ def test_svg_marks_what_is_idle(tmp_path: Path) -> None:
 
 def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
     """The curve's points, read back as seconds and bytes, are those of the timeline."""
-    timeline = remembered()
+    timeline = timeline_with_memory()
     timeline.save_svg(tmp_path / "timeline.svg")
     text = (tmp_path / "timeline.svg").read_text()
     curves = list(classes(text, "path", "memory"))

@@ -180,7 +180,7 @@ SHOW = Command(
     summary="print and draw a plan, a profile, a cluster or a trace",
     description="Prints what is in a file: a plan with the picture of its schedule, a profile, a cluster, or a trace "
     "that Penstock wrote. With PROFILE it also predicts the timeline of a plan; without, pictures of a plan show every "
-    "forward and backward (or both halves of one) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
+    "forward and backward (or both its halves) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
     "given.",
     example="penstock show plan.yaml profile.json cluster.yaml --html timeline.html --map plan.svg",
     declare=_declare,

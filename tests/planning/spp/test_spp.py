@@ -183,7 +183,7 @@ def test_the_order_is_also_taken_backwards():
 
     assert shape(forth[1]) == [(0, 1, (0, 1)), (1, 2, (2,))]
     assert shape(back[1]) == [(0, 1, (2,)), (1, 2, (1, 0))]
-    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))
+    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))  # type: ignore[comparison-overlap]
 
 
 def test_ties_go_to_the_fewest_devices_then_the_fewest_layers_in_front():

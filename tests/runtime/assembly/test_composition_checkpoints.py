@@ -25,6 +25,7 @@ CHECKPOINTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", CHECKPOINTED, ids=str)
 def test_a_checkpoint_of_shards_loads_under_any_plan(pool: Pool, tmp_path: Path, run: Run) -> None:
     expected = pool.run(4, jobs.save, run, str(tmp_path / "saved"))

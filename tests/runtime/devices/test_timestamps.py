@@ -64,10 +64,10 @@ def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str
     device.finish()
     for noted in held:
         before, after = noted.times
-        assert before <= noted.mark.event.passed_at <= after
+        assert before <= noted.mark.event.passed_at <= after  # type: ignore[attr-defined]
     on_clock = timer.on_clock([noted.mark for noted in held])
     # The device's clock is set by the host's once for all of them.
-    shifts = [moment - noted.mark.event.passed_at for noted, moment in zip(held, on_clock, strict=True)]
+    shifts = [moment - noted.mark.event.passed_at for noted, moment in zip(held, on_clock, strict=True)]  # type: ignore[attr-defined]
     assert all(shift >= 0 and shift == pytest.approx(shifts[0], abs=1e-6) for shift in shifts)
 
 

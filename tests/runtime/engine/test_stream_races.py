@@ -148,6 +148,7 @@ def test_an_error_reaches_a_rank_whose_device_waits(pool: Pool, failing: int) ->
     assert "ValueError: the layer is broken" in answers[1 - failing]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_though_only_the_device_waits(pool: Pool) -> None:
     waiting, still = pool.run(2, stall_directly, 1)
 

@@ -85,7 +85,7 @@ def test_gradients_are_those_of_autograd_and_outlive_the_next_backward() -> None
         found.append(one.grad)
         expected.append(other.grad)
 
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found, expected, strict=True):  # type: ignore[assignment]
         assert torch.equal(one, other)
     for one, other in zip(stage.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -321,7 +321,7 @@ LINEAR = (nn.Linear(6, 6), nn.Linear(6, 6))
     ],
 )
 def test_what_does_not_go_with_recordings_is_refused(
-    layers: Sequence[nn.Module], options: dict[str, object], words: str
+    layers: Sequence[nn.Module], options: dict[str, Any], words: str
 ) -> None:
     with recording(), pytest.raises(penstock.PlanError, match=words):
         build(layers, **options)
@@ -333,7 +333,7 @@ def test_a_cpu_has_no_graphs() -> None:
         build(LINEAR)
 
 
-def build(layers: Sequence[nn.Module], **options: object) -> penstock.Pipeline:
+def build(layers: Sequence[nn.Module], **options: Any) -> penstock.Pipeline:
     arguments = {"stages": 2, "microbatches": 2, "compile": GRAPHED, **options}
     return penstock.Pipeline(
         list(layers), (SAMPLES[0],), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), **arguments

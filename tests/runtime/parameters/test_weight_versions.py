@@ -16,7 +16,7 @@ class Scale(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        self.calls += 1
+        self.calls += 1  # type: ignore[assignment]
         return (self.weight * x,)
 
 
@@ -33,7 +33,7 @@ def update(weights: VersionedWeights, version: int, gradient_version: int, step:
     with torch.no_grad():
         parameter = weights.parameters["weight"]
         assert parameter.grad is not None
-        parameter -= step * parameter.grad
+        parameter -= step * parameter.grad  # type: ignore[misc]
     weights.end_update()
 
 
@@ -118,7 +118,7 @@ def test_replicas_share_the_weights_and_have_gradients_and_buffers_of_their_own(
     total = {"weight": first.take_gradients(0)["weight"] + second.take_gradients(0)["weight"]}
     assert second.begin_update(1, total)
     with torch.no_grad():
-        module.weight -= 0.125 * module.weight.grad
+        module.weight -= 0.125 * module.weight.grad  # type: ignore[misc]
     second.end_update()
     # The first replica finds the update made.
     assert not first.begin_update(1, total)

@@ -65,7 +65,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = [part(x) for part in (self.query, self.key, self.value)]
         heads = [values.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for values in wide]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)  # type: ignore[misc]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -14,10 +14,10 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.training import Case, Outcome, run_pipeline
+from support.transport_selection import sharing_memory
 
 __all__ = ["count_streams", "fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
 

@@ -13,10 +13,10 @@ from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.transport.ordered_all_reduce import OrderedSum
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.jobs.staging_jobs import members
 from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
+from support.transport_selection import sharing_memory
 
 __all__ = ["ROWS", "SIZES", "add_rows", "part_of", "replicate", "row_of", "sum_different_sizes", "sum_parts"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from support.carrying import sharing_memory
 from support.simulated.simulated_recorder import GRAPHED, recording
 from support.training import Case, Outcome, run_pipeline
+from support.transport_selection import sharing_memory
 
 __all__ = ["run_compiled", "run_recorded", "run_recorded_over"]
 

@@ -61,7 +61,7 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
         inbox = GlooInbox(edge, group, 0, DeviceStaging(device), _patience())
         tickets = [inbox.post("form") for _ in range(messages)]
         while tickets:
-            tensor, nothing = tickets.pop(0).wait()
+            tensor, nothing = tickets.pop(0).wait()  # type: ignore[assignment]
             assert tensor is not None and nothing is None
             found.append(device.read(tensor))
             del tensor

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.simulated.tardy_backend import LIVE
+from support.transport_selection import sharing_memory
 
 __all__ = [
     "close_before_it_comes",
@@ -79,7 +79,7 @@ def tell_threads(unwilling: int | None, refused: bool = False) -> list[str]:
     """The threads that the transport needs; the rank `unwilling` will share no memory, or is `refused` any."""
     before = set(threading.enumerate())
     made, out = os.memfd_create, dist.get_rank() == unwilling
-    os.memfd_create = _refuse if out and refused else made
+    os.memfd_create = _refuse if out and refused else made  # type: ignore[assignment]
     try:
         transport, rank, ranks = _ring(not out or refused)
     finally:
@@ -255,7 +255,7 @@ def exchange(shared: bool) -> list[Any]:
             transport.send(target, form, (head.bfloat16(), torch.empty(0, dtype=torch.float64)))
     found = []
     for ticket in tickets:
-        head, *rest = ticket.wait()
+        head, *rest = ticket.wait()  # type: ignore[assignment]
         assert head is not None
         message = [[*head.tolist(), str(head.dtype), head.requires_grad]]
         for part in rest:

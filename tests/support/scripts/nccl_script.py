@@ -33,7 +33,7 @@ import torch.distributed as dist
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
-from support.bits import assert_same
+from support.outcome_comparisons import assert_same
 from support.training import Case, run_pipeline, run_reference, stages_on_a_rank
 
 

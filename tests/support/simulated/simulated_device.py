@@ -158,7 +158,7 @@ class SimulatedDevice:
         given, taken = self.memory(target), self.memory(source)
 
         def run() -> None:
-            given[:] = taken
+            given[:] = taken  # type: ignore[assignment]
 
         self.do(stream, run)
 
@@ -170,7 +170,7 @@ class SimulatedDevice:
         given, numbers = self.memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
 
         def run() -> None:
-            given[:] = numbers
+            given[:] = numbers  # type: ignore[call-overload]
 
         self.do(self.current(), run)
 

@@ -96,7 +96,7 @@ class SimulatedEnd:
 
         def copy() -> None:
             if meeting.source:
-                given[:] = meeting.source[0]
+                given[:] = meeting.source[0]  # type: ignore[call-overload]
 
         device.do(stream, copy)
         device.pass_by(stream, meeting.done)

@@ -260,7 +260,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 @contextmanager
 def on_streams(device: RacingDevice) -> Iterator[None]:
     """In its body PyTorch's CPU is `device`."""
-    ACCELERATORS["cpu"] = lambda _: device
+    ACCELERATORS["cpu"] = lambda _: device  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
