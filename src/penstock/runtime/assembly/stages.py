@@ -348,7 +348,8 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         if different:
             raise PlanError(
                 f"rank {rank} and rank {world.rank} start from different weights: {_first_names(different)}. Every "
-                "rank must build the whole model identically: call torch.manual_seed(...) with one seed before that"
+                "rank must build the whole model identically: call torch.manual_seed(...) with one seed before "
+                "building it"
             )
 
 
