@@ -238,12 +238,12 @@ class Pipeline:
             buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
             device=self._device,
             timeout_seconds=timeout_seconds,
-            lanes=parallel.lanes,
+            tp_group=parallel.tp_group,
         )
 
     def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
         """The stages of this process."""
-        self._device_context = make_device_context(self._device, self._ranks, transport.check)
+        self._context = make_device_context(self._device, self._ranks, transport.check)
         return build_stages(
             self.plan,
             self._chain,
@@ -253,7 +253,7 @@ class Pipeline:
             grains=grains,
             modules=self._parallel_stages.modules,
             compute_weights=readings_of(recipe, self.schedule.guarantees.delays),
-            device_context=self._device_context,
+            context=self._context,
         )
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
@@ -264,7 +264,7 @@ class Pipeline:
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._parallel_stages.in_step)
-        device_context = self._device_context
+        context = self._context
         workers = make_workers(
             recipe,
             schedule,
@@ -273,10 +273,10 @@ class Pipeline:
             counted=counted_parameters(self.plan, chain),
             updater=self._updater,
             transport=transport,
-            site=device_context,
+            context=context,
         )
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, device_context.timer)
-        return Engine(schedule, self._stages, workers, transport, forecast=forecast, site=device_context, seed=seed)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, context.timer)
+        return Engine(schedule, self._stages, workers, transport, forecast=forecast, context=context, seed=seed)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.

@@ -1,4 +1,4 @@
-"""The probe: its arithmetic, the order of its measurements, and what it finds between real processes."""
+"""The probe: its arithmetic, the order of its measurements, and its results between real processes."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_the_fit_gives_back_the_link_that_made_the_seconds(latency, bandwidth):
     found_latency, found_bandwidth = fit_link([2 * latency] * 5, series)
 
     assert found_latency == pytest.approx(latency)
-    # Where the bytes are nothing beside the latency, a difference of nearly equal seconds is all there is.
+    # If the bytes take no time beside the latency, only a difference of nearly equal seconds is left.
     tolerance = 1e-6 + 1e-15 * 2 * latency * bandwidth / SIZES[-1]
     assert found_bandwidth == pytest.approx(bandwidth, rel=tolerance)
 

@@ -42,7 +42,6 @@ ALLOWED = """
     src/penstock/planning/two_bw/pipeline_searches.py
     src/penstock/planning/two_bw/repeated_blocks.py
     src/penstock/planning/widening.py
-    src/penstock/profiling/links.py
     src/penstock/progress.py
     src/penstock/rendering/device_boxes.py
     src/penstock/rendering/heat_maps.py
@@ -53,14 +52,6 @@ ALLOWED = """
     src/penstock/runtime/batches/batch_splitter.py
     src/penstock/runtime/batches/microbatches.py
     src/penstock/runtime/batches/results.py
-    src/penstock/runtime/devices/accelerators.py
-    src/penstock/runtime/devices/communicators.py
-    src/penstock/runtime/devices/device_context.py
-    src/penstock/runtime/devices/graph_capture.py
-    src/penstock/runtime/devices/local_devices.py
-    src/penstock/runtime/devices/staging.py
-    src/penstock/runtime/devices/streams.py
-    src/penstock/runtime/devices/timestamps.py
     src/penstock/runtime/engine/cooperative_scheduler.py
     src/penstock/runtime/engine/engine.py
     src/penstock/runtime/engine/gradients.py
@@ -77,25 +68,8 @@ ALLOWED = """
     src/penstock/runtime/parameters/optimizer_steps.py
     src/penstock/runtime/parameters/weight_versions.py
     src/penstock/runtime/transport/backend_selection.py
-    src/penstock/runtime/transport/collective_errors.py
-    src/penstock/runtime/transport/connection_rounds.py
-    src/penstock/runtime/transport/device_meshes.py
-    src/penstock/runtime/transport/distributed_transport.py
     src/penstock/runtime/transport/failures.py
-    src/penstock/runtime/transport/gloo/receivers.py
-    src/penstock/runtime/transport/gloo/senders.py
-    src/penstock/runtime/transport/nccl/all_reduce.py
-    src/penstock/runtime/transport/nccl/endpoints.py
-    src/penstock/runtime/transport/nccl/send_notices.py
-    src/penstock/runtime/transport/nccl/watchdog.py
-    src/penstock/runtime/transport/ordered_all_reduce.py
-    src/penstock/runtime/transport/shared_memory/endpoints.py
-    src/penstock/runtime/transport/shared_memory/handshake.py
-    src/penstock/runtime/transport/shared_memory/ring_buffers.py
     src/penstock/runtime/transport/tensor_parallel_transport.py
-    src/penstock/runtime/transport/timeouts.py
-    src/penstock/runtime/transport/transport.py
-    src/penstock/runtime/transport/worlds.py
     src/penstock/scheduling/arrivals.py
     src/penstock/scheduling/definitions.py
     src/penstock/scheduling/lowering.py

@@ -199,7 +199,7 @@ class Hasty(RacingDevice):
 class Forgetful(RacingDevice):
     """Forgets what memory is kept for."""
 
-    def keep(self, tensor: torch.Tensor, stream: RacingStream) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: RacingStream) -> None:
         pass
 
 

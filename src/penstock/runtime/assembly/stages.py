@@ -68,8 +68,8 @@ def choose_plan(
     two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
-        lanes = 1 if tensor_parallel is None else tensor_parallel
-        ranks = max(1, processes // lanes) if is_count(lanes, least=1) else 1
+        tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
+        ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
         per_rank = stages_per_rank(schedule, stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
@@ -80,7 +80,7 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _with_tensor_parallel(uniform, lanes)
+        return _with_tensor_parallel(uniform, tensor_parallel_size)
     given = {
         "schedule": schedule,
         "microbatches": microbatches,
@@ -104,17 +104,20 @@ def choose_plan(
     return plan
 
 
-def _with_tensor_parallel(plan: Plan, lanes: int) -> Plan:
-    """`plan` with `lanes` processes for each of its ranks."""
-    if lanes == 1:
+def _with_tensor_parallel(plan: Plan, tensor_parallel_size: int) -> Plan:
+    """`plan` with `tensor_parallel_size` processes for each of its ranks."""
+    if tensor_parallel_size == 1:
         return plan
     return replace(
         plan,
         stages=tuple(
-            replace(stage, ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, lanes)))
-            for stage in (plan.stages if is_count(lanes, least=1) else ())
+            replace(
+                stage,
+                ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, tensor_parallel_size)),
+            )
+            for stage in (plan.stages if is_count(tensor_parallel_size, least=1) else ())
         ),
-        tensor_parallel=lanes,
+        tensor_parallel=tensor_parallel_size,
     )
 
 
@@ -205,7 +208,7 @@ def build_stages(
     grains: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
     compute_weights: Sequence[ComputeWeights],
-    device_context: DeviceContext,
+    context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
     """The stages of this process by its `ranks`, both ascending. `grains`: how stages recompute. `modules`: those that
     a hook has changed. `compute_weights`: by stage, what forwards read of its weights.
@@ -258,7 +261,7 @@ def build_stages(
                     rank=rank,
                     stage=index,
                     late=late,
-                    now=device_context.timer.now,
+                    now=context.timer.now,
                 )
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
             own[index] = LocalStage(
@@ -267,8 +270,8 @@ def build_stages(
                 ties=first.ties,
                 reducer=reducer,
                 recomputes=grains.get(index),
-                order=device_context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
-                replays=_graphs(weights, index, device_context),
+                order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
+                replays=_graphs(weights, index, context),
             )
     return stages
 
@@ -292,12 +295,12 @@ def _reducer(
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
 
 
-def _graphs(weights: VersionedWeights, stage: int, device_context: DeviceContext) -> CudaGraphStage | None:
+def _graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage that is not captured as CUDA graphs."""
     module = weights.module(0)
     if not isinstance(module, CompiledStage) or not module.graphed:
         return None
-    device = device_context.device
+    device = context.device
     return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
 
 
