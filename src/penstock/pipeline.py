@@ -32,15 +32,15 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.batches.batch_splitter import BatchCutter
+from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.required_inputs import RequiredInputs, find_required_inputs, held_stages
+from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
-from penstock.runtime.engine.prediction_checks import forecast_of
-from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_grains
-from penstock.runtime.parameters.optimizer_steps import Updater, exchanged, readings_of
+from penstock.runtime.engine.prediction_check import make_prediction_check
+from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
+from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
@@ -128,7 +128,7 @@ class Pipeline:
 
     auto_plan: AutoPlan | None = None
     """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
-    reads: RequiredInputs
+    required_inputs: RequiredInputs
 
     def __init__(
         self,
@@ -205,17 +205,17 @@ class Pipeline:
                     vertical_sync=vertical_sync,
                     tensor_parallel=tensor_parallel,
                 )
-                self.plan, grains = choose_grains(chosen, recompute)
+                self.plan, granularities = choose_granularities(chosen, recompute)
                 """The plan that runs."""
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_split_backwards(self.schedule, compiled, parallelized, grains)
+                check_split_backwards(self.schedule, compiled, parallelized, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
-                self.reads = find_required_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
+                self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
-            self._chain = captured.materialize(self._world, self.reads.stages, seed)
+            self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
             self._parallel_stages = parallelize_stages(
                 parallelize,
                 self._world,
@@ -225,9 +225,9 @@ class Pipeline:
                 timeout_seconds=timeout_seconds,
                 masters=recipe.keeps_masters,
             )
-            self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, grains)
+            self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)
-            self._stages = self._build(recipe, transport, grains)
+            self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -241,7 +241,7 @@ class Pipeline:
             tp_group=parallel.tp_group,
         )
 
-    def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
+    def _build(self, recipe: Recipe, transport: Transport, granularities: Mapping[int, Granularity]) -> LocalStages:
         """The stages of this process."""
         self._context = make_device_context(self._device, self._ranks, transport.check)
         return build_stages(
@@ -250,9 +250,9 @@ class Pipeline:
             self.schedule,
             ranks=self._ranks,
             transport=transport,
-            grains=grains,
+            granularities=granularities,
             modules=self._parallel_stages.modules,
-            compute_weights=readings_of(recipe, self.schedule.guarantees.delays),
+            compute_weights=choose_compute_weights(recipe, self.schedule.guarantees.delays),
             context=self._context,
         )
 
@@ -263,7 +263,8 @@ class Pipeline:
         """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._parallel_stages.in_step)
+        in_step = self._parallel_stages.in_step
+        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe.loss_weight, in_step)
         context = self._context
         workers = make_workers(
             recipe,
@@ -275,8 +276,8 @@ class Pipeline:
             transport=transport,
             context=context,
         )
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, context.timer)
-        return Engine(schedule, self._stages, workers, transport, forecast=forecast, context=context, seed=seed)
+        check = make_prediction_check(self.plan, schedule.flushes, self._world, context.timer)
+        return Engine(schedule, self._stages, workers, transport, check=check, context=context, seed=seed)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -317,7 +318,7 @@ class Pipeline:
         schedule some backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_step(inputs, target)
+            microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))
 
@@ -338,7 +339,7 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, target)
+            microbatches = self._splitter.for_evaluation(inputs, target)
         with self._guarded("in an evaluation"):
             return StepResult(self._engine.evaluate(microbatches))
 
@@ -350,7 +351,7 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, None)
+            microbatches = self._splitter.for_evaluation(inputs, None)
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
@@ -379,7 +380,7 @@ class Pipeline:
         not for training.
         """
         averages = self.averages()
-        with exchanged(self._parameters(), averages):
+        with replaced_parameters(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
@@ -496,4 +497,4 @@ class Pipeline:
 
     def _model_state(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
-        return held_tensors(self._chain, self.reads.stages)
+        return held_tensors(self._chain, self.required_inputs.stages)

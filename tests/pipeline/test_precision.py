@@ -89,7 +89,7 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     layer = nn.Linear(10, 10)
     chain = penstock.capture(layer, (torch.randn(2, 10),))
     weights = VersionedWeights(
-        chain.stage(0, 1), dict(layer.named_parameters()), versions, reading=ComputeWeights(dtype)
+        chain.stage(0, 1), dict(layer.named_parameters()), versions, compute_weights=ComputeWeights(dtype)
     )
     slots = [tensor for slot in range(versions) for tensor in weights.slot(slot).values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}

@@ -21,52 +21,14 @@ ALLOWED = """
     src/penstock/capturing/weightless.py
     src/penstock/oracle/batches.py
     src/penstock/oracle/weights.py
-    src/penstock/planning/costs.py
     src/penstock/planning/memory.py
-    src/penstock/planning/pipedream/advice.py
     src/penstock/planning/pipedream/interleaving.py
-    src/penstock/planning/pipedream/recurrence.py
-    src/penstock/planning/planners.py
-    src/penstock/planning/ptd_p/accelerators.py
-    src/penstock/planning/ptd_p/arrangements.py
-    src/penstock/planning/ptd_p/ring_links.py
-    src/penstock/planning/ptd_p/three_d.py
     src/penstock/planning/search/constraints.py
-    src/penstock/planning/search/infeasibility.py
-    src/penstock/planning/search/searches.py
-    src/penstock/planning/spp/baselines.py
-    src/penstock/planning/spp/mappings.py
-    src/penstock/planning/spp/stage_numbers.py
-    src/penstock/planning/two_bw/block_chains.py
-    src/penstock/planning/two_bw/parallel_pipelines.py
     src/penstock/planning/two_bw/pipeline_searches.py
-    src/penstock/planning/two_bw/repeated_blocks.py
     src/penstock/planning/widening.py
-    src/penstock/progress.py
-    src/penstock/rendering/device_boxes.py
-    src/penstock/rendering/heat_maps.py
-    src/penstock/rendering/pictures.py
-    src/penstock/rendering/plan_drawings.py
     src/penstock/runtime/assembly/checkpoint.py
     src/penstock/runtime/assembly/failure_guard.py
-    src/penstock/runtime/batches/batch_splitter.py
-    src/penstock/runtime/batches/microbatches.py
-    src/penstock/runtime/batches/results.py
-    src/penstock/runtime/engine/cooperative_scheduler.py
-    src/penstock/runtime/engine/engine.py
-    src/penstock/runtime/engine/gradients.py
-    src/penstock/runtime/engine/mailboxes.py
-    src/penstock/runtime/engine/prediction_checks.py
-    src/penstock/runtime/execution/cuda_graphs.py
-    src/penstock/runtime/execution/executor.py
-    src/penstock/runtime/execution/recomputation.py
     src/penstock/runtime/execution/split_backward.py
-    src/penstock/runtime/execution/weight_gradients.py
-    src/penstock/runtime/parameters/fsdp_gradients.py
-    src/penstock/runtime/parameters/gradient_buckets.py
-    src/penstock/runtime/parameters/gradient_norms.py
-    src/penstock/runtime/parameters/optimizer_steps.py
-    src/penstock/runtime/parameters/weight_versions.py
     src/penstock/runtime/transport/backend_selection.py
     src/penstock/runtime/transport/failures.py
     src/penstock/runtime/transport/tensor_parallel_transport.py
@@ -82,19 +44,7 @@ ALLOWED = """
     src/penstock/scheduling/verification/message_invariants.py
     src/penstock/scheduling/verification/stage_invariants.py
     src/penstock/scheduling/verification/violations.py
-    src/penstock/simulating/costs.py
-    src/penstock/simulating/instructions.py
-    src/penstock/simulating/loads.py
-    src/penstock/simulating/memory_traces.py
-    src/penstock/simulating/outcomes.py
-    src/penstock/simulating/replica_symmetry.py
-    src/penstock/simulating/routes.py
-    src/penstock/timelines/bars.py
-    src/penstock/timelines/pages.py
-    src/penstock/timelines/spans.py
-    src/penstock/timelines/traces.py
-    src/penstock/training/clipping.py
-    src/penstock/training/optimizers.py
+    src/penstock/torch_internals/export.py
     src/penstock/values/clusters.py
     src/penstock/values/crossings.py
     src/penstock/values/documents.py

@@ -181,7 +181,7 @@ def test_matrix_does_not_say_what_a_server_is() -> None:
     profile = make_profile((1, 1, 1, 0), (1, 1, 0, 0))
     cluster = Cluster.from_matrix([[0, 1], [1, 0]])
 
-    with pytest.raises(PlanError, match="shared_nic: the links of this cluster are a matrix"):
+    with pytest.raises(PlanError, match="shared_nic: expected a cluster with servers, found links as a matrix"):
         simulate(Schedule("gpipe", 2, 1), profile, cluster, shared_nic=True)
 
 
@@ -224,7 +224,7 @@ def test_option_that_makes_no_sense_is_refused(option: dict[str, Any], message: 
 def test_replica_that_never_comes_to_an_all_reduce_is_named() -> None:
     programs = parse_programs("0F0@0 0B0@0 0A1 0U1<0\n0F1@0 0B1@0")
 
-    with pytest.raises(Exception, match=r"rank 0 waits in 0A1 \(its action 2\) for replicas that never come to it"):
+    with pytest.raises(Exception, match=r"rank 0 waits in 0A1 \(its action 2\) for replicas that never reach it"):
         execute(programs, Placement(((0, 1),)), Costs.unit(1))
 
 

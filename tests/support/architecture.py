@@ -32,6 +32,7 @@ __all__ = [
     "makers_of_messages",
     "meaningless_names",
     "room_of",
+    "shared_classes",
     "shared_names",
     "splatted_tuples",
     "strange_imports_of_orders",
@@ -178,6 +179,16 @@ def shared_names(sources: Sources) -> dict[str, str]:
         for node in parse(text).body
         if isinstance(node, ast.FunctionDef) and node.name in modules
     }
+
+
+def shared_classes(sources: Sources) -> dict[str, list[str]]:
+    """The names that several public classes have, with the modules of these classes."""
+    homes: dict[str, list[str]] = {}
+    for module, text in sources.items():
+        for name in classes_of(text):
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(module)
+    return {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
 def long_files(sources: Sources, most: int) -> dict[str, int]:

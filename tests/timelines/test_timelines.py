@@ -89,7 +89,10 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank from 0, found -1"),
+        (
+            lambda: Span(-1, "0F0@0", 0, 1),
+            "span of 0F0@0: expected a rank of 0 or more, found -1: pass the global rank",
+        ),
         (
             lambda: Span(0, "F0", 0, 1),
             "span of rank 0: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, "
@@ -105,7 +108,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
             "span of 0F0@0 on rank 0: expected a finite start and a stop not before it, found 0.0 to nan seconds: "
             "read both from one clock",
         ),
-        (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0"),
+        (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0: pass the number of ranks"),
         (
             lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0),)),
             "timeline of 2 ranks: expected the memory of each rank or of none, found that of 1: give one "
@@ -317,7 +320,7 @@ def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
         per_byte = float(base.get("height", "")) / 4e9
         drawn = [((x - left) / pixels + 1, (foot - y) / per_byte) for y, x in steps]
         for until, size in drawn:
-            now = [held for at, held in memory.course() if at < until - 0.01]
+            now = [held for at, held in memory.total_curve() if at < until - 0.01]
             assert size == pytest.approx(now[-1] if now else 4e9, abs=2e7)
         assert drawn[-1][0] == pytest.approx(8.5, abs=0.01)
     assert curves[0][0].text == (

@@ -12,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.torch_internals.modules import is_persistent, registered_buffers, restore_buffers
+
 __all__ = ["evaluating", "preserved", "same_content", "saved_buffers"]
 
 
@@ -23,7 +25,7 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     every = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
     flags = [module.training for module in every]
-    registered = [dict(module._buffers) for module in every]
+    registered = [registered_buffers(module) for module in every]
     buffers = list(
         {id(buffer): buffer for found in registered for buffer in found.values() if buffer is not None}.values()
     )
@@ -36,8 +38,7 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag, found in zip(every, flags, registered, strict=True):
             module.training = flag
-            module._buffers.clear()
-            module._buffers.update(found)
+            restore_buffers(module, found)
         with torch.no_grad():
             for buffer, content in contents:
                 # BatchNorm writes its statistics behind the version counters; only the contents tell.
@@ -73,8 +74,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of the state dict of `model`, under all their names."""
     saved: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if is_persistent(module, name):
                 saved[f"{path}.{name}" if path else name] = buffer
     return saved
 
@@ -82,7 +83,5 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     tensors: list[Tensor] = []
     for module in modules:
-        tensors += [
-            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-        ]
+        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]

@@ -18,7 +18,7 @@ from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
-from penstock.oracle.batches import Microbatch, cut, pieces_of, sizes_of
+from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
@@ -114,7 +114,7 @@ def reference_train(
         update_hooks=update_hooks,
     )
     device = first_device(model)
-    with recipe.computing(device):
+    with recipe.autocast_context(device):
         chain = capture(copy.deepcopy(model), sample)
     if plan is None:
         plan = Plan.uniform(len(chain.layers), stages, microbatches=microbatches)
@@ -212,11 +212,11 @@ class _Run:
         if self.training.scales is None:
             return 1.0
         replicas = 1 if self.plan.routing == "split" else self.plan.replicas[-1]
-        return self.training.scales.used(k // replicas + 1 if self.schedule == "pipedream" else self.updates + 1)
+        return self.training.scales.scale_of(k // replicas + 1 if self.schedule == "pipedream" else self.updates + 1)
 
-    def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, float]]:
+    def _forward(self, k: int, part: ReferenceMicrobatch) -> list[tuple[Tensor, float]]:
         """The loss of each part of a microbatch that a replica of the last stage has, and what it is the mean over."""
-        with self.recipe.computing(self.device):
+        with self.recipe.autocast_context(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))

@@ -202,7 +202,7 @@ class Training:
             for name, gradient in own.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         for index in versions:
-            scale = 1.0 if self.scales is None else self.scales.used(len(self._stages[index].versions))
+            scale = 1.0 if self.scales is None else self.scales.scale_of(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
@@ -256,7 +256,7 @@ class Training:
     def settle_scale(self, wait: int = 0) -> None:
         """The scale learns of the updates so far, but of the last `wait`."""
         while self.scales is not None and len(self._overflown) > wait:
-            self.scales.settle(self._overflown.pop(0), keep=0)
+            self.scales.update(self._overflown.pop(0), keep=0)
 
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = [
     "Model",

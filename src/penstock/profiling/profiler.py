@@ -56,7 +56,7 @@ from penstock.profiling.devices import (
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
-from penstock.runtime.execution.split_backward import go_backward_to_inputs
+from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile
@@ -281,7 +281,7 @@ class _LayerBench:
             arguments = self._arguments(index)
             roots = self._call(index, arguments).roots
             try:
-                weight_backwards.append(go_backward_to_inputs(roots, gradients, arguments)[1])
+                weight_backwards.append(run_input_backward(roots, gradients, arguments)[1])
             except RuntimeError:
                 # Autograd has functions whose backward cannot be split; the whole one has just run.
                 return

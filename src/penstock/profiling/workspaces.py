@@ -20,8 +20,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.cuda import clear_cublas_workspaces
+from penstock.torch_internals.dispatch import TorchDispatchMode
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["CudaMeter", "DispatchMeter", "Meter", "meter_of"]
 
@@ -76,7 +79,7 @@ class CudaMeter:
         self._peak = 0
         gc.collect()
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
     def held(self) -> int:
@@ -126,10 +129,11 @@ class _Storages(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.forget_dead()
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {storage_key(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(result):
-            if storage._cdata not in given and storage._cdata not in self.alive:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+            key = storage_key(storage)
+            if key not in given and key not in self.alive:
+                self.alive[key] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.forget_dead())
         return result
 

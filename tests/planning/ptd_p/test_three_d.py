@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import Accelerator, Precision
-from penstock.planning.ptd_p.arrangements import (
-    Arrangement,
-    Candidate,
-    candidate,
+from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
+from penstock.planning.ptd_p.parallel_configs import (
+    ConfigEstimate,
+    ParallelConfig,
+    estimate_config,
 )
-from penstock.planning.ptd_p.pipeline_trials import play
+from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d
 from penstock.planning.ptd_p.transformer_costs import (
-    PartCosts,
+    ModuleCosts,
     TransformerCosts,
     profile_of,
 )
@@ -49,16 +49,16 @@ from support.transformer_arrangements import (
 # Closed forms.
 
 
-def equal_parts(layer: PartCosts) -> TransformerCosts:
+def equal_parts(layer: ModuleCosts) -> TransformerCosts:
     """Costs in which all positions of a pipeline are alike."""
     return TransformerCosts(1, 1, NOTHING, layer, NOTHING, 0.0, 0.0)
 
 
-def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recompute: bool = False) -> Candidate:
+def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recompute: bool = False) -> ConfigEstimate:
     """The closed form for equal positions, free links and free updates."""
-    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
-    form = Arrangement(p, tensor, d, b, v, recompute)
-    return candidate(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
+    costs = equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = ParallelConfig(p, tensor, d, b, v, recompute)
+    return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
 
 
 @settings(max_examples=300, deadline=None)
@@ -97,10 +97,10 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
     if p == 1:
         v = 1
     m = p * rounds
-    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
-    form = Arrangement(p, 1, 1, 1, v, recompute)
+    costs = equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = ParallelConfig(p, 1, 1, 1, v, recompute)
 
-    found = play(p * v, costs, form, replace(FREE, pipeline=Ring(p)), m)
+    found = simulate_pipeline(p * v, costs, form, replace(FREE, pipeline=Ring(p)), m)
 
     assert math.isclose(found, alike(p, 1, 1, v, m, recompute=recompute).minibatch_seconds)
 
@@ -108,21 +108,21 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.floats(0, 2), st.floats(0, 2))
 def test_the_simulator_agrees_where_the_head_is_slow(p: int, m: int, forward: float, backward: float) -> None:
-    costs = replace(equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=PartCosts(forward, backward, 0, 0, 0))
-    form = Arrangement(p, 1, 1, 1, 1, False)
-    closed = candidate(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
+    costs = replace(equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=ModuleCosts(forward, backward, 0, 0, 0))
+    form = ParallelConfig(p, 1, 1, 1, 1, False)
+    closed = estimate_config(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
 
-    assert math.isclose(play(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
+    assert math.isclose(simulate_pipeline(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
 
 
 def test_the_simulator_and_the_closed_form_agree_on_gpt3_within_two_percent() -> None:
     request = ThreeDRequest(GPT_175B, selene(192), 192, tensor=8, microbatch_size=1)
-    closed = {one.arrangement: one for one in rank_three_d(request, 0)}
+    closed = {one.config: one for one in rank_three_d(request, 0)}
     played = [one for one in rank_three_d(request, 3) if one.simulated]
 
     assert len(played) == 3
     for one in played:
-        assert abs(one.minibatch_seconds / closed[one.arrangement].minibatch_seconds - 1) < 0.02
+        assert abs(one.minibatch_seconds / closed[one.config].minibatch_seconds - 1) < 0.02
     assert played == sorted(played, key=lambda one: one.minibatch_seconds)
 
 
@@ -141,7 +141,7 @@ def test_the_seconds_by_cause_add_up(recompute: bool) -> None:
 # The search against an exhaustive one.
 
 
-def gemm(device: Accelerator, m: float, k: float, n: float, count: float) -> float:
+def gemm(device: AcceleratorModel, m: float, k: float, n: float, count: float) -> float:
     flat_out = 2 * m * k * n * count / (device.peak_operations * device.efficiency)
     bound = 2 * count * (m * k + k * n + n * m) / device.memory_bandwidth
     return max(flat_out + flat_out * device.half_wave / (m * n * count), bound)
@@ -238,7 +238,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(
     roomy = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
     request = ThreeDRequest(model, roomy, batch, TOY)
     if not exhaustive(model, roomy, batch):
-        with pytest.raises(PlanError, match=r"have no arrangement"):
+        with pytest.raises(PlanError, match=r"have no configuration"):
             rank_three_d(request, 0)
         return
     sizes = [one.peak_bytes for one in rank_three_d(request, 0)]
@@ -248,7 +248,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(
 
     found = rank_three_d(replace(request, cluster=cluster), 0)
 
-    forms = [one.arrangement for one in found]
+    forms = [one.config for one in found]
     keys = [(f.pipeline, f.tensor, f.data, f.microbatch_size, f.stages_per_rank, f.recompute) for f in forms]
     assert Counter(keys) == Counter(expected.keys())
     for key, one in zip(keys, found, strict=True):
@@ -263,13 +263,13 @@ def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObj
     model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
     request = ThreeDRequest(model, Cluster.hierarchical([(4, 1e9), (4, 1e8)]), 16, TOY)
     ranked = rank_three_d(request, 0)
-    form = data.draw(st.sampled_from(ranked)).arrangement
+    form = data.draw(st.sampled_from(ranked)).config
     names = ["pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "recompute"]
     fixed = {name: getattr(form, name) for name in data.draw(st.sets(st.sampled_from(names)))}
 
     found = rank_three_d(replace(request, **fixed), 0)
 
-    kept = [one for one in ranked if all(getattr(one.arrangement, name) == fixed[name] for name in fixed)]
+    kept = [one for one in ranked if all(getattr(one.config, name) == fixed[name] for name in fixed)]
     assert list(found) == kept
 
 
@@ -278,7 +278,7 @@ def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObj
 
 @pytest.mark.parametrize(("server", "batch"), [(2, 512), (4, 128), (4, 512), (8, 32), (8, 64), (8, 128), (8, 512)])
 def test_takeaway_1_tensor_parallelism_fills_a_server_and_the_pipeline_goes_beyond(server: int, batch: int) -> None:
-    found = best(GPT_162B, 64, batch, server, recompute=True).arrangement
+    found = best(GPT_162B, 64, batch, server, recompute=True).config
 
     assert found.tensor == server
     assert found.pipeline == 64 // server
@@ -304,7 +304,7 @@ def test_takeaway_1_the_best_mix_of_figure_4_13_is_one_server(batch: int, worst:
 def test_takeaway_2_model_parallel_size_is_just_large_enough(model: Transformer, devices: int, batch: int) -> None:
     request = ThreeDRequest(model, selene(devices), batch, recompute=True)
     found = rank_three_d(request, 0)
-    sizes = [one.arrangement.pipeline * one.arrangement.tensor for one in found]
+    sizes = [one.config.pipeline * one.config.tensor for one in found]
 
     # Of all sizes from 1 to n, the choice is the least that fits or at most twice that.
     assert sizes[0] <= 2 * min(sizes)
@@ -334,7 +334,7 @@ def test_takeaway_2_throughput_falls_with_the_tensor_size_as_in_figure_4_15() ->
 
 
 def best_size(model: Transformer, devices: int, batch: int, **fixed: Any) -> int:
-    return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).arrangement.microbatch_size
+    return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).config.microbatch_size
 
 
 def test_takeaway_3_the_best_microbatch_depends_on_model_depth_and_batch() -> None:
@@ -375,7 +375,7 @@ def test_rates_are_within_8_percent_of_table_4_2(
 
 def test_the_trillion_parameter_model_gets_the_arrangement_and_rate_of_the_thesis() -> None:
     found = best(GPT_1T, 3072, 3072)
-    form = found.arrangement
+    form = found.config
 
     assert (form.pipeline, form.tensor, form.data) == (64, 8, 6)
     assert form.schedule == "interleaved"
@@ -457,9 +457,9 @@ def test_a_plan_explains_why_it_is_better() -> None:
     lines = text.splitlines()
 
     assert lines[0].split()[:6] == ["p", "t", "d", "b", "v", "recompute"]
-    assert lines[1].split()[:6] == ["16", "8", "1", str(first.arrangement.microbatch_size), "1", "yes"]
+    assert lines[1].split()[:6] == ["16", "8", "1", str(first.config.microbatch_size), "1", "yes"]
     percent = 100 * (second.minibatch_seconds / first.minibatch_seconds - 1)
-    assert lines[-1].startswith(f"{second.arrangement} takes {percent:.1f} % longer")
+    assert lines[-1].startswith(f"{second.config} takes {percent:.1f} % longer")
     # What it loses by is named with its seconds, and the seconds are right.
     bubble = second.bubble_seconds - first.bubble_seconds
     assert f"bubble {seconds_text(abs(bubble))} {'more' if bubble > 0 else 'less'}" in lines[-1]
@@ -470,7 +470,7 @@ def test_the_only_arrangement_needs_no_comparison() -> None:
     model = Transformer(2, 64, 8, sequence=16, vocabulary=64)
     plan = plan_three_d(model, Cluster.uniform(1, 1e9), batch_size=1, accelerator=TOY, **fixed)
 
-    assert plan.explain().splitlines()[-1] == "No other arrangement fits."
+    assert plan.explain().splitlines()[-1] == "No other configuration fits."
 
 
 def test_messages_that_do_not_overlap_take_longer() -> None:
@@ -496,12 +496,12 @@ def test_what_does_not_fit_says_what_it_takes() -> None:
     assert message.startswith("1008 billion parameters do not fit on 64 devices")
     for words in (
         "expected at most 85.9 GB",
-        "in the smallest arrangement, (p, t, d) =",
+        "in the smallest configuration, (p, t, d) =",
         "devices of",
         "recompute=True",
     ):
         assert words in message
-    with pytest.raises(PlanError, match=r"It takes devices of 291 GB, or 256 devices like these$"):
+    with pytest.raises(PlanError, match=r"Use devices of 291 GB, or 256 devices like these$"):
         best(GPT_1T, 64, 64)
     # What the message asks for is enough.
     assert best(GPT_1T, 256, 64).peak_bytes <= 80 * GIB
@@ -535,7 +535,7 @@ def test_the_devices_that_a_message_asks_for_are_the_fewest(
 @pytest.mark.parametrize(
     ("fixed", "words"),
     [
-        ({"devices": 7}, "7 devices have no arrangement .* use devices=4, the next smaller number that has"),
+        ({"devices": 7}, "7 devices have no configuration .* use devices=4, the next smaller number that has"),
         ({"tensor": 5}, "with tensor = 5: expected p t d = 8, t a divisor of 8 heads"),
         ({"pipeline": 3, "data": 2}, "with pipeline = 3, data = 2"),
         ({"microbatch_size": 5}, "d b of a batch of 16"),

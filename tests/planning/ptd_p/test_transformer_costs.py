@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import A100
-from penstock.planning.ptd_p.arrangements import (
-    ArrangementLinks,
+from penstock.planning.ptd_p.accelerator_models import A100
+from penstock.planning.ptd_p.parallel_configs import (
+    ParallelLinks,
     activation_bytes,
     boundary_seconds,
     checkpoint_count,
@@ -19,9 +19,9 @@ from penstock.planning.ptd_p.arrangements import (
 )
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
 from penstock.planning.ptd_p.transformer_costs import (
-    part_costs,
     profile_of,
     tensor_numbers,
+    tensor_parallel_costs,
 )
 from penstock.scheduling import schedule
 from penstock.scheduling.actions import Backward, Forward
@@ -37,7 +37,7 @@ from support.transformer_arrangements import (
     slowest_pair,
 )
 
-# Accelerator, rings, parts.
+# Accelerators, rings, modules.
 
 
 @settings(max_examples=300, deadline=None)
@@ -114,7 +114,7 @@ def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float,
 
 @pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
 def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
-    costs = part_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
     numbers = costs.layer.reduce_seconds * 300e9 / 2
 
     assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
@@ -123,8 +123,8 @@ def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
 
 @pytest.mark.parametrize("b", [1, 2, 4])
 def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
-    links = ArrangementLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))
-    costs = part_costs(GPT_175B, A100, links.tensor, b)
+    links = ParallelLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))
+    costs = tensor_parallel_costs(GPT_175B, A100, links.tensor, b)
     whole, none, all_bytes = boundary_seconds(costs, replace(links, scatter_gather=False))
     scattered, _, part_bytes = boundary_seconds(costs, links)
 
@@ -140,7 +140,7 @@ def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
 def test_saved_bytes_are_those_of_korthikanti() -> None:
     for transformer, b, t in product([GPT_175B, GPT_1T, GPT_1B], [1, 3], [1, 2, 8]):
         s, h, a = transformer.sequence, transformer.hidden, transformer.heads
-        found = part_costs(transformer, A100, Ring(t), b).layer.saved_bytes
+        found = tensor_parallel_costs(transformer, A100, Ring(t), b).layer.saved_bytes
 
         assert math.isclose(found, s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
         if t == 1:
@@ -149,7 +149,7 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> None:
-    costs = part_costs(GPT_175B, A100, Ring(tensor), 1)
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor), 1)
     h = GPT_175B.hidden
     shared = 6 * h
 
@@ -159,7 +159,7 @@ def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> Non
 
 def test_a_profile_has_the_parameters_and_seconds_of_the_parts() -> None:
     profile = profile_of(GPT_6B, A100, selene(8), microbatch_size=2)
-    costs = part_costs(GPT_6B, A100, Ring(1), 2)
+    costs = tensor_parallel_costs(GPT_6B, A100, Ring(1), 2)
     table = GPT_6B.vocabulary * GPT_6B.hidden
 
     assert len(profile) == GPT_6B.layers + 2
@@ -207,7 +207,7 @@ def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, rati
 
 
 def test_activation_bytes_are_those_of_section_4_3_5() -> None:
-    costs = part_costs(GPT_175B, A100, Ring(8), 1)
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(8), 1)
     kept, layer = costs.boundary_bytes, costs.layer.saved_bytes
 
     assert kept == 2 * 2048 * 12288

@@ -160,7 +160,7 @@ def test_as_many_devices_as_would_be_enough_are_enough() -> None:
     with pytest.raises(PlanError) as caught:
         plan(profile, Cluster.uniform(2, 1e9, 25e6), synchronous=True)
 
-    devices = int(re.search(r"(\d+) devices of this size", str(caught.value)).group(1))
+    devices = int(re.search(r"(\d+) devices \(for", str(caught.value)).group(1))
     assert plan(profile, Cluster.uniform(devices, 1e9, 25e6), synchronous=True).ranks <= devices
     with pytest.raises(PlanError):
         plan(profile, Cluster.uniform(devices // 2, 1e9, 25e6), synchronous=True)

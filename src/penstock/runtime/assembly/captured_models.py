@@ -39,16 +39,18 @@ class CapturedModel:
     compilation: Compilation | None
 
     def compile(
-        self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Granularity]
+        self, chain: LayerChain, plan: Plan, schedule: Schedule, granularities: Mapping[int, Granularity]
     ) -> LayerChain:
-        """`chain` with its stages compiled if the user asked for it. `grains`: how the stages of `plan` recompute.
+        """`chain` with its stages compiled if the user asked for it. `granularities`: how stages of `plan` recompute.
 
         Raises `PlanError` if the stages are to be captured as CUDA graphs and cannot be.
         """
-        if self.compilation is not None and self.compilation.graphed:
-            check_graphs(schedule, chain, grains, self.device)
-        apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
-        return compile_chain(chain, self.compilation, apart)
+        if self.compilation is not None and self.compilation.cuda_graphs:
+            check_graphs(schedule, chain, granularities, self.device)
+        layerwise = [
+            plan.stages[index].start for index, granularity in granularities.items() if granularity == "layers"
+        ]
+        return compile_chain(chain, self.compilation, layerwise)
 
     def materialize(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
         """The chain with weights for `stages`, those of this process. Collective if the weights have to be made.
@@ -82,5 +84,5 @@ def capture_for_training(
         return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # Code of the model that branches on types must see the types of autocast.
-    with recipe.computing(device):
+    with recipe.autocast_context(device):
         return CapturedModel(capture(model, sample), device, None, None, compilation)

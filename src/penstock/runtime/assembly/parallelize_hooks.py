@@ -27,6 +27,7 @@ from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.device_meshes import stage_mesh
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan
 
 __all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
@@ -197,7 +198,7 @@ def _check_parameters(
 
 
 def _check_modules(stage: int, module: StageModule, schedule: Schedule) -> None:
-    if any(inner._compiled_call_impl is not None for inner in module.modules()):
+    if any(is_compiled(inner) for inner in module.modules()):
         raise PlanError(
             f"parallelize= compiled a module of stage {stage}: expected modules that run as they are, since each "
             "weight version needs a copy of them. Leave torch.compile out"

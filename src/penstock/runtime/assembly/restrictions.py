@@ -14,9 +14,9 @@ __all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
 
 
 def check_split_backwards(
-    schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]
+    schedule: Schedule, compiled: bool, parallelized: bool, granularities: Mapping[int, Granularity]
 ) -> None:
-    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `grains`: how stages recompute."""
+    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
     if not schedule.guarantees.splits:
         return
     if compiled:
@@ -31,7 +31,7 @@ def check_split_backwards(
             "the modules of parallelize= exchange weights and gradients around whole backwards",
             "Leave parallelize= out",
         )
-    layers = [stage for stage, grain in grains.items() if grain == "layers"]
+    layers = [stage for stage, granularity in granularities.items() if granularity == "layers"]
     if layers:
         _refuse(
             schedule,
@@ -47,20 +47,22 @@ def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompu
 
 
 def check_graphs(
-    schedule: Schedule, chain: LayerChain, grains: Mapping[int, Granularity], device: torch.device
+    schedule: Schedule, chain: LayerChain, granularities: Mapping[int, Granularity], device: torch.device
 ) -> None:
-    """Raises `PlanError` if the stages of `chain` cannot be captured as CUDA graphs. `grains`: how stages recompute."""
+    """Raises `PlanError` if the stages of `chain` cannot be captured as CUDA graphs. `granularities`: how they
+    recompute.
+    """
     random = [layer.name for layer in chain.layers if layer.random]
     if device.type not in GRAPH_CAPTURERS:
         reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
     elif max(schedule.guarantees.versions) > 1:
         reason = (
-            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
+            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need graphs of "
             "its own for all microbatches in flight"
         )
         remedy = "Expected a schedule that flushes: gpipe, 1f1b-flush, interleaved or spp"
-    elif grains:
-        reason = f"stages recompute ({', '.join(map(str, sorted(grains)))}), and recordings keep their memory anyway"
+    elif granularities:
+        reason = f"stages recompute ({', '.join(map(str, sorted(granularities)))}), and graphs keep their memory anyway"
         remedy = "Expected recompute=False"
     elif random:
         reason = f"layers draw random numbers ({', '.join(random[:3])}), each from a stream that the host begins"

@@ -19,7 +19,7 @@ from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.devices.timestamps import Timestamp
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
 from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.recomputation import Granularity
@@ -205,13 +205,13 @@ def build_stages(
     *,
     ranks: Sequence[int],
     transport: Transport,
-    grains: Mapping[int, Granularity],
+    granularities: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
     compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
-    """The stages of this process by its `ranks`, both ascending. `grains`: how stages recompute. `modules`: those that
-    a hook has changed. `compute_weights`: by stage, what forwards read of its weights.
+    """The stages of this process by its `ranks`, both ascending. `granularities`: how they recompute. `modules`: those
+    that a hook has changed. `compute_weights`: by stage, the weights that its forwards read.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -229,7 +229,7 @@ def build_stages(
             schedule.versions(index),
             {name: shared_weights[name] for name in parameters if name in shared_weights},
             copied=not sharded_modules(module),
-            reading=compute_weights[index],
+            compute_weights=compute_weights[index],
         )
         # The first of the stages in a process that share a weight updates it.
         for name in parameters:
@@ -269,9 +269,9 @@ def build_stages(
                 evaluation=first.evaluation,
                 ties=first.ties,
                 reducer=reducer,
-                recomputes=grains.get(index),
+                recomputes=granularities.get(index),
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
-                replays=_graphs(weights, index, context),
+                cuda_graphs=_cuda_graphs(weights, index, context),
             )
     return stages
 
@@ -295,10 +295,10 @@ def _reducer(
     return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
 
 
-def _graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
+def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage that is not captured as CUDA graphs."""
     module = weights.module(0)
-    if not isinstance(module, CompiledStage) or not module.graphed:
+    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
         return None
     device = context.device
     return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)

@@ -117,8 +117,9 @@ class Processes:
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
-        # There is no public way to the store of the default group (torch 2.11 to 2.13).
-        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        world = dist.group.WORLD
+        assert world is not None, "it has a size and a rank"
+        store = PrefixStore(f"penstock/{name}", world.get_group_store())
         self._store, self._transports = store, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook

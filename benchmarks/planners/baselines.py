@@ -1,4 +1,4 @@
-"""What others would do with the same model and machine: the synchronous baselines that SPP is compared with.
+"""The synchronous baselines that the planner SPP is compared with.
 
 Source: SPP (Luo et al., INFOCOM 2022, section V): all run m microbatches and then update once.
 
@@ -24,11 +24,11 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, require_fit
+from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 from penstock.planning.pipedream.partitions import plan_pipedream
-from penstock.planning.pipedream.straight import cut_evenly, least_slowest
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
-from penstock.planning.spp.stage_numbers import evaluate_for
+from penstock.planning.spp.spp_search import evaluate_for
 from penstock.values.clusters import Cluster, LinkLevels
 from penstock.values.documents import suggestion, text_of
 from penstock.values.plans import Plan, Stage
@@ -94,7 +94,7 @@ def plan_hetpipe(
         return fitting[stage][starts]
 
     exchange = _exchange_seconds(chain_costs(profile), cluster, workers)
-    limit = least_slowest(stage_seconds, exchange)
+    limit = least_bottleneck(stage_seconds, exchange)
     cuts = cut_evenly(stage_seconds, exchange, limit) if limit < np.inf else ()
     if not cuts:
         raise PlanError(

@@ -1,9 +1,9 @@
 """SPP: synchronous pipelines with replicated stages on any machine, near the least time per minibatch.
 
-Source: Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training", INFOCOM 2022, algorithm 3.
-The devices are put in order (`device_orders`); for every number of stages the best plan in this order is found by its
-busiest stage or link (`mappings`); and of these the one whose simulated minibatch is fastest is taken, not the one with
-the least busy stage: deep pipelines are better balanced and take longer to fill. Beyond the text:
+[SPP 2022, algorithm 3]. The devices are put in order (`device_orders`); for every number of stages the best plan in
+this order is found by its busiest stage or link (`mappings`); and of these the one whose simulated minibatch is fastest
+is taken, not the one with the least busy stage: deep pipelines are better balanced and take longer to fill. Beyond the
+text:
 
   1. A pipeline has a direction, an order of devices has none: the order is also taken backwards. (On random graphs of 4
      and 5 devices, W then exceeds the best over all orders by 3 to 4 %, instead of 6 to 7 %.)
@@ -19,9 +19,10 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
+from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
-from penstock.planning.spp.mappings import Machine, Mapping, cheapest_mappings
+from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -31,22 +32,22 @@ from penstock.values.quantities import bytes_text
 __all__ = ["evaluate_for", "find_spp", "plan_spp", "spp_candidates"]
 
 _MOST_STEPS = 1e10
-"""Elements that the dynamic program may look at: about ten seconds."""
+"""Elements that the dynamic program may examine, in about ten seconds."""
 
 _QUICK_STEPS = 1e6
-"""So many can be done twenty times for the words of an error, which a search may catch and not read."""
+"""A problem of this size can be solved twenty times for an error message."""
 
 _BUFFERS = 4
 """Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
-ahead than the next one, and takes gradients no more than 4 behind it."""
+ahead than the next one, and takes gradients at most 4 behind it."""
 
 
 def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan:
     """The plan whose simulated minibatch is the fastest; of equal ones, one with the fewest stages.
 
-    It runs under the schedule `spp` and splits every microbatch over the replicas of a stage, whatever
-    `request.schedule` says. `whole_samples` as for `spp_candidates`, which raises `PlanError`; so does this if no
-    candidate fits when simulated.
+    It uses the schedule `spp`, whatever `request.schedule` is, and splits every microbatch over the replicas of a
+    stage. `whole_samples` as for `spp_candidates`. Raises `PlanError` like that, and if no candidate fits when
+    simulated.
     """
     found = find_spp(profile, cluster, request, whole_samples=whole_samples)
     if found is None:
@@ -55,7 +56,7 @@ def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
 
 
 def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
-    """As `plan_spp`; None if nothing fits, at no cost for saying what would."""
+    """Like `plan_spp`, but returns None if nothing fits, without working out what would."""
     candidates = _candidates(profile, cluster, request, whole_samples)
     if cluster.memory_bytes is not None:
         candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
@@ -69,7 +70,7 @@ def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
 
 
 def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:
-    """The outcome of `plan` by the simulator, with what `request` says of the all-reduce and of the optimizer."""
+    """The outcome of `plan` by the simulator, with the all-reduce and the optimizer of `request`."""
     options = simulator_options(request.allreduce, request.optimizer_copies)
     return evaluate(plan, profile, cluster, **options)
 
@@ -80,10 +81,10 @@ def spp_candidates(
     """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ.
 
     `request.stages` fixes the number of stages, on all devices; with `straight`, on as many devices and without
-    replicas. `whole_samples`: the replicas of a stage share the samples of a microbatch equally; the paper lets them
-    have fractions. W in seconds for a minibatch. A memory limit is for weights, gradients, optimizer state and
-    activations in flight. `PlanError` if there are more stages than layers or devices, if there is no such plan that
-    fits in memory, or if the problem is too large.
+    replicas. `whole_samples`: the replicas of a stage share the samples of a microbatch equally; the paper allows
+    fractions. W is in seconds per minibatch. The memory limit covers weights, gradients, optimizer state and
+    activations in flight. Raises `PlanError` if there are more stages than layers or devices, if no such plan fits in
+    memory, or if the problem is too large.
     """
     candidates = _candidates(profile, cluster, request, whole_samples)
     if not candidates:
@@ -94,9 +95,9 @@ def spp_candidates(
 def _candidates(
     profile: Profile, cluster: Cluster, request: Request, whole_samples: bool, buffers: int = 0
 ) -> tuple[tuple[float, Plan], ...]:
-    """`spp_candidates` that also have memory for so many activations and gradients that wait; none if none fits."""
+    """`spp_candidates` with memory for `buffers` waiting activations and gradients; empty if nothing fits."""
     most = _most_stages(profile, cluster, request)
-    # A backward that directly follows its forward has nothing to recompute: those of the last stage, and a single one.
+    # A backward that directly follows its forward recomputes nothing: those of the last stage, and a single one.
     plain = chain_costs(profile)
     costs = chain_costs(profile, recompute=request.recompute and request.microbatches > 1)
     devices = most if request.straight else cluster.devices
@@ -118,7 +119,7 @@ def _candidates(
 
 
 def _most_stages(profile: Profile, cluster: Cluster, request: Request) -> int:
-    """The number of stages asked for, or else the most there can be."""
+    """The number of stages of `request`, or the largest possible one."""
     most = min(cluster.devices, len(profile))
     if request.stages is not None and request.stages > most:
         raise PlanError(
@@ -146,14 +147,14 @@ def _check_size(devices: int, layers: int, stages: int) -> None:
         )
 
 
-def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[Machine]:
+def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[OrderedDevices]:
     """The first `devices` devices in order, and in the reverse order if that is another machine."""
     speeds, latencies = link_speeds(cluster)[:devices, :devices], link_latencies(cluster)[:devices, :devices]
     order = device_order(speeds)
-    machines: list[Machine] = []
+    machines: list[OrderedDevices] = []
     for ranks in (order, order[::-1]):
         own = np.ix_(ranks, ranks)
-        machine = Machine(ranks, speeds[own], latencies[own], shared_medium=request.allreduce == "shared")
+        machine = OrderedDevices(ranks, speeds[own], latencies[own], shared_medium=request.allreduce == "shared")
         if not any(
             np.array_equal(machine.speeds, other.speeds) and np.array_equal(machine.latencies, other.latencies)
             for other in machines
@@ -165,9 +166,9 @@ def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[Mach
 def _fitting(
     costs: ChainCosts, last: ChainCosts, memory_bytes: float, request: Request, buffers: int
 ) -> Callable[[int, int], Flags]:
-    """(Replicas, stages behind) to [i, j]: whether layers i up to and without j fit as such a stage.
+    """A function of (replicas, stages behind) to [i, j]: whether layers i up to and without j fit as such a stage.
 
-    Replicas share every microbatch, so that each keeps its part of all that are in flight; weights are whole. `last`
+    Replicas share every microbatch, so that each keeps its share of all that are in flight; weights are whole. `last`
     has the costs of the last stage.
     """
     weights = (2 + request.optimizer_copies) * costs.parameter_bytes
@@ -186,7 +187,7 @@ def _fitting(
 
 
 def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
-    """The error, with the memory that would do if it can be found quickly."""
+    """The error, with the memory that would be enough if it can be found quickly."""
     memory, enough = cluster.memory_bytes, None
     if memory is None:
         enough = inf
@@ -197,17 +198,13 @@ def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_sa
             f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
             f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
         )
-    advice = "" if enough is None else f"With {bytes_text(enough)} on each there would be one. "
-    return PlanError(
-        f"nothing fits: expected a plan under spp with at most {bytes_text(memory)} on each of {cluster.devices} "
-        f"devices, found none for {bytes_text(profile.parameter_bytes)} of weights and {request.microbatches} "
-        f"microbatches. {advice}Use more devices, fewer or smaller microbatches, recompute=True, or a schedule that "
-        "keeps less (1f1b-flush)"
-    )
+    words = None if enough is None else f"{bytes_text(enough)} on each device"
+    kind = f"a plan under spp with {request.microbatches} microbatches"
+    return nothing_fits(kind, cluster, profile.parameter_bytes, [[words]])
 
 
 def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> float:
-    """The least bytes per device, up to 1 %, with which there are candidates; infinite if memory is not what lacks."""
+    """The least bytes per device, up to 1 %, with which there are candidates; infinite if there are none at all."""
 
     def enough(size_bytes: float) -> bool:
         return bool(_candidates(profile, replace(cluster, memory_bytes=size_bytes), request, whole_samples, _BUFFERS))
@@ -223,7 +220,7 @@ def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_s
     return high
 
 
-def _plan(mapping: Mapping, profile: Profile, request: Request) -> Plan:
+def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:
     return Plan(
         mapping.stages,
         "spp",

@@ -1,15 +1,16 @@
-"""One way to lay a transformer over devices, (p, t, d, b, v), and what it costs in seconds and bytes by closed forms.
+"""A parallel configuration of a transformer, (p, t, d, b, v), and its seconds and bytes by closed forms.
 
 A pipeline has p positions with v stages each, every stage k = l / (p v) layers; the first stage has the embedding and
-the last one the head. Every stage of every replica is on t devices, and there are d replicas (thesis, chapter 4).
+the last one the head. Every stage of every replica is on t devices, and there are d replicas [Narayanan 2021, chapter
+4].
 
 Seconds of a minibatch, with T_i of position i for all its stages and one microbatch, and m microbatches per pipeline:
 
     m max T_i + (sum T_i - max T_i) / v + all-reduce of the gradients + update
 
-which is (b' / b + p - 1) (tf + tb) of equation 4.1 where all positions are equal and v = 1. T_i has the all-reduces of
-tensor parallelism in it, the second forward of recomputed layers, and two messages per stage: Megatron-LM sends and
-receives in both directions at once and waits, so that the messages are not hidden behind computation.
+which is (b' / b + p - 1) (tf + tb) of equation 4.1 where all positions are equal and v = 1. T_i includes the
+all-reduces of tensor parallelism, the second forward of recomputed layers, and two messages per stage: Megatron-LM
+sends and receives in both directions at once and waits, so that messages are not hidden behind computation.
 
 Bytes of a position are its parameters' state and, for F stages in flight,
 
@@ -20,27 +21,27 @@ Bytes of a position are its parameters' state and, for F stages in flight,
 from dataclasses import dataclass
 from math import ceil, isqrt
 
-from penstock.planning.ptd_p.accelerators import Accelerator, Precision
+from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.transformer_costs import TransformerCosts
 from penstock.values.transformers import Transformer
 
 __all__ = [
-    "Arrangement",
-    "ArrangementLinks",
-    "Candidate",
+    "ConfigEstimate",
+    "ParallelConfig",
+    "ParallelLinks",
     "activation_bytes",
     "boundary_seconds",
-    "candidate",
     "checkpoint_count",
+    "estimate_config",
     "position_bytes",
     "stages_in_flight",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """How many ways each dimension is cut; p t d devices."""
+class ParallelConfig:
+    """The sizes of all dimensions of parallelism, for p t d devices."""
 
     pipeline: int
     tensor: int
@@ -68,8 +69,8 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrangementLinks:
-    """What the three kinds of groups communicate over."""
+class ParallelLinks:
+    """The links of the three kinds of groups."""
 
     tensor: Ring
     data: Ring
@@ -78,51 +79,52 @@ class ArrangementLinks:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An arrangement and what is expected of it; the seconds of one minibatch, by cause, add up."""
+class ConfigEstimate:
+    """A configuration and its predicted costs; the seconds by cause add up to those of one minibatch."""
 
-    arrangement: Arrangement
+    config: ParallelConfig
     minibatch_seconds: float
     device_operations: float
-    """Operations per second and device as the thesis counts them: equation 4.2, the recomputed forward included."""
+    """Operations per second and device by [Narayanan 2021, equation 4.2], including the recomputed forward."""
     samples_per_second: float
     compute_seconds: float
-    """m microbatches on the average position, and the update: what would remain of equal stages and free messages."""
+    """m microbatches on the average position, and the update: the time with equal stages and free messages."""
     tensor_seconds: float
     """All-reduces among the t devices."""
     pipeline_seconds: float
-    """Messages between stages, with the gathers behind them."""
+    """Messages between stages, with the gathers that follow them."""
     bubble_seconds: float
     """Filling and draining the pipeline, and waiting for its slowest position."""
     data_seconds: float
-    """All-reduces of gradients: of the d replicas, and of the table that first and last stage share."""
+    """All-reduces of gradients: of the d replicas, and of the embedding that the first and the last stage share."""
     pipelined_seconds: float
     """From the first forward to the last backward; the gradients' all-reduce and the update come after."""
     slowest_seconds: float
     """T of the slowest position."""
     peak_bytes: float
-    """Of the fullest device."""
+    """The memory of the device that needs most."""
     simulated: bool = False
-    """Whether the seconds are the simulator's; what the closed form had too much or too little of is then bubble."""
+    """Whether the seconds are the simulator's; its difference to the closed form is counted as bubble."""
 
 
 def checkpoint_count(layers: int, input_bytes: float, layer_bytes: float, in_flight: int = 1) -> int:
-    """The c in 1 to `layers` that makes ``F c A_in + ceil(l / c) A`` least, and of equal ones the smallest.
+    """The c in 1 to `layers` with the least ``F c A_in + ceil(l / c) A``; of equals, the smallest.
 
-    For F = 1 it is next to ``sqrt(l A / A_in)`` (thesis, section 4.3.5, which leaves out how many are in flight).
+    For F = 1 it is close to ``sqrt(l A / A_in)`` ([Narayanan 2021, section 4.3.5], which ignores how many stages are in
+    flight).
     """
 
     def size(count: int) -> tuple[float, int]:
         return in_flight * count * input_bytes + ceil(layers / count) * layer_bytes, count
 
-    # Only the least c of each value of ceil(l / c) can be best: there are at most 2 sqrt(l) of them.
+    # Only the least c for each value of ceil(l / c) can be best: there are at most 2 sqrt(l) of them.
     root = isqrt(layers)
-    counts: set[int] = {*range(1, root + 2), *(ceil(layers / parts) for parts in range(1, root + 2))}
+    counts: set[int] = {*range(1, root + 2), *(ceil(layers / rows) for rows in range(1, root + 2))}
     return min((count for count in counts if count <= layers), key=size)
 
 
 def stages_in_flight(pipeline: int, stages_per_rank: int, microbatches: int, position: int) -> int:
-    """Forwards of stages whose backward is still due, at most, on one position of a pipeline.
+    """The most forwards of stages whose backward has not run yet, on one position of a pipeline.
 
     min(m, p - i) under 1f1b-flush; min(2 (p - i - 1) + (v - 1) p + 1, m v) under interleaved (Megatron-LM's order).
     """
@@ -133,7 +135,7 @@ def stages_in_flight(pipeline: int, stages_per_rank: int, microbatches: int, pos
 
 
 def activation_bytes(costs: TransformerCosts, layers: int, in_flight: int, checkpoints: int | None) -> float:
-    """Of `in_flight` stages of so many layers; `checkpoints` is None without recomputation."""
+    """The activations of `in_flight` stages of `layers` layers; `checkpoints` is None without recomputation."""
     if checkpoints is None:
         return in_flight * layers * costs.layer.saved_bytes
     kept = in_flight * checkpoints * costs.boundary_bytes
@@ -143,23 +145,23 @@ def activation_bytes(costs: TransformerCosts, layers: int, in_flight: int, check
 def position_bytes(
     costs: TransformerCosts,
     precision: Precision,
-    arrangement: Arrangement,
+    config: ParallelConfig,
     layers: int,
     microbatches: int,
     position: int,
 ) -> float:
     """The peak of one position of the pipeline for a model of `layers` layers and `microbatches` per pipeline.
 
-    It falls from the second position to the last but one, so that the first or the last has the most.
+    It decreases from the second position to the last but one, so that the first or the last has the most.
     """
-    p, v = arrangement.pipeline, arrangement.stages_per_rank
+    p, v = config.pipeline, config.stages_per_rank
     per_stage = layers // (p * v)
     in_flight = stages_in_flight(p, v, microbatches, position)
-    checkpoints = arrangement.checkpoints if arrangement.recompute else None
+    checkpoints = config.checkpoints if config.recompute else None
     size = precision.state_bytes * v * per_stage * costs.layer.parameters
     size += activation_bytes(costs, per_stage, in_flight, checkpoints)
     if position == 0:
-        # Of the first stage alone there are p in flight, and p more once its second round of microbatches comes.
+        # The first stage alone has p in flight, and p more once its second round of microbatches starts.
         embedded = min(microbatches, p if v == 1 else 2 * p)
         size += precision.state_bytes * costs.embedding.parameters + embedded * costs.embedding.saved_bytes
     if position == p - 1:
@@ -167,50 +169,50 @@ def position_bytes(
     return size
 
 
-def boundary_seconds(costs: TransformerCosts, links: ArrangementLinks) -> tuple[float, float, float]:
+def boundary_seconds(costs: TransformerCosts, links: ParallelLinks) -> tuple[float, float, float]:
     """(Seconds, of them gathering, bytes per device) to hand one microbatch from a stage to the next.
 
     With scatter/gather each of the t devices sends a t-th to its peer, and the peers gather it over their own, faster
     links (section 4.4.1); used only where that is faster than to send all of it t times.
     """
     whole = links.pipeline.transfer_seconds(costs.boundary_bytes)
-    part = costs.boundary_bytes / costs.tensor
+    slice_bytes = costs.boundary_bytes / costs.tensor
     gathering = links.tensor.gather_seconds(costs.boundary_bytes)
-    scattered = links.pipeline.transfer_seconds(part) + gathering
+    scattered = links.pipeline.transfer_seconds(slice_bytes) + gathering
     if links.scatter_gather and scattered < whole:
-        return scattered, gathering, part
+        return scattered, gathering, slice_bytes
     return whole, 0.0, costs.boundary_bytes
 
 
-def candidate(
+def estimate_config(
     transformer: Transformer,
-    accelerator: Accelerator,
+    accelerator: AcceleratorModel,
     precision: Precision,
-    links: ArrangementLinks,
+    links: ParallelLinks,
     costs: TransformerCosts,
-    arrangement: Arrangement,
+    config: ParallelConfig,
     batch_size: int,
-) -> Candidate:
-    """The closed form of one arrangement; m = B / (b d) must be whole."""
-    p, v = arrangement.pipeline, arrangement.stages_per_rank
-    layers, microbatches = transformer.layers, batch_size // (arrangement.microbatch_size * arrangement.data)
-    layer = costs.layer.seconds + (costs.layer.forward_seconds if arrangement.recompute else 0.0)
+) -> ConfigEstimate:
+    """The closed form of one configuration; m = B / (b d) must be whole."""
+    p, v = config.pipeline, config.stages_per_rank
+    layers, microbatches = transformer.layers, batch_size // (config.microbatch_size * config.data)
+    layer = costs.layer.seconds + (costs.layer.forward_seconds if config.recompute else 0.0)
     handing = 2 * v * boundary_seconds(costs, links)[0] if p > 1 else 0.0
     usual = layers // p * layer + handing
     first, last = costs.embedding.seconds, costs.head.seconds
     slowest = usual + (max(first, last) if p > 1 else first + last)
     total = p * usual + first + last
     pipelined = microbatches * slowest + (total - slowest) / v
-    reducing = layers * costs.layer.reduce_seconds * (1.5 if arrangement.recompute else 1)
+    reducing = layers * costs.layer.reduce_seconds * (1.5 if config.recompute else 1)
     reducing += costs.embedding.reduce_seconds + costs.head.reduce_seconds
     tensor, messages = microbatches * reducing / p, microbatches * handing
-    data, update = _once_per_minibatch(accelerator, precision, links, costs, arrangement, layers)
+    data, update = _once_per_minibatch(accelerator, precision, links, costs, config, layers)
     seconds = pipelined + data + update
-    operations = transformer.batch_operations(batch_size, recompute=arrangement.recompute)
-    return Candidate(
-        arrangement=arrangement,
+    operations = transformer.batch_operations(batch_size, recompute=config.recompute)
+    return ConfigEstimate(
+        config=config,
         minibatch_seconds=seconds,
-        device_operations=operations / (arrangement.devices * seconds),
+        device_operations=operations / (config.devices * seconds),
         samples_per_second=batch_size / seconds,
         compute_seconds=microbatches * total / p - tensor - messages + update,
         tensor_seconds=tensor,
@@ -220,24 +222,24 @@ def candidate(
         pipelined_seconds=pipelined,
         slowest_seconds=slowest,
         peak_bytes=max(
-            position_bytes(costs, precision, arrangement, layers, microbatches, position) for position in {0, p - 1}
+            position_bytes(costs, precision, config, layers, microbatches, position) for position in {0, p - 1}
         ),
     )
 
 
 def _once_per_minibatch(
-    accelerator: Accelerator,
+    accelerator: AcceleratorModel,
     precision: Precision,
-    links: ArrangementLinks,
+    links: ParallelLinks,
     costs: TransformerCosts,
-    arrangement: Arrangement,
+    config: ParallelConfig,
     layers: int,
 ) -> tuple[float, float]:
-    """Seconds (of the all-reduces of gradients, of the update) of the first position, which has the most parameters."""
-    parameters = layers // arrangement.pipeline * costs.layer.parameters + costs.embedding.parameters
+    """Seconds (all-reduces of gradients, update) of the first position, which has the most parameters."""
+    parameters = layers // config.pipeline * costs.layer.parameters + costs.embedding.parameters
     data = links.data.allreduce_seconds(precision.gradient_bytes * parameters)
-    if arrangement.pipeline > 1:
-        # First and last stage sum the gradients of the table that both hold.
-        ends = Ring(2, links.pipeline.bandwidth, links.pipeline.latency_seconds)
-        data += ends.allreduce_seconds(precision.gradient_bytes * costs.tied_parameters)
+    if config.pipeline > 1:
+        # The first and the last stage sum the gradients of the embedding that both hold.
+        pair = Ring(2, links.pipeline.bandwidth, links.pipeline.latency_seconds)
+        data += pair.allreduce_seconds(precision.gradient_bytes * costs.tied_parameters)
     return data, accelerator.moving_seconds(precision.update_bytes * parameters)

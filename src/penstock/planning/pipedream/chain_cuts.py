@@ -1,8 +1,8 @@
-"""Cutting a chain into a given number of stages whose ranks are known.
+"""Cuts a chain into a given number of stages whose ranks are known.
 
-PipeDream's recurrence without the choice of replicas: make the slowest stage or link as fast as possible. The levels of
-the machine then matter only through the link that each cut lies on, so any cluster will do, a matrix too. Where one
-large layer decides the slowest stage, many partitions are equally good by that measure; of these the most balanced is
+This is PipeDream's recurrence without the choice of replicas: it makes the slowest stage or link as fast as possible.
+The levels of the machine matter only through the link of each cut, so it works for any cluster, also for a matrix.
+Where one large layer determines the slowest stage, many partitions are equally fast; of these the most balanced is
 taken, the one with the smallest sum of squared stage times.
 """
 
@@ -13,17 +13,17 @@ import numpy as np
 
 from penstock.planning.costs import Counts, Matrix
 
-__all__ = ["StageSeconds", "cut_evenly", "least_slowest"]
+__all__ = ["StageSeconds", "cut_evenly", "least_bottleneck"]
 
 StageSeconds: TypeAlias = Callable[[int, Counts], Matrix]
-"""(Stage, starts) to the seconds of layers i up to and without j as this stage, (len(starts), N+1); infinite where
-that is empty or does not fit."""
+"""A function of (stage, starts) to the seconds of the layers from each start up to each stop as this stage,
+(len(starts), N+1); infinite if the stage is empty or does not fit."""
 
 
-def least_slowest(stage_seconds: StageSeconds, exchange: Sequence[Matrix]) -> float:
+def least_bottleneck(stage_seconds: StageSeconds, exchange: Sequence[Matrix]) -> float:
     """The least slowest seconds of ``len(exchange) + 1`` stages; infinite if nothing fits. O(p N^2).
 
-    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is.
+    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, at each position.
     """
     slowest = stage_seconds(0, np.zeros(1, dtype=np.int64))[0]
     for stage, sent in enumerate(exchange, start=1):

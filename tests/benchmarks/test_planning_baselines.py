@@ -2,22 +2,24 @@
 
 import random
 from itertools import combinations, pairwise
+from typing import get_args
 
 import pytest
 
 from penstock.errors import PlanError
 from penstock.planning import partition
 from penstock.planning.requests import Request
-from penstock.planning.spp.baselines import (
+from penstock.planning.spp.spp_search import plan_spp
+from penstock.scheduling import schedule, verify
+from penstock.values import Cluster, LayerProfile, Profile
+from planners.baselines import (
+    Arrangement,
     plan_data_parallel,
     plan_gpipe,
     plan_hetpipe,
     plan_synchronous_pipedream,
     servers_of,
 )
-from penstock.planning.spp.stage_numbers import plan_spp
-from penstock.scheduling import schedule, verify
-from penstock.values import Cluster, LayerProfile, Profile
 
 BASELINES = (plan_data_parallel, plan_gpipe, plan_synchronous_pipedream, plan_hetpipe)
 
@@ -97,7 +99,7 @@ def test_hetpipe_balances_its_stages(seed):
         size, servers = generator.randint(1, 4), generator.randint(1, 3)
         inner, outer = generator.randint(5, 20), generator.randint(1, 5)
         cluster = Cluster.hierarchical([(size, inner), (servers, outer)])
-        arrangement = generator.choice(("node-partition", "equal-distribution"))
+        arrangement = generator.choice(get_args(Arrangement))
         depth, link = (size, inner) if arrangement == "node-partition" else (servers, outer)
         layers = random_layers(generator, generator.randint(depth, 7))
         plan = plan_hetpipe(profile_of(layers), cluster, Request(microbatches=6), arrangement)
@@ -209,4 +211,4 @@ def test_what_cannot_be_planned_is_refused(planner, request_, words):
 
 def test_an_unknown_arrangement_is_refused():
     with pytest.raises(PlanError, match="equal-distribution"):
-        plan_hetpipe(profile_of([(1, 1, 1, 1)] * 4), Cluster.uniform(2, 1.0), Request(), "equal")
+        plan_hetpipe(profile_of([(1, 1, 1, 1)] * 4), Cluster.uniform(2, 1.0), Request(), "equal")  # type: ignore[arg-type]

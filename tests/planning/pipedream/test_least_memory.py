@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.pipedream.advice import least_rank_bytes
+from penstock.planning.pipedream.least_memory import least_rank_bytes
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.values import Cluster, LayerProfile, Profile
@@ -58,7 +58,8 @@ def test_what_is_named_makes_a_plan_fit_and_what_is_not_does_not(profile, device
         return
     text = told(profile, devices, memory, request)
 
-    assert f"takes {bytes_text(least)} at the least" in text
+    memory_words, *changes = text.split("would be enough: ")[1].split("; ")
+    assert memory_words == f"{bytes_text(least)} on each device"
     if request.schedule != "interleaved":
         assert plan_exists(profile, devices, least, request)
         flushing = replace(request, schedule="1f1b-flush")
@@ -67,12 +68,15 @@ def test_what_is_named_makes_a_plan_fit_and_what_is_not_does_not(profile, device
         )
     assert ("recompute=True" in text) == plan_exists(profile, devices, memory, replace(request, recompute=True))
     for samples, larger in ((4, 8), (2, 4), (1, 2)):
-        named = f"{samples} instead of 8 samples" in text
+        named = f"microbatches of {samples} samples" in text
         before = larger < 8 and plan_exists(profile.scaled(larger), devices, memory, request)
         assert named == (not before and plan_exists(profile.scaled(samples), devices, memory, request))
     more = [count for count in (2, 4, 8) if plan_exists(profile, count * devices, memory, request)]
     assert all((f" {count * devices} devices" in text) == (more[:1] == [count]) for count in (2, 4, 8))
-    assert ("It would fit" in text) != ("No single change" in text)
+    known = ("recompute=True", "schedule=", "vertical_sync=False", "microbatches=", "microbatches of ", "")
+    kinds = [next(kind for kind in known if change.startswith(kind)) for change in changes]
+    assert len(set(kinds)) == len(kinds)
+    assert all(change.endswith(" devices") for change, kind in zip(changes, kinds, strict=True) if not kind)
 
 
 def test_the_message_reads_well():
@@ -80,13 +84,11 @@ def test_the_message_reads_well():
     profile = Profile(tuple(LayerProfile(str(index), 1, 1, 2, 8, 100) for index in range(4)), 8)
 
     assert told(profile, 2, 860, Request("gpipe", 8)) == (
-        "nothing fits: expected a plan under gpipe with at most 860 B on each of 2 devices, found that the rank that "
-        "needs most takes 928 B at the least. It would fit with recompute=True, or with schedule='1f1b-flush', or with "
-        "microbatches=2, or with 2 instead of 8 samples, or with 4 devices"
+        "nothing fits: expected a plan under gpipe with at most 860 B on each of 2 devices, found none for 400 B of "
+        "weights. Each of these would be enough: 928 B on each device; recompute=True; schedule='1f1b-flush'; "
+        "microbatches=2; microbatches of 2 samples; 4 devices"
     )
     assert told(profile, 2, 100, Request("1f1b-flush", 8)) == (
-        "nothing fits: expected a plan under 1f1b-flush with at most 100 B on each of 2 devices, found that the rank "
-        "that needs most takes 832 B at the least. No single change of recompute, schedule, microbatches or devices "
-        "(up to 64) is enough: combine them, give devices of 832 B, or split the layers (the largest has 100 B of "
-        "weights, and 4 times that with gradients and optimizer)"
+        "nothing fits: expected a plan under 1f1b-flush with at most 100 B on each of 2 devices, found none for 400 B "
+        "of weights. Each of these would be enough: 832 B on each device"
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.simulating import simulate
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.sharing import Sharing
+from penstock.simulating.shared_hosts import SharedHost
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 
 
@@ -19,7 +19,7 @@ def equal(stages: int, forward: float, backward: float) -> Profile:
 
 def test_two_that_overlap_slow_each_other_down() -> None:
     """Rank 0 alone for 1 s, both at half speed until rank 0's other 1 s of work is done at 3, then rank 1 alone."""
-    sharing = Sharing((1.0, 2.0))
+    sharing = SharedHost((1.0, 2.0))
     sharing.begin(0, 2.0, 0.0)
     sharing.begin(1, 3.0, 1.0)
 
@@ -69,7 +69,7 @@ def test_factors_must_make_sense() -> None:
 def test_work_is_done_at_the_rate_of_each_moment(jobs: list[tuple[int, int]], factors: list[int]) -> None:
     """Against steps so small that nothing begins or ends inside one; every moment is a multiple of 1/60 or smaller."""
     slowdowns = tuple(sorted(map(float, factors)))
-    sharing = Sharing(slowdowns)
+    sharing = SharedHost(slowdowns)
     ends: dict[int, float] = {}
     waiting = sorted((start, rank, work) for rank, (start, work) in enumerate(jobs))
     while waiting or len(sharing):
