@@ -238,7 +238,7 @@ def running_pipeline(pipe: penstock.Pipeline, setting: Setting) -> Running:
         pipe.drain()
         pipe.close()
 
-    return Running(lambda: [pipe.step(tokens, target).loss], pipe.named_parameters(), close, pipe)
+    return Running(lambda: [pipe.step(tokens, target).loss], dict(pipe.named_parameters()), close, pipe)
 
 
 def _over_gloo(build: Callable[[Setting], Running]) -> Callable[[Setting], Running]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.capturing import capture
-    from penstock.capturing.initialization import initialise, reset_parameters
+    from penstock.capturing.initialization import initialize, reset_parameters
     from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
@@ -76,7 +76,7 @@ __all__ = [
     "WeightPrediction",
     "WeightUpdate",
     "capture",
-    "initialise",
+    "initialize",
     "loader",
     "local_device",
     "plan",
@@ -122,7 +122,7 @@ _HOMES = {
     "WeightPrediction": "training.update_hooks",
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
-    "initialise": "capturing.initialization",
+    "initialize": "capturing.initialization",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
     "plan": "planning.planners",

@@ -1,9 +1,9 @@
-"""``plan="auto"``: measure the model and the links, plan, and give every rank the same plan.
+"""``plan="auto"``: measures the model and the links, plans, and gives every rank the same plan.
 
-Rank 0 measures the model and plans; two profiles never agree exactly, so that one plan is made and sent to all. The
-plan uses all ranks, with replicas of a stage where that is faster. Where the schedule is not given it is one that
-flushes, since which gradients a step applies is not for a planner to change. For the same reason replicas do not split
-microbatches of a model with BatchNorm, which would take its statistics from the parts.
+Rank 0 measures the model and plans, and sends the plan to all: two profiles never agree exactly. The plan uses all
+ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
+planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
+model with BatchNorm, whose statistics would be those of a share of the microbatch.
 """
 
 import math
@@ -35,16 +35,16 @@ __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user has fixed; None leaves it to the planner."""
+    """The arguments that the user has fixed; None leaves one to the planner."""
 
     schedule: ScheduleDefinition | str | None = None
     microbatches: int | None = None
     stages: int | None = None
     vertical_sync: bool = False
     whole_backwards: bool = False
-    """Whether the stages cannot do a backward in two parts."""
+    """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
-    """What the model will compute under."""
+    """The type that the model will compute in under autocast."""
 
     def stages_per_rank(self, ranks: int) -> int:
         """The stages that each of `ranks` ranks is to hold."""
@@ -53,7 +53,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """A plan and what it was made from."""
+    """A plan, with the measurements that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -61,12 +61,13 @@ class AutoPlan:
 
 
 def plan_automatically(
+    plan: str,
+    choices: Choices,
+    *,
     world: World,
     chain: LayerChain,
     sample: tuple[Any, ...] | dict[str, Any],
     device: torch.device,
-    plan: str,
-    choices: Choices,
 ) -> AutoPlan:
     """The fastest plan for the processes of `world`, the same on all. Collective.
 
@@ -101,7 +102,7 @@ def plan_automatically(
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:
     """The fastest plan by `penstock.plan` that runs on all devices of `cluster`.
 
-    Raises what is wrong with the simplest plan if there is none.
+    If there is none, raises the error of the simplest plan.
     """
     flushes = choices.schedule is None and not choices.vertical_sync
     search = partial(

@@ -4,8 +4,8 @@
     ├── CaptureError      the model could not be turned into a chain of layers
     ├── ProfileError      a profile, its file or its measurement is wrong
     ├── PlanError         a plan or a cluster is wrong, or does not fit the model
-    ├── ScheduleError     a schedule breaks one of its laws
-    ├── TransportError    a peer died, hung, or sent something other than agreed
+    ├── ScheduleError     a schedule violates one of its rules
+    ├── TransportError    a peer died, hung, or sent an unexpected message
     └── CheckpointError   a saved state does not fit this model or plan
 
 A message says where, what was expected, what was found, and what to do.
@@ -43,11 +43,11 @@ class PlanError(PenstockError):
 
 
 class ScheduleError(PenstockError):
-    """A schedule breaks one of its laws."""
+    """A schedule violates one of its rules."""
 
 
 class TransportError(PenstockError):
-    """A peer died, hung, or sent something other than agreed."""
+    """A peer died, hung, or sent an unexpected message."""
 
 
 class CheckpointError(PenstockError):

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import times_written
 
-__all__ = ["InitFn", "bare", "fill", "initialise", "install", "named_tensors", "place", "reset_parameters", "rooted"]
+__all__ = ["InitFn", "bare", "fill", "initialize", "install", "named_tensors", "place", "reset_parameters", "rooted"]
 
 InitFn: TypeAlias = Callable[[str, Tensor], object]
 """Writes a parameter or buffer in place, given the first name that it has in the model."""
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module | Sequence[Any])
 _MODEL_RESET = "_init_weights"
 
 
-def initialise(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
+def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
     """Gives the whole of `model`, which is on the meta device, weights on `device`, and returns it.
 
     They are those that a `Pipeline` with this `init_fn` and `seed` makes, each process for its stages. `init_fn` is
@@ -171,7 +171,7 @@ def _alone(owner: nn.Module, attribute: str, tensor: Tensor) -> nn.Module:
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
-    """What initialises `alone`, the copy of the module at `path`, in the order of its construction."""
+    """What initializes `alone`, the copy of the module at `path`, in the order of its construction."""
     own = own_reset(alone)
     if own is not None:
         yield own

@@ -63,10 +63,10 @@ class Weightless:
     device: torch.device
     """Where weights will be."""
 
-    def materialise(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
+    def materialize(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
         """The chain with weights for `layers`, by index, and for them only; in the model, too. To be called once.
 
-        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialise`. Raises `PenstockError` naming
+        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialize`. Raises `PenstockError` naming
         what `init_fn` left unwritten.
         """
         chains = (self.chain, self.chain.evaluation())

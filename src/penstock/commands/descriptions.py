@@ -35,13 +35,13 @@ def describe_profile(profile: "Profile") -> str:
 
 
 def _beside(profile: "Profile") -> str:
-    """What no layer tells of the device's memory, if there is anything."""
-    told = []
+    """The use of the device's memory that belongs to no layer, if there is any."""
+    notes = []
     if profile.library_bytes:
-        told.append(f"libraries keep {bytes_text(profile.library_bytes)} beside it on every rank")
+        notes.append(f"libraries keep {bytes_text(profile.library_bytes)} beside it on every rank")
     if profile.fragmentation > 1:
-        told.append(f"the allocator had reserved {profile.fragmentation:.2f} times what was in use at the peak")
-    return f"\n{'; '.join(told)}" if told else ""
+        notes.append(f"the allocator had reserved {profile.fragmentation:.2f} times what was in use at the peak")
+    return f"\n{'; '.join(notes)}" if notes else ""
 
 
 def _summed(

@@ -50,7 +50,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--straight", "one device per stage, no replicas"),
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
-        ("--whole-backwards", "only schedules whose backwards are not in two parts"),
+        ("--whole-backwards", "only schedules that do not split backwards"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -15,7 +15,7 @@ from penstock.torch_internals.availability import missing
 
 __all__ = ["gradient_shape", "node_kinds", "run_backward", "saved_value", "sequence_number"]
 
-_PURPOSE = "to divide a backward (zb-h1, zb-v)"
+_PURPOSE = "to split a backward into an input and a weight backward"
 
 
 def node_kinds(*names: str) -> tuple[type, ...]:
