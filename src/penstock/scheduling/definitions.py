@@ -122,7 +122,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class LastUpdate:
-    """Marks that `stage` has made its last update, the one to `version`, while other stages still drain."""
+    """Marks that `stage` has made its last update, the one to `version`; other stages may still drain."""
 
     stage: int
     version: int
@@ -256,7 +256,7 @@ class ScheduleDefinition:
     splits_backward: bool = False
     """Whether backwards are split into an input backward and a weight backward."""
     updates_per_microbatch: bool = False
-    """Whether an update sums one or another fixed number of microbatches of each replica instead of a minibatch."""
+    """Whether an update sums a fixed number of microbatches, as one from each replica, instead of a minibatch."""
     has_vertical_sync: bool = False
     """Whether the schedule accepts `vertical_sync`: all stages read the version that the input stage read."""
     defers_updates: bool = False

@@ -45,7 +45,7 @@ class StageLayout(Enum):
     def default_stages_per_rank(self, stages: int | None, ranks: int) -> int:
         """The stages on each of `ranks` ranks if that is not given: 1, or where a rank can hold several, 2.
 
-        If `stages` is given and the layout takes any number of stages, it is their share of a rank.
+        If `stages` is given and several ranks can hold any number of stages, it is their share of a rank.
         """
         if not self.has_several:
             return 1

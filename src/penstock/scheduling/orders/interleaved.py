@@ -79,7 +79,7 @@ def _in_flight(shape: PipelineShape, stage: int) -> int:
     """The microbatches in flight right after the forward of a group's last microbatch, when they are the most.
 
     They are two groups, less the backwards done by then. `ahead` counts the rank's backwards since those of the older
-    group began on this stage. The first p belong to this stage, the next ones to the other stages, and from p * v on to
+    group were due on this stage. The first p are of this stage, the next ones of the other stages, and from p * v on of
     this stage again.
     """
     length = shape.placement.length

@@ -27,8 +27,8 @@ from penstock.scheduling.definitions import (
 __all__ = ["PIPEDREAM"]
 
 
-# p = 3, m = 1: steps 0 to 3, and the drain after them. The update directly follows each B. The version that F and B read
-# is in brackets, w(s) = p - 1 - s updates behind the microbatch:
+# p = 3, m = 1: steps 0 to 3, and the drain after them. The update directly follows each B. The version that F and B
+# read is in brackets, w(s) = p - 1 - s updates behind the microbatch:
 #
 #   rank 0   F0(0) F1(0) F2(0) B0(0) F3(1) B1(0)  |  B2(0) B3(1)
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)

@@ -1,8 +1,8 @@
 """PipeDream-2BW: 1F1B without a flush, one update per minibatch, two weight versions on every stage.
 
-A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward. The delay is one
-update on every stage, so training is gradient descent with a delay of one. The gradients of minibatch t make a version
-that minibatch t + 2 reads first, so an update that needs data of other stages has the time of a whole minibatch.
+A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward. The delay is
+one update on every stage, so training is gradient descent with a delay of one. The gradients of minibatch t make a
+version that minibatch t + 2 reads first, so an update that needs data of other stages has a whole minibatch of time.
 Source: [PipeDream-2BW 2021, section 3.1].
 """
 
@@ -26,8 +26,8 @@ from penstock.scheduling.definitions import (
 __all__ = ["TWO_BW"]
 
 
-# p = 3, m = 3: steps 0 and 1, and the drain after them. Every action reads version 0 here. Step 2 is the first that reads
-# version 1, which U1 made during step 1 (on the last rank at the end of step 0):
+# p = 3, m = 3: steps 0 and 1, and the drain after them. Every action reads version 0 here. Step 2 is the first that
+# reads version 1, which U1 made during step 1 (on the last rank at the end of step 0):
 #
 #   rank 0   F0 F1 F2 B0  |  F3 B1 F4 B2 U1 F5 B3  |  B4 B5 U2
 #   rank 1   F0 F1 B0 F2 B1  |  F3 B2 U1 F4 B3 F5 B4  |  B5 U2

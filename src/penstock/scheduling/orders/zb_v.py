@@ -72,7 +72,7 @@ def _turns(length: int, rank: int, microbatches: int) -> str:
 
 
 def _sends_nothing(shape: PipelineShape, stage: int) -> bool:
-    """Whether no other rank waits for the gradients of `stage`: the stage before it is on the same rank, or there is none.
+    """Whether no other rank waits for the gradients of `stage`: the one before it is on its rank, or there is none.
 
     Then a whole backward is as good as its two halves one after the other.
     """
@@ -83,8 +83,8 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; on rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
 
     A microbatch is in flight from its forward to its weight backward. Both stages together never have more than 2p. Up
-    to r + 1 (at least 1) on the first stage and up to r on the second have had their input backward; none on stages
-    whose backwards are whole.
+    to r + 1 on the first stage and up to r on the second (or 1, if that is less) have had their input backward; none
+    where all backwards are whole.
     """
     in_flight, pending = [], []
     length = shape.placement.length
