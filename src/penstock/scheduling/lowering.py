@@ -13,9 +13,9 @@ Rules of this file:
   4. Stages that share weights exchange the gradients of these weights before they update, replica by replica. A rank
      sends for all its updates before it receives for any, so that no two ranks wait for each other.
   5. The replicas of a stage sum their gradients before they update, and before they send their norm.
-  6. A deferred update comes later than its gradients. Its messages are sent when its gradients are complete and are
-     received before the update. Neighbors (and the stages of a skip) exchange them in the same queue as activations and
-     gradients, so their place in it matters: a message to an earlier stage is received when that stage's own gradients
+  6. A deferred update comes later than its gradients. Its messages are sent when its gradients are complete and
+     received before the update, except between neighbors (and over a skip): there they share queues with activations
+     and gradients and must keep their place. A message to an earlier stage is received when that stage's own gradients
      are complete, and a message to a later stage is sent just before the update.
   7. The pass looks at one action, mark, or run of updates at a time, so that lowering step by step gives the same as
      lowering a whole program.

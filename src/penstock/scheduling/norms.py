@@ -4,7 +4,7 @@ A norm over all gradients of a model (to clip them, or to check that none is inf
 If the schedule gives an update time to wait, each stage gets the norms of all stages for the same update: they are
 collected from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for earlier
 stages, because these have their gradients later. Stage s then uses the norms of earlier stages that stage s - 1 had two
-updates before; these are the latest that arrive without a stall. The first updates have no norms of earlier stages.
+updates earlier; these are the latest that arrive without a stall. The first updates have no norms of earlier stages.
 
 A weight that several stages share counts in the norm of the first of them only.
 """

@@ -1,7 +1,7 @@
 """Placements: the ranks of each stage, and which of them takes which microbatch.
 
 Routing is a rule, not a message: every rank computes from a microbatch's number alone which replica of a stage takes it
-(1F1B-RR, [PipeDream 2019, section 3.2]), so ranks agree on nothing while they train.
+(1F1B-RR, [PipeDream 2019, section 3.2]), so ranks need no agreement while they train.
 
 Rules of this file:
   1. Replica q of r takes the microbatches k with k mod r = q, forward and backward; or, when microbatches are split,
@@ -28,7 +28,7 @@ class StageLayout(Enum):
 
     ONE_PER_RANK = "one stage on each rank"
     ROUND_ROBIN = "in turn"
-    V_SHAPE = "there and back again"
+    V_SHAPE = "in a V"
 
     @property
     def has_several(self) -> bool:
@@ -118,7 +118,7 @@ class Placement:
 
     @property
     def first_replicas(self) -> "Placement":
-        """The placement without replicas but the first; where replicas split microbatches, it represents them all."""
+        """The placement of first replicas only; where replicas split microbatches, it stands for all of them."""
         return Placement(tuple((ranks[0],) for ranks in self.stages))
 
     def replicas(self, stage: int) -> int:

@@ -153,7 +153,7 @@ class Schedule:
         return self._rows(Step(minibatch))
 
     def drain(self, minibatches: int) -> Programs:
-        """Each rank's actions that finish what is in flight after `minibatches` steps; empty if it flushes."""
+        """Each rank's actions that finish what is in flight after `minibatches` steps; none if the schedule flushes."""
         _check_count("minibatches", minibatches)
         return self._rows(Drain(minibatches))
 
