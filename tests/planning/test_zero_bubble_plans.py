@@ -102,7 +102,7 @@ def test_a_measured_weight_part_is_what_counts() -> None:
 
 
 def folded_plans(profile: Profile, ranks: int, bandwidth: float, request: Request):
-    """(Slowest rank or link, worst bytes, cuts) of all ways to cut, for stages that go there and back again."""
+    """(Slowest rank or link, worst bytes, cuts) of all ways to cut, for stages in a V."""
     layers = profile.layers
     for marks in combinations(range(1, len(layers)), 2 * ranks - 1):
         parts = list(pairwise((0, *marks, len(layers))))
@@ -197,7 +197,7 @@ def test_replicas_of_a_folded_pipeline() -> None:
         (
             lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 3, (0,)), Stage(3, 4, (1,))), "zb-v"),
             "stages[2].ranks: expected [1] (zb-v: stage s where stage 2 x 2 - 1 - s is), found [0] in layers [2, 3) on "
-            "rank 0: deal the stages to the ranks there and back again",
+            "rank 0: deal the stages to the ranks in a V",
         ),
         (
             lambda: Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,))), "zb-v"),

@@ -32,15 +32,6 @@ ALLOWED = """
     src/penstock/runtime/transport/backend_selection.py
     src/penstock/runtime/transport/failures.py
     src/penstock/runtime/transport/tensor_parallel_transport.py
-    src/penstock/scheduling/arrivals.py
-    src/penstock/scheduling/definitions.py
-    src/penstock/scheduling/lowering.py
-    src/penstock/scheduling/norms.py
-    src/penstock/scheduling/orders/zb_h1.py
-    src/penstock/scheduling/placements.py
-    src/penstock/scheduling/queues.py
-    src/penstock/scheduling/schedules.py
-    src/penstock/scheduling/skips.py
     src/penstock/scheduling/verification/message_invariants.py
     src/penstock/scheduling/verification/stage_invariants.py
     src/penstock/scheduling/verification/violations.py

@@ -1,6 +1,6 @@
-"""Scheduling: what every rank does and in which order, as values, and the proof that it is right.
+"""Scheduling: the actions of every rank in their order, as values, and the proof that they are correct.
 
-Public, beside `penstock` itself: what is needed to define a schedule of your own.
+This module is public, beside `penstock` itself: it has the names that a schedule of your own needs.
 """
 
 from penstock.scheduling.actions import (

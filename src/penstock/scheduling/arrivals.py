@@ -1,11 +1,11 @@
-"""Arrivals: receives in the order in which their messages come.
+"""Arrivals: puts receives in the order in which their messages arrive.
 
-An edge between two ranks is one queue. Where a pipeline turns back, as in `zb-v`, activations of one half and gradients
-of the other go the same way, and the ranks may come to them in different orders: what was sent first is not always
-used first. Then it is received first and waits on the receiver's side.
+The messages from one rank to another form one queue. In a V, as in `zb-v`, activations of one half of the stages and
+gradients of the other half share a queue, and the message that is sent first is not always used first. Then it is
+received first all the same, and the receiver keeps it until its use.
 
-Law of this file: a receive is only put further ahead, next to one that waits for a later message of the same queue. So
-no rank waits longer than before, and none waits forever that did not before.
+Rule of this file: a receive only moves ahead, directly before a receive of a later message in the same queue. So no
+rank waits longer than before, and no deadlock is added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,10 @@ def sources_of(row: Iterable[Action], rank: int, placement: Placement) -> tuple[
 
 
 def longest_wait(row: Sequence[Action]) -> int | None:
-    """The place of the receive in `row` that most likely waits longest; None if it has none.
+    """The index of the receive in `row` that most likely waits longest; None if there is no receive.
 
-    Who begins with one waits there until the pipe is filled that far, and any other while it runs empty.
+    A rank that begins with a receive waits there while the pipe fills; any other rank waits at its last receive, while
+    the pipe drains.
     """
     if row and isinstance(row[0], Receive):
         return 0
@@ -36,9 +37,9 @@ def longest_wait(row: Sequence[Action]) -> int | None:
 def follow_sends(
     row: Iterable[Action], rank: int, placement: Placement, others: Mapping[int, Iterable[Action]]
 ) -> Iterator[Action]:
-    """The `row` of `rank`, with its receives from each of the `others` (their rows, by rank) in the order of the sends.
+    """The `row` of `rank`, with its receives from each rank of `others` in the order of the sends.
 
-    A receive without a send stays where it is; the verifier finds it.
+    `others` has rows by rank. A receive without a send stays where it is; the verifier finds it.
     """
     queues = {source: _sent(other, source, rank, placement) for source, other in others.items()}
     early: set[Action] = set()
@@ -57,7 +58,7 @@ def follow_sends(
 
 
 def _sent(row: Iterable[Action], source: int, rank: int, placement: Placement) -> Iterator[Action]:
-    """The receives, on `rank`, of what the row of `source` sends there."""
+    """The receives on `rank` of the messages that the row of `source` sends to it."""
     for action in row:
         if isinstance(action, Send | SendTied | SendNorms) and rank in peers(action, source, placement):
             yield counterpart(action)

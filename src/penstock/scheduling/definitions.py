@@ -1,8 +1,8 @@
 """Schedule definitions: an order of compute actions, and what the order guarantees.
 
-A definition is data. Its `order` yields what each rank computes, its `guarantees` state what that costs and which
-weights it reads, and the verifier checks one against the other. Everything that the rest of Penstock must know of a
-schedule is a field here, so that a new schedule is one value in one file.
+A definition is data. Its `order` yields what each rank computes. Its `guarantees` state how much memory that takes and
+which weights it reads. The verifier checks one against the other. Every property of a schedule that the rest of
+Penstock uses is a field here, so that a new schedule is one value in one file.
 
 Rules of this file:
   1. A definition uses ranks, stages, microbatches and versions: no time, no tensor, no message.
@@ -38,9 +38,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas.
+    """Holds the sizes of a pipeline: its placement, and the microbatches of a minibatch (m), over all replicas.
 
-    `waiting`: the stages whose updates need data of other stages, so that an order may not update at once.
+    `waiting`: the stages whose updates need data of other stages, so an order may have to defer these updates.
     """
 
     placement: Placement
@@ -68,7 +68,7 @@ class PipelineShape:
 
     @property
     def stages_per_rank(self) -> int:
-        """``v``."""
+        """``v``: the number of stages that each rank holds."""
         return self.stages // self.placement.length
 
     def rank_of(self, stage: int) -> int:
@@ -84,24 +84,24 @@ class PipelineShape:
         return range(minibatch * self.microbatches, (minibatch + 1) * self.microbatches)
 
     def rank_microbatches(self, rank: int, minibatch: int) -> range:
-        """Those microbatches of `minibatch` that `rank` takes: all of them where its stages have no replicas."""
+        """The microbatches of `minibatch` that `rank` takes: all of them if its stages have no replicas."""
         return self.placement.microbatches_of(rank, self.microbatches_of(minibatch))
 
     def microbatches_before(self, rank: int, minibatch: int) -> int:
-        """The number of microbatches that `rank` takes of all minibatches before `minibatch`."""
+        """The number of microbatches that `rank` takes from all minibatches before `minibatch`."""
         return len(self.placement.microbatches_of(rank, range(minibatch * self.microbatches)))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The segment of a program that admits `minibatch`: its forwards, and the backwards and updates due by then."""
+    """Names the segment that admits `minibatch`: its forwards, and the backwards and updates due by then."""
 
     minibatch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The segment of a program that finishes what is in flight after `minibatches` steps."""
+    """Names the segment of a program that finishes what is in flight after `minibatches` steps."""
 
     minibatches: int
 
@@ -111,9 +111,9 @@ Segment: TypeAlias = Step | Drain
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A mark: all replicas of `stage` have their gradients for the update to `version`, which comes later.
+    """Marks that all replicas of `stage` have their gradients for the update to `version`, which comes later.
 
-    What other stages wait for is sent here.
+    Lowering puts the messages that other stages wait for here.
     """
 
     stage: int
@@ -122,19 +122,19 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class LastUpdate:
-    """A mark: `stage` has made its last update, the one to `version`, before the pipe is empty."""
+    """Marks that `stage` has made its last update, the one to `version`; other stages may still drain."""
 
     stage: int
     version: int
 
 
 Entry: TypeAlias = Compute | Summed | LastUpdate
-"""What an order yields."""
+"""An action or a mark: the type that an order yields."""
 Order: TypeAlias = Callable[[PipelineShape, int, Segment], Iterator[Entry]]
 
 
 class VersionRule(Enum):
-    """Which version of its stage's weights a forward reads; the verifier recomputes each by counting updates."""
+    """Says which version of its stage's weights a forward reads; the verifier recomputes each by counting updates."""
 
     OWN_MINIBATCH = "the version made by the updates of all earlier minibatches"
     PREVIOUS_MINIBATCH = "the version made by the updates of all earlier minibatches but one"
@@ -144,7 +144,7 @@ class VersionRule(Enum):
 
 
 class NormRule(Enum):
-    """Whose norms of gradients a stage has at an update; see `known_norms`."""
+    """Says which norms of gradients a stage has at an update; see `known_norms`."""
 
     NONE = "no norms"
     ALL = "the norms of all stages for this update"
@@ -153,16 +153,18 @@ class NormRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Guarantees:
-    """What a schedule costs and keeps to; `verify` holds every program to it. All but `rule` are by stage or by rank.
+    """States the limits and versions of a schedule; `verify` checks every program against them.
 
-    `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
-    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage; a split
-    backward is done when its weight backward is, since that needs what the forward saved.
+    All fields but `rule` have one number per stage or per rank.
+
+    `versions`: weight versions of a stage that exist at once (version x is in slot ``x % versions[stage]``).
+    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage. A split
+    backward is done when its weight backward is, because that needs the activations of the forward.
     `rule`: the version that a forward reads.
-    `microbatches_per_update`: the backwards that one update of a stage sums up, over all its replicas.
+    `microbatches_per_update`: the microbatches whose gradients one update of a stage sums, over all its replicas.
     `pending_updates`: updates of a stage that have gradients and are not made yet, at once.
-    `pending_weight_backwards`: of those in flight, how many have had their input backward.
-    `in_flight_of_rank`: in flight on all stages of a rank together.
+    `pending_weight_backwards`: the microbatches in flight whose input backward is done.
+    `in_flight_of_rank`: the microbatches in flight on all stages of a rank together.
     """
 
     versions: tuple[int, ...]
@@ -186,10 +188,10 @@ class Guarantees:
         pending_weight_backwards: Sequence[int] | None = None,
         in_flight_of_rank: Sequence[int] | None = None,
     ) -> "Guarantees":
-        """The guarantees of a schedule that flushes, but for what is given.
+        """Makes the guarantees of a schedule; the defaults are those of one that flushes.
 
-        That is: one version, one update per minibatch, made before the next one's gradients, no split backward, and on
-        a rank the sum of what is in flight on its stages.
+        The defaults: one version, one update per minibatch, made before the gradients of the next one, no split
+        backward, and for a rank the sum of what is in flight on its stages.
         """
         stages, ranks = range(shape.stages), range(shape.ranks)
         each = [in_flight[stage] for stage in stages]
@@ -206,7 +208,7 @@ class Guarantees:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards and updates at all."""
+        """Whether there are backwards and updates."""
         return self.rule is not VersionRule.INITIAL
 
     @property
@@ -216,8 +218,9 @@ class Guarantees:
 
     @property
     def delays(self) -> tuple[int, ...]:
-        """By stage: the updates between the version that a gradient is taken at and the one that it updates, once the
-        pipe is full.
+        """The delay of each stage once the pipe is full.
+
+        It counts the updates between the version that a gradient is computed at and the version that it updates.
         """
         match self.rule:
             case VersionRule.NEWEST:
@@ -231,12 +234,12 @@ class Guarantees:
 
 
 def accept_any(shape: PipelineShape) -> None:
-    """The check of a schedule that runs with any number of ranks and microbatches."""
+    """Accepts every shape: the check of a schedule that runs with any number of ranks and microbatches."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScheduleDefinition:
-    """What a schedule is: the `order` of a rank's actions, its `guarantees` for a pipeline's shape, and its facts.
+    """Defines a schedule: the `order` of a rank's actions, its `guarantees` for a pipeline's shape, and properties.
 
     Pass one to `Pipeline`, `plan`, `Plan` or `Schedule` in place of a name to use a schedule of your own.
     """
@@ -247,17 +250,17 @@ class ScheduleDefinition:
     check: Callable[[PipelineShape], None] = accept_any
     """Raises `ScheduleError` for a shape that the schedule cannot run, and says what to do."""
     layout: StageLayout = StageLayout.ONE_PER_RANK
-    """In a V, activations and gradients share queues, and receives follow the order in which messages are sent."""
+    """In a V, activations and gradients share queues, and receives follow the order of sends."""
     flushes: bool = True
     """Whether the pipe is empty after every step, so that training equals that on one device."""
     splits_backward: bool = False
     """Whether backwards are split into an input backward and a weight backward."""
     updates_per_microbatch: bool = False
-    """Whether updates do not sum up a minibatch, but only one microbatch of each replica, or a fixed number of them."""
+    """Whether an update sums a fixed number of microbatches, as one from each replica, instead of a minibatch."""
     has_vertical_sync: bool = False
-    """Whether there is a form in which all stages read the version that the input stage read."""
+    """Whether the schedule accepts `vertical_sync`: all stages read the version that the input stage read."""
     defers_updates: bool = False
-    """Without a flush: whether updates of waiting stages come so late that what they need has arrived."""
+    """Whether updates of waiting stages, in a schedule without a flush, come after the data that they need arrives."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -268,7 +271,7 @@ class ScheduleDefinition:
 
     @property
     def synchronizes_updates(self) -> bool:
-        """Whether all stages make the same updates at times that data of other stages can reach."""
+        """Whether all stages make the same updates, each late enough to use data of all other stages."""
         return self.flushes or self.defers_updates
 
     def __str__(self) -> str:

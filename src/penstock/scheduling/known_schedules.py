@@ -1,4 +1,4 @@
-"""Schedules by name: finds one, lists those with a property, and says what an unknown name may mean."""
+"""Schedules by name: finds one, lists those with a property, and suggests one for an unknown name."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,17 +22,17 @@ def find_definition(schedule: object) -> ScheduleDefinition | None:
 
 
 def identify(definition: ScheduleDefinition) -> ScheduleDefinition | str:
-    """The name of `definition` if it is one of Penstock's own, else `definition`: what a plan keeps."""
+    """The name of `definition` if it is one of Penstock's own, else `definition`; a plan stores this."""
     return definition.name if definition in METHODS else definition
 
 
 def has_taken_name(definition: ScheduleDefinition) -> bool:
-    """Whether another schedule, one of Penstock's own, is called like `definition`."""
+    """Whether one of Penstock's own schedules has the name of `definition` and is not it."""
     return _BY_NAME.get(definition.name, definition) != definition
 
 
 def schedule_hint(name: str, known: Sequence[str] = SCHEDULES) -> str:
-    """What was probably meant by `name`, which is none of the `known` schedules: a sentence and a space, or nothing."""
+    """A sentence and a space that say what the unknown `name` probably means, or nothing."""
     return AMBIGUOUS_NAMES.get(name.lower()) or suggestion(name, known)
 
 

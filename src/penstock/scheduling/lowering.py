@@ -1,23 +1,24 @@
-"""Lowering: from what each rank computes to what it computes, sends and receives.
+"""Lowering: adds the messages to what each rank computes.
 
-Orders say nothing of communication, so no order can get it wrong: this one pass derives all of it.
+Orders contain no communication, so an order cannot get it wrong: this one pass derives all of it.
 
 Rules of this file:
-  1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
-  2. A receive stands directly before the action that consumes it, a send directly after the action that makes it: a
-     gradient leaves after the input part of a split backward, and the weight part has no messages. (`arrivals` may put
-     a receive further ahead.)
-  3. Only adjacent stages and those of a skip exchange activations and gradients, and no message passes between stages
-     of one rank. What has no skip rides along with the rest. The neighbor's message leaves first: most ranks wait for
-     it.
-  4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
-     all its updates before it waits for any, so that no two ranks wait for each other.
-  5. The replicas of a stage sum their gradients before they update, and before their norm is sent.
-  6. Where an update comes later than its gradients, what it waits for is sent when these are there and received before
-     it. Between neighbors (and over a skip) this must keep its place among activations and gradients, since an edge is
-     a queue: what goes to an earlier stage is received when its own gradients are there, and what goes to a later one
-     is sent before the update.
-  7. It looks at one action, mark, or run of updates at a time: lowering a step or a whole program comes to the same.
+  1. Only this file creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
+  2. A receive is directly before the action that uses it, and a send is directly after the action that makes its value.
+     The gradient of a split backward is sent after the input backward; the weight backward has no messages. (`arrivals`
+     may move a receive further ahead.)
+  3. Only adjacent stages and the two stages of a skip exchange activations and gradients. Stages of one rank send each
+     other nothing. A value without a skip is relayed in the messages of the stages between. The message to the neighbor
+     is sent first, because most ranks wait for that one.
+  4. Stages that share weights exchange the gradients of these weights before they update, replica by replica. A rank
+     sends for all its updates before it receives for any, so that no two ranks wait for each other.
+  5. The replicas of a stage sum their gradients before they update, and before they send their norm.
+  6. A deferred update comes later than its gradients. Its messages are sent when its gradients are complete and
+     received before the update, except between neighbors (and over a skip): there they share queues with activations
+     and gradients and must keep their place. A message to an earlier stage is received when that stage's own gradients
+     are complete, and a message to a later stage is sent just before the update.
+  7. The pass looks at one action, mark, or run of updates at a time, so that lowering step by step gives the same as
+     lowering a whole program.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,9 +58,9 @@ def lower(
 ) -> tuple[tuple[Action, ...], ...]:
     """The programs (one row of actions per rank) with their messages.
 
-    `ties`: groups of stages that share weights. `norms`: whose norms of gradients an update needs. `deferred`: the
-    stages whose updates come later than their gradients, which a mark says are there. `skips`: the pairs of stages,
-    others between them, that exchange activations and gradients directly.
+    `ties`: groups of stages that share weights. `norms`: the norms of gradients that an update needs. `deferred`: the
+    stages whose updates come later than their gradients; a mark shows when the gradients are complete. `skips`: the
+    pairs of stages that are not adjacent and exchange activations and gradients directly.
     """
     return tuple(lower_row(row, rank, placement, ties, norms, deferred, skips) for rank, row in enumerate(programs))
 
@@ -83,8 +84,9 @@ def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def nexts(stage: int, stages: int, skips: Iterable[Skip], *, later: bool) -> tuple[int, ...]:
-    """The stages that `stage`, of `stages`, exchanges activations and gradients with: later ones, or if not
-    `later` earlier ones. The neighbor first.
+    """The later (or, if not `later`, earlier) stages that `stage` exchanges activations and gradients with.
+
+    The neighbor is the first. `stages` is the number of all stages.
     """
     neighbor = stage + 1 if later else stage - 1
     far = [b if later else a for a, b in skips if stage == (a if later else b)]
@@ -92,7 +94,7 @@ def nexts(stage: int, stages: int, skips: Iterable[Skip], *, later: bool) -> tup
 
 
 def counterpart(message: Message) -> Message:
-    """The other end of a message: the receive of a send, the send of a receive."""
+    """The other end of a message: a receive for a send, a send for a receive."""
     match message:
         case Send(stage, microbatch, target):
             return Receive(target, microbatch, stage)
@@ -111,7 +113,7 @@ def counterpart(message: Message) -> Message:
 
 
 def peer(message: Message, rank: int, placement: Placement) -> int:
-    """The other rank of a message in the row of `rank`; the first one, if there are several."""
+    """The other rank of a message in the row of `rank`; the first one if there are several."""
     match message:
         case Send(_, microbatch, other) | Receive(_, microbatch, other):
             return placement.rank_of(other, microbatch)
@@ -124,9 +126,10 @@ def peer(message: Message, rank: int, placement: Placement) -> int:
 
 
 def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
-    """The other ranks of a message in the row of `rank`, those that share a microbatch aside.
+    """The other ranks of a message in the row of `rank`; of replicas that share a microbatch, the first.
 
-    Norms go from replica i mod r of a stage of r replicas to replica i of its neighbor: to none, one or several ranks.
+    Replica i mod r of a stage of r replicas sends its norms to replica i of the neighbor: to none, one or several
+    ranks.
     """
     if isinstance(message, SendNorms):
         return placement.peer_replicas(message.stage, message.target, rank)
@@ -142,7 +145,7 @@ class _Lowering:
     deferred: frozenset[int]
     skips: Sequence[Skip]
     known: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """What `_ends` has found: every action asks for it."""
+    """The results of `_ends`, which is called for nearly every action."""
 
     def lower(self, row: Iterable[Entry]) -> Iterator[Action]:
         for together, entries in groupby(row, key=_is_update):
@@ -152,7 +155,7 @@ class _Lowering:
             for entry in entries:
                 match entry:
                     case Forward() | Backward() | BackwardInput():
-                        # A worker lowers every step anew, and these are nearly all of it.
+                        # A worker lowers every step again, and nearly all actions come here.
                         stage, microbatch = entry.stage, entry.microbatch
                         sources, targets = self._ends(stage, later=isinstance(entry, Forward))
                         for source in sources:
@@ -172,9 +175,7 @@ class _Lowering:
                         assert_never(entry)
 
     def _ends(self, stage: int, *, later: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """On other ranks: where a forward (`later`) or backward gets what it needs from, and who needs what it makes:
-        later stages or earlier ones.
-        """
+        """The stages on other ranks that a forward (`later`) or backward of `stage` receives from and sends to."""
         known = self.known.get((stage, later))
         if known is None:
             sources, targets = (
@@ -185,7 +186,7 @@ class _Lowering:
         return known
 
     def _lower_updates(self, updates: Sequence[Update]) -> Iterator[Action]:
-        """A run of updates and what they wait for; `updates` at once only if all of them know the norms of all."""
+        """A run of updates with their messages; if every update needs all norms, all messages come before them."""
         targets = sorted(
             (target, update.stage, update.version)
             for update in updates
@@ -212,7 +213,7 @@ class _Lowering:
         yield from updates
 
     def _exchange(self, update: Update) -> Iterator[Action]:
-        """The update, and the norms that stages send each other around it, without waiting for an earlier stage."""
+        """The update and its norms; those of earlier stages come after it, so that no earlier stage delays it."""
         stage, version = update.stage, update.version
         if self.norms is NormRule.LAGGED:
             yield from self._tell_earlier(stage, version)
@@ -222,7 +223,7 @@ class _Lowering:
             yield from self._hear(stage, version - 1)
 
     def _leave(self, stage: int, version: int) -> Iterator[Action]:
-        """What a deferred update of `stage` can send and receive as soon as its gradients are there."""
+        """The messages of a deferred update that can pass as soon as the gradients of `stage` are complete."""
         others = self._partners(stage)
         for target in others:
             if not self._is_late(stage, target):
@@ -236,7 +237,7 @@ class _Lowering:
             yield from self._tell_earlier(stage, version)
 
     def _settle(self, update: Update) -> Iterator[Action]:
-        """What must still come before the gradients of `update` are whole."""
+        """The receives and the all-reduce that complete the gradients of `update`."""
         stage, version = update.stage, update.version
         others, deferred = self._partners(stage), stage in self.deferred
         for source in others:
@@ -246,16 +247,18 @@ class _Lowering:
             yield Reduce(stage, version)
 
     def _is_late(self, stage: int, target: int) -> bool:
-        """Whether what a deferred update sends to `target` keeps its place before the activations of a minibatch."""
+        """Whether a deferred update sends to `target` just before it: the next activations use the same queue."""
         return target in self._nexts(stage, later=True)
 
     def _is_early(self, stage: int, source: int) -> bool:
-        """Whether a deferred update receives at once what `source` sends: a stage that sends it gradients too, or one
-        whose gradients belong to the norm that is to leave."""
+        """Whether a deferred update receives from `source` as soon as the gradients of `stage` are complete.
+
+        It does if `source` also sends its gradients to `stage`, or if the norm to send includes those of `source`.
+        """
         return source in self._nexts(stage, later=True) or (source > stage and self.norms is NormRule.ALL)
 
     def _tell_earlier(self, stage: int, version: int) -> Iterator[Action]:
-        """Adds the norm of `stage` to those of later stages, and passes them on to the stage before it."""
+        """Receives the norms of later stages, and sends them with that of `stage` to the stage before it."""
         if self._is_apart(stage + 1):
             yield ReceiveNorms(stage, version, stage + 1)
         yield from self._tell(stage, version, stage - 1)
@@ -265,7 +268,10 @@ class _Lowering:
             yield SendNorms(stage, version, target)
 
     def _hear(self, stage: int, version: int) -> Iterator[Action]:
-        """What the stage before it knew at its update to `version`: that leaves before the next activation does."""
+        """Receives the norms that the stage before had at its update to `version`.
+
+        They are sent before its next activation.
+        """
         if version > 0 and self._is_apart(stage - 1):
             yield ReceiveNorms(stage, version, stage - 1)
 
@@ -273,7 +279,7 @@ class _Lowering:
         return nexts(stage, len(self.placement.stages), self.skips, later=later)
 
     def _partners(self, stage: int) -> tuple[int, ...]:
-        """Those on other ranks."""
+        """The stages on other ranks that share weights with `stage`."""
         return tuple(partner for partner in partners(stage, self.ties) if not self._holds(partner))
 
     def _is_apart(self, neighbor: int) -> bool:

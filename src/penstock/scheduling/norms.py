@@ -1,12 +1,12 @@
-"""What stages know of each other's gradients when they update: whose norms, and of which update.
+"""The norms of gradients that a stage has when it updates: of which stages, and for which update.
 
-A norm over all of a model's gradients (to clip them, to see that none is infinite) needs numbers of every stage. Where
-the schedule gives an update time to wait, each stage learns those of all stages for the same update: they are collected
-from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for stages before it,
-which have their gradients later. So stage s takes of them what stage s - 1 knew two updates earlier: the latest that
-arrives without a stall. Of the first updates nothing is known.
+A norm over all gradients of a model (to clip them, or to check that none is infinite) needs a number from every stage.
+If the schedule gives an update time to wait, each stage gets the norms of all stages for the same update: they are
+collected from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for earlier
+stages, because these have their gradients later. Stage s then uses the norms of earlier stages that stage s - 1 had two
+updates earlier; these are the latest that arrive without a stall. The first updates have no norms of earlier stages.
 
-A weight that stages share counts in the norm of the first of them only.
+A weight that several stages share counts in the norm of the first of them only.
 """
 
 from typing import TypeAlias
@@ -17,13 +17,13 @@ from penstock.scheduling.schedules import Schedule
 __all__ = ["Norm", "carried_norms", "known_norms"]
 
 Norm: TypeAlias = tuple[int, int]
-"""A stage and a version: the norm of the stage's gradients for the update to it."""
+"""A stage and a version: the norm of the stage's gradients for its update to this version."""
 
 
 def known_norms(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...]:
-    """The norms that `stage` has at its update to `version`, by stage ascending; its own is one of them.
+    """The norms that `stage` has at its update to `version`, its own included, in ascending order of the stages.
 
-    () if the schedule has no norms.
+    The result is empty if the schedule has no norms.
     """
     if schedule.norm_rule is NormRule.NONE:
         return ()
@@ -40,7 +40,7 @@ def carried_norms(schedule: Schedule, stage: int, version: int, target: int) -> 
 
 
 def _earlier(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...]:
-    """Of the stages before `stage`."""
+    """The norms of earlier stages that `stage` has at its update to `version`."""
     lag = 2 if schedule.norm_rule is NormRule.LAGGED else 0
     known = ((other, version - lag * (stage - other)) for other in range(stage))
     return tuple((other, of) for other, of in known if of > 0)

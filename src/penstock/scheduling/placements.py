@@ -1,7 +1,7 @@
-"""Where stages are: the ranks of each stage, and which of them takes which microbatch.
+"""Placements: the ranks of each stage, and which of them takes which microbatch.
 
-Routing is a rule, not a message: every rank can compute from a microbatch's number alone which replica of any stage
-works on it (1F1B-RR, [PipeDream 2019, section 3.2]), so nothing has to be agreed on while training.
+Routing is a rule, not a message: every rank computes from a microbatch's number alone which replica of a stage takes it
+(1F1B-RR, [PipeDream 2019, section 3.2]), so ranks need no agreement while they train.
 
 Rules of this file:
   1. Replica q of r takes the microbatches k with k mod r = q, forward and backward; or, when microbatches are split,
@@ -20,15 +20,15 @@ from penstock.errors import ScheduleError
 __all__ = ["Placement", "Skip", "StageLayout"]
 
 Skip: TypeAlias = tuple[int, int]
-"""Two stages, the first before the second and others between them, that send each other values directly."""
+"""Two stages that are not adjacent and send each other values directly; the earlier one first."""
 
 
 class StageLayout(Enum):
-    """How the stages of a pipeline are laid out over its ranks."""
+    """Says how the stages of a pipeline are laid out over its ranks."""
 
     ONE_PER_RANK = "one stage on each rank"
     ROUND_ROBIN = "in turn"
-    V_SHAPE = "there and back again"
+    V_SHAPE = "in a V"
 
     @property
     def has_several(self) -> bool:
@@ -43,8 +43,9 @@ class StageLayout(Enum):
         return tuple(stage % length for stage in range(stages))
 
     def default_stages_per_rank(self, stages: int | None, ranks: int) -> int:
-        """The stages that each of `ranks` ranks holds when it is not given: 2 where a rank can hold several, or as many
-        as `stages` makes of it.
+        """The stages on each of `ranks` ranks if that is not given: 1, or where a rank can hold several, 2.
+
+        If `stages` is given and several ranks can hold any number of stages, it is their share of a rank.
         """
         if not self.has_several:
             return 1
@@ -65,13 +66,16 @@ class StageLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`stages[s]`: the ranks that hold stage s, replica by replica. `split`: whether they share every microbatch."""
+    """Holds the ranks of every stage.
+
+    `stages[s]`: the ranks that hold stage s, replica by replica. `split`: whether they share every microbatch.
+    """
 
     stages: tuple[tuple[int, ...], ...]
     split: bool = False
     _held: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _ranks_from: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """By stage: how many ranks it and all later stages have, those of several stages counted for each."""
+    """By stage: the ranks of it and all later stages; a rank of several stages counts once for each."""
 
     def __post_init__(self) -> None:
         held: dict[int, tuple[int, ...]] = {}
@@ -84,7 +88,7 @@ class Placement:
 
     @classmethod
     def of_layout(cls, layout: StageLayout, ranks: int, stages_per_rank: int = 1) -> "Placement":
-        """Each stage on one rank, as `layout` has them."""
+        """The placement of each stage on one rank, by `layout`."""
         for name, size in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ScheduleError(
@@ -94,12 +98,12 @@ class Placement:
 
     @classmethod
     def straight(cls, ranks: int, stages_per_rank: int = 1) -> "Placement":
-        """Each stage on one rank: stage s on rank s mod `ranks`, so that neighbors are on neighboring ranks."""
+        """The placement of stage s on rank s mod `ranks`, so that neighbors are on neighboring ranks."""
         return cls.of_layout(StageLayout.ROUND_ROBIN, ranks, stages_per_rank)
 
     @classmethod
     def folded(cls, ranks: int) -> "Placement":
-        """Two stages on each rank, in a V: rank r has stages r and 2 `ranks` - 1 - r."""
+        """The placement in a V: rank r has stages r and 2 `ranks` - 1 - r."""
         return cls.of_layout(StageLayout.V_SHAPE, ranks, 2)
 
     @property
@@ -109,14 +113,12 @@ class Placement:
 
     @property
     def length(self) -> int:
-        """The number of consecutive stages that are on ranks of their own: the ranks of one pipeline, ``p`` of
-        interleaving.
-        """
+        """``p``: the ranks of one pipeline, without replicas; that many consecutive stages share no rank."""
         return len(set(self.stages))
 
     @property
     def first_replicas(self) -> "Placement":
-        """The first replica of every stage alone: it stands for all replicas where these split microbatches."""
+        """The placement of first replicas only; where replicas split microbatches, it stands for all of them."""
         return Placement(tuple((ranks[0],) for ranks in self.stages))
 
     def replicas(self, stage: int) -> int:
@@ -137,7 +139,7 @@ class Placement:
         return self._held[rank]
 
     def microbatches_of(self, rank: int, microbatches: range) -> range:
-        """Which of the consecutive `microbatches` `rank` takes."""
+        """The microbatches that `rank` takes of the consecutive `microbatches`."""
         stage = self._held[rank][0]
         stride = self.stride(stage)
         if stride == 1:
@@ -146,7 +148,7 @@ class Placement:
         return range(first, max(first, microbatches.stop), stride)
 
     def stride(self, stage: int) -> int:
-        """From one microbatch of a replica of `stage` to its next: r, or 1 if the replicas share every microbatch."""
+        """The step from a microbatch of a replica of `stage` to its next: r, or 1 if replicas share microbatches."""
         return 1 if self.split else self.replicas(stage)
 
     def max_microbatches(self, stage: int, microbatches: int) -> int:
@@ -154,21 +156,21 @@ class Placement:
         return -(-microbatches // self.stride(stage))
 
     def depth(self, stage: int) -> int:
-        """Microbatches that each replica of `stage` must have in flight to keep all later stages busy.
+        """The microbatches that each replica of `stage` must have in flight to keep all later stages busy.
 
-        ``ceil(R / r)`` with R the ranks of this and all later stages [Narayanan 2021, section 2.3]; p - s without
-        replicas, and when microbatches are split.
+        This is ``ceil(R / r)``, with R the ranks of this and all later stages [Narayanan 2021, section 2.3]. It is
+        p - s without replicas, and when microbatches are split.
         """
         if self.split:
             return len(self.stages) - stage
         return -(-self._ranks_from[stage] // self.replicas(stage))
 
     def full_depth(self, stage: int) -> int:
-        """``depth`` of a stage if all ranks were in it or in later ones: p without replicas, on every stage."""
+        """The ``depth`` of `stage` if R were all ranks: without replicas p, for every stage."""
         return len(self.stages) if self.split else -(-self.ranks // self.replicas(stage))
 
     def peer_replica(self, stage: int, other: int, rank: int) -> int:
-        """The rank of `other` that has the replica number of `rank` in `stage`, modulo its replicas."""
+        """The rank of `other` whose replica number is that of `rank` in `stage`, modulo the replicas of `other`."""
         return self.stages[other][self.stages[stage].index(rank) % self.replicas(other)]
 
     def peer_replicas(self, stage: int, other: int, rank: int) -> tuple[int, ...]:
@@ -176,9 +178,9 @@ class Placement:
         return tuple(there for there in self.stages[other] if self.peer_replica(other, stage, there) == rank)
 
     def equal(self, stages: Iterable[int]) -> bool:
-        """Whether `stages` have equally many replicas."""
+        """Whether all `stages` have the same number of replicas."""
         return len({self.replicas(stage) for stage in stages}) <= 1
 
     def text(self) -> str:
-        """``2-1-1``: the replicas of the stages."""
+        """The numbers of replicas of the stages, as in ``2-1-1``."""
         return "-".join(str(len(ranks)) for ranks in self.stages)

@@ -1,8 +1,8 @@
-"""Queues between ranks: which skips find a place in them, worked out pair by pair, which takes no proof of the whole.
+"""Queues between ranks: finds the skips that fit into them, without a verification of the whole schedule.
 
-Between two ranks messages arrive in the order in which they were sent, whichever stages they are of. Where ranks hold
-several stages, the messages of two pairs of stages may share a queue; they fit if the senders and the receivers
-come to them in the same order. Fitting is a matter of two pairs at a time, so that skips can be added one by one.
+Messages from one rank to another arrive in the order of their sends, for all stages together. Where ranks hold several
+stages, the messages of two pairs of stages may share a queue; they fit if they are sent and received in the same order.
+Whether they fit depends on two pairs at a time only, so skips can be added one by one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,16 +17,17 @@ from penstock.scheduling.schedules import Schedule
 __all__ = ["find_places"]
 
 _Moment: TypeAlias = tuple[int, int]
-"""Place of an action in its rank's row, and the place among the messages of that action."""
+"""The index of an action in its rank's row, and the position among the messages of that action."""
 _Stream: TypeAlias = dict[tuple[int, int], list[tuple[_Moment, _Moment]]]
 """By edge, the messages of one pair of stages: when each is sent and when received."""
 
 
 def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
-    """Those of `skips` whose messages keep the order of every queue in a step of `schedule`, beside those of neighbours
-    and of the ones before them.
+    """The `skips` that fit into the queues of a step of `schedule`, beside all messages of neighbors.
+
+    They are tried in the order given: each must fit together with those before it.
     """
-    if schedule.definition.layout is StageLayout.V_SHAPE:  # receives there follow the sends, whatever these are
+    if schedule.definition.layout is StageLayout.V_SHAPE:  # there, receives follow the sends in any order
         return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):
@@ -36,11 +37,11 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
 
 @dataclass(slots=True)
 class _Queues:
-    """The messages of the pairs of stages that were added."""
+    """Holds the messages of the pairs of stages that were added."""
 
     schedule: Schedule
     places: dict[tuple[bool, int, int], int] = field(init=False)
-    """Of the forward (True) or backward of a stage and a microbatch in the row of its rank."""
+    """The index in its rank's row, by forward (True) or backward, stage and microbatch."""
     taken: dict[tuple[int, int], list[list[tuple[_Moment, _Moment]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class _Queues:
         return True
 
     def _streams(self, here: int, there: int) -> Iterator[_Stream]:
-        """Forward and backward, which go opposite ways and share no queue."""
+        """The messages of forwards and of backwards, which go opposite ways and share no queue."""
         placement, distance = self.schedule.placement, there - here
         for forward in (True, False):
             source, target = (here, there) if forward else (there, here)
@@ -71,7 +72,7 @@ class _Queues:
             for microbatch in range(self.schedule.microbatches):
                 edge = placement.rank_of(source, microbatch), placement.rank_of(target, microbatch)
                 if edge[0] != edge[1]:
-                    # Of one action, the neighbor's message leaves first and is received last.
+                    # One action sends to its neighbor first and receives from its neighbor last.
                     sent = self.places[forward, source, microbatch], distance
                     received = self.places[forward, target, microbatch], -distance
                     stream.setdefault(edge, []).append((sent, received))

@@ -1,8 +1,8 @@
-"""Which backwards have something to recompute: those that do not directly follow their forward.
+"""Which backwards recompute: those that do not directly follow their forward.
 
-Of a backward in two parts it is the input part that recomputes, or does not; the weight part uses what that kept.
+In a split backward only the input backward recomputes; the weight backward uses what that kept.
 
-One rule for the simulator, which predicts time and memory, and the worker, which carries it out.
+The simulator, which predicts time and memory, and the worker, which computes, both use this one rule.
 """
 
 from collections.abc import Iterable
@@ -28,10 +28,10 @@ __all__ = ["find_direct"]
 
 
 def find_direct(row: Iterable[Action]) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) whose backward comes directly after its forward in `row`, messages and sums aside.
+    """The pairs (stage, microbatch) whose backward directly follows the forward in `row`; messages and sums aside.
 
-    What such a forward computed is still there when it is needed, so that to compute it again would only take time
-    (the last stage under 1F1B, for one). A step or a whole program of a schedule comes to the same.
+    The activations of such a forward are still in memory, so recomputing them would only cost time. An example is the
+    last stage under 1F1B. The steps of a schedule give the same pairs as its whole program.
     """
     direct: list[tuple[int, int]] = []
     latest: tuple[int, int] | None = None

@@ -1,7 +1,7 @@
-"""The schedule: what every rank does, in order, for each minibatch and for the drain.
+"""The schedule: the actions of every rank, in order, for each minibatch and for the drain.
 
-One value with many readers: the verifier, the simulator, the pictures and the worker all take their actions from here,
-so what is proved, predicted, drawn and run is the same thing.
+The verifier, the simulator, the pictures and the worker all take their actions from this one value, so the program that
+is proved is also the one that is simulated, drawn and run.
 """
 
 from dataclasses import dataclass, field
@@ -33,17 +33,17 @@ Ties: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
+    """A schedule for a pipeline of a given size: a value that prints, compares, and yields each rank's actions.
 
     `method`: the name of one of Penstock's schedules, or a `ScheduleDefinition` of your own. `ranks`: the number of
-    processes. `microbatches`: the number in one step, over all replicas. `stages_per_rank`: as the schedule's layout
-    has it. `vertical_sync`: the form in which all stages read one version, if the schedule has it.
-    `ties`: groups of stages that share weights; not where each stage updates at its own time.
-    `replicated`: where the stages are, if it is not as the schedule's layout has them; see `Schedule.placed`.
-    `norms`: whether stages send each other the norms of their gradients, as `known_norms` says; an inference has none.
-    `skips`: pairs of stages, others between them, that send each other values directly; see `choose_skips`.
+    processes. `microbatches`: the number in one step, over all replicas. `stages_per_rank`: a number that the
+    schedule's layout accepts. `vertical_sync`: whether all stages read one version, if the schedule supports it.
+    `ties`: groups of stages that share weights; schedules in which each stage updates at its own time accept none.
+    `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
+    `norms`: whether stages send each other the norms of their gradients, see `known_norms`; an inference has none.
+    `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
 
-    `ScheduleError` says what does not fit.
+    Raises `ScheduleError` if the arguments do not fit together.
     """
 
     method: ScheduleDefinition | str = field(compare=False)
@@ -84,7 +84,7 @@ class Schedule:
         ties: Ties = (),
         norms: bool = False,
     ) -> "Schedule":
-        """The schedule of stages that are not where the schedule's layout has them, or have replicas."""
+        """The schedule of stages whose ranks differ from the schedule's layout, or that have replicas."""
         per_rank = len(placement.stages) // placement.length
         return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement, norms)
 
@@ -95,12 +95,12 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are, and which rank takes which microbatch."""
+        """The ranks of the stages, and which rank takes which microbatch."""
         return self.shape.placement
 
     @property
     def stages(self) -> int:
-        """How many stages the pipeline has."""
+        """The number of stages of the pipeline."""
         return self.shape.stages
 
     @property
@@ -110,23 +110,23 @@ class Schedule:
 
     @property
     def deferred(self) -> frozenset[int]:
-        """The stages whose updates come later than their gradients, since they need what other stages know."""
+        """The stages whose updates come later than their gradients, because they need data of other stages."""
         return self.shape.waiting if self.definition.defers_updates else frozenset()
 
     @property
     def norm_rule(self) -> NormRule:
-        """Whose norms of gradients a stage has at an update."""
+        """The norms of gradients that a stage has at an update."""
         if not self.norms or not self.guarantees.trains:
             return NormRule.NONE
         return NormRule.ALL if self.definition.synchronizes_updates else NormRule.LAGGED
 
     @property
     def microbatches_per_update(self) -> int:
-        """How many microbatches one update of a stage sums up; of a stage with the most, where they differ."""
+        """The number of microbatches that one update sums; the largest, if the stages differ."""
         return max(self.guarantees.microbatches_per_update)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`; the first one of its replicas."""
+        """The rank of the first replica of `stage`."""
         return self.shape.rank_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -134,15 +134,15 @@ class Schedule:
         return self.shape.stages_of(rank)
 
     def versions(self, stage: int) -> int:
-        """How many weight versions of `stage` are alive at once; version x lives in slot ``x % versions(stage)``."""
+        """The number of weight versions of `stage` at once; version x is in slot ``x % versions(stage)``."""
         return self.guarantees.versions[stage]
 
     def in_flight(self, stage: int) -> int:
-        """How many microbatches of `stage` wait for their backward at once, at most."""
+        """The most microbatches of `stage` that wait for their backward at once."""
         return self.guarantees.in_flight[stage]
 
     def last_microbatch(self, rank: int, stage: int, version: int) -> int | None:
-        """The last of the microbatches that `rank` takes of those that the update of `stage` to `version` sums up."""
+        """The last microbatch of `rank` that the update of `stage` to `version` sums; None if it takes none."""
         size = self.guarantees.microbatches_per_update[stage]
         taken = self.placement.microbatches_of(rank, range((version - 1) * size, version * size))
         return taken[-1] if taken else None
@@ -153,7 +153,7 @@ class Schedule:
         return self._rows(Step(minibatch))
 
     def drain(self, minibatches: int) -> Programs:
-        """Each rank's actions that finish what is in flight after `minibatches` steps; empty for flushing methods."""
+        """Each rank's actions that finish what is in flight after `minibatches` steps; none if the schedule flushes."""
         _check_count("minibatches", minibatches)
         return self._rows(Drain(minibatches))
 
@@ -163,7 +163,7 @@ class Schedule:
         return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 
     def row(self, rank: int, segment: Segment) -> tuple[Action, ...]:
-        """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
+        """The actions of `rank` alone in a step or a drain: what a worker runs, without computing the other ranks'."""
         row = self.lower(rank, segment)
         if self.definition.layout is not StageLayout.V_SHAPE or not isinstance(segment, Step):
             return row
@@ -172,7 +172,7 @@ class Schedule:
         )
 
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
-        """The same with each receive directly before what uses it, whatever was sent before."""
+        """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
         order = self.definition.order(self.shape, rank, segment)
         return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
 
@@ -192,18 +192,18 @@ class Schedule:
 
 
 def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Placement | None = None) -> Schedule:
-    """The schedule of an evaluation: forwards only, all at version 0; `placement` as `Schedule.replicated`."""
+    """The schedule of an evaluation: forwards only, all at version 0; `placement` is `Schedule.replicated`."""
     return Schedule(INFERENCE, ranks, microbatches, stages_per_rank, replicated=placement)
 
 
 @lru_cache(maxsize=1 << 12)
 def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[int, ...]:
-    """The places of the actions of a step as `Schedule.lower` has them, in the order in which messages arrive.
+    """The indices of a step's actions in the row of `Schedule.lower`, in the order in which messages arrive.
 
-    Steps that deal out their microbatches alike have it in common, so that it is worked out once.
+    Steps that assign their microbatches to the same replicas share this order, so it is cached.
     """
     placement = schedule.placement
-    # Replicas that share every microbatch receive in the order of the first of them.
+    # Replicas that share every microbatch use the order of the first replica.
     first = placement.stages[placement.stages_of(rank)[0]][0] if placement.split else rank
     row = schedule.lower(first, Step(minibatch))
     others = {source: schedule.lower(source, Step(minibatch)) for source in sources_of(row, first, placement)}
@@ -261,7 +261,7 @@ def _holds_otherwise(definition: ScheduleDefinition, other: ScheduleDefinition) 
 
 
 def _check_guarantees(schedule: Schedule) -> None:
-    """Whether the guarantees agree with the facts of the definition, and are of all stages and ranks."""
+    """Checks that the guarantees agree with the definition and have a number for every stage or rank."""
     definition, guarantees = schedule.definition, schedule.guarantees
     stages, ranks = schedule.stages, schedule.ranks
     for name in (

@@ -1,17 +1,17 @@
-"""Skip connections past stages: which values go directly from stage to stage, and which the stages between relay.
+"""Skip connections past stages: which values are sent directly, and which the stages between relay.
 
-Relayed, a value crosses every cut on its way as part of the message that crosses anyway, and each stage between holds
-it until the backward. Directly it crosses once, in a message more each way. In a hierarchy of links the direct way is
-never slower than the slowest link of the other.
+A relayed value crosses every cut on its way inside the message that crosses there anyway, and each stage between keeps
+it until its backward. A direct value is sent once, in one more message each way. In a hierarchy of links the direct way
+is never slower than the slowest link of the relayed way.
 
 Rules of this file:
-  1. What is chosen depends on the schedule and on what the values are, so that every rank chooses alike.
-  2. A skip that would violate an invariant of the verifier is left out: where stages of one rank take turns
-     (`interleaved`) a queue between two ranks might not keep its order, and gradients of shared weights and norms use
-     the queues, too.
-  3. Where a rank holds one stage there is nothing to try: a queue has the messages of one pair of stages, which both
-     handle in the order of the microbatches, and no rank waits for more than before, since what skips stages leaves
-     together with what reaches them.
+  1. The choice depends only on the schedule and the values, so that every rank makes the same choice.
+  2. A skip that would violate an invariant of the verifier is left out. With several stages on a rank (`interleaved`)
+     the messages of a queue might be sent and received in different orders, and the gradients of shared weights and the
+     norms use the same queues.
+  3. With one stage on each rank every skip fits. A queue then has the messages of one pair of stages, and both handle
+     them in the order of the microbatches. No rank waits longer than before, since a direct value is sent together with
+     the message to the next stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ from penstock.scheduling.verification.verifier import verify
 __all__ = ["MESSAGE_BYTES", "SkipChoice", "choose_skips"]
 
 MESSAGE_BYTES = 1e5
-"""What a message costs more than its bytes, in bytes: 100 us at 1 GB/s. Measured: an empty message takes 110 to 120 us
-from process to process over Gloo on one host, and networks of 10 Gbit/s pass 1.25 GB/s at best."""
+"""The fixed cost of a message, in bytes: 100 us at 1 GB/s. Measured: an empty message takes 110 to 120 us from process
+to process over Gloo on one host. A network of 10 Gbit/s carries 1.25 GB/s at best."""
 
 SkipChoice: TypeAlias = Literal["auto", "relayed", "direct"]
-"""``auto``: directly where it costs less. ``direct``: wherever the invariants of the schedule allow it."""
+"""``auto``: direct where that costs less. ``relayed``: never direct. ``direct``: wherever the invariants allow it."""
 
 
 def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipChoice = "auto") -> Schedule:
-    """`schedule` with those of the skips `hops` that are taken; their bytes are of a microbatch, one way.
+    """`schedule` with the chosen skips of `hops`, which maps each skip to the bytes of a microbatch, one way.
 
-    `PlanError` for a choice that there is not.
+    Raises `PlanError` for an unknown `choice`.
     """
     if choice not in get_args(SkipChoice):
         raise PlanError(
@@ -45,12 +45,12 @@ def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipCho
         )
     placement = schedule.placement
     if choice == "relayed" or (placement.split and not placement.equal(range(schedule.stages))):
-        # Where parts of microbatches are joined on the way and cut again, memory lies otherwise than without, and
-        # layers that draw random numbers in its order would draw others.
+        # If replicas join and cut microbatches on the way, relayed values have another memory layout than direct ones,
+        # and layers that draw random numbers in the order of memory would draw others.
         return schedule
     wanted = [hop for hop in sorted(hops) if choice == "direct" or _saves(schedule, hop, hops[hop])]
     if schedule.stages_per_rank > 1:
-        # Where a queue has no place for all, those that save the most come first.
+        # Not all skips may fit into a queue, so those that save the most are tried first.
         wanted.sort(key=lambda hop: (-hops[hop] * max(1, _passed(schedule, hop)), hop))
         wanted = sorted(find_places(_shortened(schedule), wanted))
     if schedule.ties or schedule.norms:
@@ -59,21 +59,21 @@ def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipCho
 
 
 def _saves(schedule: Schedule, skip: Skip, size_bytes: float) -> bool:
-    """Whether fewer bytes pass directly, by enough to be worth one more message."""
+    """Whether the direct way saves enough bytes to be worth one more message."""
     here, there = skip
     sent = schedule.placement.stages[here] != schedule.placement.stages[there]
     return _passed(schedule, skip) * size_bytes > sent * MESSAGE_BYTES
 
 
 def _passed(schedule: Schedule, skip: Skip) -> int:
-    """How many times less a value is sent that takes `skip`."""
+    """How many sends of a value `skip` saves."""
     stages = schedule.placement.stages
     relayed = sum(stages[stage] != stages[stage + 1] for stage in range(*skip))
     return relayed - (stages[skip[0]] != stages[skip[1]])
 
 
 def _shortened(schedule: Schedule) -> Schedule:
-    """`schedule` with microbatches for two rounds of the ranks, if it has more of them and flushes."""
+    """`schedule` with two microbatches per rank, if it flushes and has a greater multiple of the ranks."""
     rounds = schedule.microbatches // schedule.ranks
     if not schedule.flushes or rounds <= 2 or schedule.microbatches % schedule.ranks:
         return schedule
@@ -81,7 +81,7 @@ def _shortened(schedule: Schedule) -> Schedule:
 
 
 def _added(schedule: Schedule, skips: Sequence[Skip]) -> Schedule:
-    """`schedule` with as many more of `skips` as its laws allow: all, or else those of one half and then the other."""
+    """`schedule` with the `skips` that its invariants allow: all, or else those of each half in turn."""
     if not skips:
         return schedule
     made = replace(schedule, skips=tuple(sorted({*schedule.skips, *skips})))

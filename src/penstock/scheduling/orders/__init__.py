@@ -1,4 +1,4 @@
-"""The schedules that Penstock brings, one file each; `METHODS` is the list that names are looked up in."""
+"""Penstock's own schedules, one file each; `METHODS` lists them all."""
 
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders.forward_only import INFERENCE
@@ -35,4 +35,4 @@ AMBIGUOUS_NAMES = {
     f"{ONE_F_ONE_B_FLUSH.name!r}; PipeDream's paper means one that never flushes and trains on stale weights, here "
     f"{PIPEDREAM.name!r}. "
 }
-"""Names that mean different schedules to different people, with what to say of them."""
+"""Names with several meanings, and the sentence that explains each to the user."""

@@ -1,7 +1,7 @@
 """Inference: forwards only, with the weights as they are.
 
-The order of an evaluation; it keeps nothing for a backward. With several stages per rank microbatches run in groups
-of p as in the interleaved method, so that a rank need not wait for a microbatch to travel round.
+This is the order of an evaluation; it keeps nothing for a backward. With several stages per rank microbatches run in
+groups of p, as in `interleaved`, so that a rank does not wait while a microbatch passes through the other ranks.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; nothing in flight, since no backward follows."""
+    """One version; nothing is in flight, because no backward follows."""
     return Guarantees.of(shape, in_flight=(0,) * shape.stages, rule=VersionRule.INITIAL)
 
 

@@ -1,8 +1,8 @@
 """GPipe: all forwards of a minibatch, then all its backwards, then one update.
 
-The simplest flush: every activation of the minibatch is kept until the last forward is done.
-Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3; its backwards run in ascending order here, so that every
-method sums gradients in one order and the flushing methods agree bit for bit.
+This is the simplest flush: every activation of the minibatch is kept until the last forward is done. Backwards run in
+ascending order here, so that all schedules sum gradients in one order and those that flush agree bit for bit.
+Source: [GPipe 2019, section 2.3].
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; all microbatches of a replica in flight: m, or m / r of r replicas."""
+    """One version; all microbatches of a replica are in flight: m, or m / r with r replicas."""
     return Guarantees.of(
         shape,
         in_flight=tuple(shape.placement.max_microbatches(stage, shape.microbatches) for stage in range(shape.stages)),

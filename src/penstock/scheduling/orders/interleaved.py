@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: a rank holds v stages, spread evenly over the model, and the flush's bubble shrinks to 1/v of it.
+"""Interleaved 1F1B: a rank holds v stages, spread evenly over the model, and the bubble of the flush shrinks to 1/v.
 
-Microbatches run in groups of p: a rank takes a group through its first stage, then through its second, and so on, while
-backwards take the stages from the last. It sends v times as much, and keeps more activations than 1F1B.
-Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.2.
+Microbatches run in groups of p: a rank computes a group's forwards on its first stage, then on its second, and so on;
+backwards begin with the last stage. The schedule sends v times as much, and keeps more activations than 1F1B.
+Source: [PTD-P 2021, section 2.2.2].
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ __all__ = ["INTERLEAVED"]
 #   rank 0   0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1 0U1 2U1
 #   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
 #
-# Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
+# Updates come at the end of the step, because gradients of weights that two stages share must all be complete first.
 def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `segment`."""
     match segment:
@@ -53,7 +53,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:
-    """Which of a rank's stages works at `turn`, and on which of its microbatches; both counted from 0."""
+    """The index of the rank's stage that computes at `turn`, and of its microbatch."""
     length = shape.placement.length
     group, within = divmod(turn, shape.stages)
     round_, member = divmod(within, length)
@@ -61,9 +61,9 @@ def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; the microbatches in flight as `_in_flight` counts them.
+    """One version; `_in_flight` counts the microbatches in flight on a stage.
 
-    On all v stages of rank q together they are those of the warm-up of [PTD-P 2021, section 2.2], and one more.
+    On all v stages of a rank together they are those of the warm-up of [PTD-P 2021, section 2.2.2], and one more.
     """
     length, per_rank = shape.placement.length, shape.stages_per_rank
     held = [shape.stages_of(rank)[0] for rank in range(shape.ranks)]
@@ -76,10 +76,11 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
 
 def _in_flight(shape: PipelineShape, stage: int) -> int:
-    """Counted right after a stage's forward of the last member of a group: two groups, less the backwards done by then.
+    """The microbatches in flight right after the forward of a group's last microbatch, when they are the most.
 
-    `ahead` counts the rank's backwards since the older of the two groups was due at this stage. The first p of them are
-    this stage's, then the other stages have theirs, and from p * v on it is this stage's turn again.
+    They are two groups, less the backwards done by then. `ahead` counts the rank's backwards since those of the older
+    group were due on this stage. The first p are of this stage, the next ones of the other stages, and from p * v on of
+    this stage again.
     """
     length = shape.placement.length
     round_, rank = divmod(stage, length)
@@ -89,7 +90,7 @@ def _in_flight(shape: PipelineShape, stage: int) -> int:
 
 
 def check(shape: PipelineShape) -> None:
-    """Groups of p microbatches must come out even, in each of the parallel pipelines."""
+    """Each of the parallel pipelines needs whole groups of p microbatches."""
     if not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
             f"schedule 'interleaved': all stages must have equally many replicas, got {shape.placement.text()}; give "

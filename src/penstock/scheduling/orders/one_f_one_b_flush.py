@@ -1,8 +1,8 @@
 """1F1B with a flush (PipeDream-Flush): after a warm-up forwards and backwards alternate, and one update ends the step.
 
-As fast as GPipe, but stage s keeps at most p - s microbatches in flight instead of m; a replicated stage as many as it
-needs to keep all ranks behind it busy.
-Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.2.
+It is as fast as GPipe, but stage s keeps at most p - s microbatches in flight instead of m. A replicated stage keeps as
+many as the ranks behind it need to stay busy.
+Source: [PipeDream-2BW 2021, section 3.2].
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; min(m, p - s) microbatches in flight on stage s, where nothing is replicated."""
+    """One version; min(m, p - s) microbatches are in flight on stage s without replicas."""
     placement, m = shape.placement, shape.microbatches
     return Guarantees.of(
         shape,

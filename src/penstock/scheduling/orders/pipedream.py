@@ -1,10 +1,10 @@
 """1F1B without a flush (PipeDream): every microbatch has its own update, and no rank ever waits in steady state.
 
-A stage of r replicas makes one update of r microbatches, one from each, and its steps count in such rounds.
-Weight stashing keeps it a true gradient: a microbatch's backward reads the version that its forward read. Plainly that
-is the newest version of each stage, so the stages of one microbatch differ in age; with vertical sync all of them read
-the version that the input stage read, which costs p versions on every stage.
-Source: Narayanan et al., "PipeDream", SOSP 2019, sections 3.2 and 3.3.
+A stage of r replicas makes one update per round of r microbatches, one from each replica. With weight stashing a
+microbatch's backward reads the version that its forward read, so that the gradient is correct. Without vertical sync
+that is the newest version of each stage, and a microbatch reads versions of different age on different stages. With
+vertical sync all stages read the version that the input stage read, which takes p versions on every stage.
+Source: [PipeDream 2019, sections 3.2 and 3.3].
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ from penstock.scheduling.definitions import (
 __all__ = ["PIPEDREAM"]
 
 
-# p = 3, m = 1: steps 0 to 3 and what is left for the drain. Each B is followed at once by its update. The version that
-# F and B read is in brackets, w(s) = p - 1 - s updates behind the microbatch:
+# p = 3, m = 1: steps 0 to 3, and the drain after them. The update directly follows each B. The version that F and B
+# read is in brackets, w(s) = p - 1 - s updates behind the microbatch:
 #
 #   rank 0   F0(0) F1(0) F2(0) B0(0) F3(1) B1(0)  |  B2(0) B3(1)
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)
@@ -44,7 +44,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
         case Drain(minibatches):
             stop = minibatches * shape.microbatches
             admitted = range(stop)
-            # Up to the end of the last round, then once more for every round that is in flight.
+            # To the end of the last round, and then one round more for every round in flight.
             turns = range(stop, -(-stop // stride) * stride + warm_up * stride)
         case _:
             assert_never(segment)
@@ -56,7 +56,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
             due = turn - warm_up * stride
             if 0 <= due < admitted.stop:
                 yield Backward(stage, due, _version(shape, stage, due // stride))
-        # A round ends with its last replica's turn; all replicas update then, so that none waits for a later step.
+        # All replicas update when the last replica's turn ends the round, so that none waits for a later step.
         round_ = turn // stride - warm_up
         if turn % stride == stride - 1 and round_ >= 0:
             yield Update(stage, round_ + 1, _version(shape, stage, round_))
@@ -65,13 +65,13 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
 
 
 def _version(shape: PipelineShape, stage: int, round_: int) -> int:
-    """What the microbatches of a round read."""
+    """The version that the microbatches of a round read."""
     reader = 0 if shape.vertical_sync else stage
     return max(0, round_ - (shape.placement.depth(reader) - 1))
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """p - s microbatches in flight on stage s without replicas; as many versions, or p with vertical sync."""
+    """Without replicas p - s microbatches are in flight on stage s, with as many versions, or p with vertical sync."""
     placement = shape.placement
     in_flight = tuple(placement.depth(stage) for stage in range(shape.stages))
     return Guarantees.of(

@@ -1,9 +1,9 @@
 """List ordering (SPP): forwards run far ahead of backwards, so that slow links between stages are hidden.
 
-The order that SPP's execution scheduler finds: microbatches move through a list of 4p - 3 blocks, one block for every
-forward, every backward and every transfer, all of them one block further in every pass. Stage s so starts with up to
+This is the order that SPP's execution scheduler finds. Its list has 4p - 3 blocks, one for every forward, every
+backward and every transfer, and in every pass each microbatch moves one block further. So stage s starts with up to
 4(p - 1 - s) + 1 forwards, where 1F1B starts with p - s, and then alternates. It keeps four times as much in flight.
-Source: Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training", INFOCOM 2022, algorithm 1.
+Source: [SPP 2022, algorithm 1].
 """
 
 from collections.abc import Iterator
@@ -47,13 +47,13 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def _most_in_flight(shape: PipelineShape, stage: int) -> int:
-    """With replicas that take turns, the p - s of the paper is what keeps the ranks behind busy."""
+    """The paper's count; with replicas its p - s becomes the depth that keeps the ranks behind busy."""
     placement = shape.placement
     return min(placement.max_microbatches(stage, shape.microbatches), 4 * (placement.depth(stage) - 1) + 1)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; min(m, 4(p - 1 - s) + 1) microbatches in flight on stage s."""
+    """One version; without replicas min(m, 4(p - 1 - s) + 1) microbatches are in flight on stage s."""
     return Guarantees.of(
         shape,
         in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)),

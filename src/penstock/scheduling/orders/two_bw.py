@@ -1,9 +1,9 @@
 """PipeDream-2BW: 1F1B without a flush, one update per minibatch, two weight versions on every stage.
 
-A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward: one update
-behind, the same delay everywhere, so all of training is one delayed gradient descent. A new version is so first read by
-the minibatch after the next one: an update that must wait for other stages has a whole minibatch of time.
-Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.
+A microbatch of minibatch t reads version max(t - 1, 0) on every stage, in its forward and its backward. The delay is
+one update on every stage, so training is gradient descent with a delay of one. The gradients of minibatch t make a
+version that minibatch t + 2 reads first, so an update that needs data of other stages has a whole minibatch of time.
+Source: [PipeDream-2BW 2021, section 3.1].
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ from penstock.scheduling.definitions import (
 __all__ = ["TWO_BW"]
 
 
-# p = 3, m = 3: steps 0 and 1, and what is left for the drain. Every action reads version 0 here; step 2 is the first
-# that reads version 1, which U1 made during step 1 (on the last rank at the end of step 0):
+# p = 3, m = 3: steps 0 and 1, and the drain after them. Every action reads version 0 here. Step 2 is the first that
+# reads version 1, which U1 made during step 1 (on the last rank at the end of step 0):
 #
 #   rank 0   F0 F1 F2 B0  |  F3 B1 F4 B2 U1 F5 B3  |  B4 B5 U2
 #   rank 1   F0 F1 B0 F2 B1  |  F3 B2 U1 F4 B3 F5 B4  |  B5 U2
 #   rank 2   F0 B0 F1 B1 F2 B2 U1  |  F3 B3 F4 B4 F5 B5 U2  |
 #
-# The same where stages wait for others: steps 1 and 2, and the drain after them. U1 waits for the first forward that
-# reads it:
+# With updates that wait for other stages, steps 1 and 2, and the drain after them. U1 comes directly before the first
+# forward that reads its version:
 #
 #   rank 0   F3 B1 F4 B2 F5 B3  |  U1 F6 B4 F7 B5 F8 B6  |  B7 B8 U2 U3
 #   rank 1   F3 B2 F4 B3 F5 B4  |  U1 F6 B5 F7 B6 F8 B7  |  B8 U2 U3
@@ -61,7 +61,7 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
                 yield Forward(stage, turn, max(segment.minibatch - 1, 0))
             if due >= 0:
                 yield Backward(stage, turn - behind, max(due - 1, 0))
-        # All replicas update at the turn of the minibatch's last microbatch, so that none waits for a later step.
+        # All replicas update when it is the turn of the minibatch's last microbatch, so none waits for a later step.
         if due >= 0 and last == shape.microbatches - 1:
             yield Summed(stage, due + 1) if waits else _update(stage, due + 1)
     if waits and isinstance(segment, Drain):
@@ -70,14 +70,14 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
 
 
 def _update(stage: int, version: int) -> Update:
-    """The gradients of minibatch t, taken at version max(t - 1, 0), make version t + 1."""
+    """The update to `version`: gradients of minibatch t, computed at version max(t - 1, 0), make version t + 1."""
     return Update(stage, version, max(version - 2, 0))
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """Two versions; p - s microbatches in flight on stage s, where nothing is replicated.
+    """Two versions; without replicas p - s microbatches are in flight on stage s.
 
-    A stage whose updates wait has the gradients of two minibatches.
+    A stage whose updates wait keeps the gradients of two minibatches.
     """
     return Guarantees.of(
         shape,
@@ -89,8 +89,8 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
 
 def check(shape: PipelineShape) -> None:
-    """The method asks for a minibatch that fills the pipe: m >= p."""
-    # The verifier would accept this order at m = p - 1 too; below that a forward is due before its version is made.
+    """A minibatch must fill the pipe: m >= p."""
+    # The verifier would also accept this order with m = p - 1; with less, a forward is due before its version is made.
     least = shape.stages if shape.placement.split else shape.ranks
     what = "stages" if least == shape.stages else f"ranks ({shape.placement.text()})"
     if shape.microbatches < least:

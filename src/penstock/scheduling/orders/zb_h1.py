@@ -1,11 +1,11 @@
 """ZB-H1 (zero bubble): 1F1B with a flush whose weight backwards are deferred to fill idle time at the end.
 
-Only the input backward is on the path of a gradient from stage to stage. So gradients go back faster than in 1F1B, and
-at the end of a step, when a rank waits for them or is done with them, it has weight backwards left to compute. Stage s
-keeps up to s of them back: with the p - s microbatches that 1F1B has in flight there, no stage keeps more microbatches
-than the p that 1F1B has on its first. Of the bubble (p - 1)(F + I + W) is left (p - 1)(F + I - W), or (p - 1) max(F, I)
-where weight backwards are longer than one of the others. Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
-2024, section 2.2.
+Only the input backward is on the path of a gradient from stage to stage, so gradients go back faster than in 1F1B. At
+the end of a step a rank computes weight backwards while it waits for gradients, and after the last one. Stage s defers
+up to s of them. 1F1B has p - s microbatches in flight there, so no stage keeps more than the p that 1F1B keeps on its
+first. The bubble of (p - 1)(F + I + W) shrinks to (p - 1)(F + I - W), or to (p - 1) max(F, I) if weight backwards take
+longer than forwards or input backwards.
+Source: [ZeroBubble 2024, section 2.2].
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from penstock.scheduling.definitions import (
 __all__ = ["ZB_H1"]
 
 
-# p = 3, m = 4, first step; stage s keeps s weight backwards back. B -- is a whole backward: on the first stage the two
-# halves would stand side by side, and no rank waits for a gradient of it.
+# p = 3, m = 4, first step; stage s defers s weight backwards. B -- is a whole backward: no rank waits for a gradient of
+# the first stage, so there the weight backward would directly follow the input backward.
 #
 #   rank 0   F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1
 #   rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1
@@ -53,19 +53,19 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def _kept_back(shape: PipelineShape, stage: int) -> int:
-    """How many weight backwards wait while `stage` is in its steady phase: s without replicas.
+    """The number of weight backwards that `stage` defers in its steady phase: s without replicas.
 
-    As many as it computes while a gradient goes from it to the first stage, if all ranks have equally much to do.
+    It can compute that many while a gradient goes from it to the first stage, if all ranks are equally busy.
     """
     return shape.placement.full_depth(stage) - shape.placement.depth(stage)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; min(m, p) microbatches in flight on every stage, where nothing is replicated.
+    """One version; without replicas min(m, p) microbatches are in flight on every stage.
 
-    A microbatch is in flight from its forward to its weight backward. On stage s > 0 up to min(m, s + 1) of them are
-    past their input backward, the one that was just computed included; those of stage 0 are whole. A stage of r
-    replicas has ceil(ranks / r) in flight, so that ranks which are equally busy keep equally much.
+    A microbatch is in flight from its forward to its weight backward. On stage s > 0 up to min(m, s + 1) of them have
+    had their input backward, the one just computed included; backwards of stage 0 are whole. A stage of r replicas has
+    ceil(ranks / r) in flight, so that ranks which are equally busy keep equally many.
     """
     placement, m = shape.placement, shape.microbatches
     most = [placement.max_microbatches(stage, m) for stage in range(shape.stages)]

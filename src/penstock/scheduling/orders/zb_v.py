@@ -1,11 +1,11 @@
 """ZB-V (zero bubble, V-shaped): a rank holds two stages, r and 2p - 1 - r, and weight backwards fill idle time.
 
-A microbatch goes out through the ranks and comes back, so that its first backward is on rank 0, where it started, and
-its gradients go out and come back once more. With that, the weight backwards that wait at the end are fewer than in
-ZB-H1: where forwards, input backwards and weight backwards take equally long, a rank is idle for p - 1 forwards of its
-half-size stages, in 1F1B with a flush for 6 (p - 1). All ranks keep 2p microbatches on both stages together, which is
-as much as the p that 1F1B keeps on its first rank.
-Source: [ZeroBubble 2024, section 6].
+A microbatch goes from rank 0 to the last rank and back, so that its first backward is on rank 0, where it started. Its
+gradients take the same way. So fewer weight backwards wait at the end than in ZB-H1. If forwards, input backwards and
+weight backwards take equally long, a rank is idle for p - 1 forwards of its half-size stages; in 1F1B with a flush it
+is idle for 6 (p - 1). Every rank keeps 2p microbatches on both stages together, which take as much memory as the p that
+1F1B keeps on its first rank.
+Source: [ZB-V 2024, section 6].
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from penstock.scheduling.placements import StageLayout
 __all__ = ["ZB_V"]
 
 
-# p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of the
-# stages 0 and p, so that the two halves would stand side by side.
+# p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of
+# stages 0 and p, so there the weight backward would directly follow the input backward.
 #
 #   rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1
 #   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
 #
-# Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
+# Updates come at the end of the step, because gradients of weights that two stages share must all be complete first.
 def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
     """The compute actions of `rank` in `segment`."""
     match segment:
@@ -58,10 +58,11 @@ def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute
 
 
 def _turns(length: int, rank: int, microbatches: int) -> str:
-    """What `rank` of a pipeline of `length` ranks does in a step: F, I, W, or B for I and W, on the way out in capitals
-    and on the way back in small letters. Turns for which there is no microbatch left are passed over.
+    """The turns of `rank`, in a pipeline of `length` ranks, in a step: F, I, W, or B for I and W.
+
+    Capitals are for the rank's first stage, small letters for its second. A turn is skipped if no microbatch is left.
     """
-    # With fewer microbatches the pipe is never full; the order is then what is left of a fuller one.
+    # With fewer microbatches the pipe is never full; the order is then that of a full pipe, with turns skipped.
     more = max(microbatches - (2 * length - 1), 0)
     behind = length - rank
     warm_up = "F" * (2 * behind - 1) + "fF" * rank + "fb" * behind
@@ -71,19 +72,19 @@ def _turns(length: int, rank: int, microbatches: int) -> str:
 
 
 def _sends_nothing(shape: PipelineShape, stage: int) -> bool:
-    """Whether no other rank waits for the gradients of `stage`: there is no stage before it, or it is on the rank too.
+    """Whether no other rank waits for the gradients of `stage`: the one before it is on its rank, or there is none.
 
-    Then a whole backward does as well as its two halves one after the other.
+    Then a whole backward is as good as its two halves one after the other.
     """
     return stage in (0, shape.placement.length)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version. On rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
+    """One version; on rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
 
-    A microbatch is in flight from its forward to its weight backward. Both stages together never have more than 2p. Of
-    them up to r + 1 on the first stage and r on the second, one at least, are past their input backward; none where all
-    are whole.
+    A microbatch is in flight from its forward to its weight backward. Both stages together never have more than 2p. Up
+    to r + 1 on the first stage and up to r on the second (or 1, if that is less) have had their input backward; none
+    where all backwards are whole.
     """
     in_flight, pending = [], []
     length = shape.placement.length
@@ -106,7 +107,7 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
 
 def check(shape: PipelineShape) -> None:
-    """Stage s and stage 2p - 1 - s are on one rank, and replicas are the same for all."""
+    """Stages s and 2p - 1 - s must be on one rank, and all stages must have the same number of replicas."""
     stages = shape.placement.stages
     if not shape.placement.equal(range(shape.stages)):
         raise ScheduleError(
