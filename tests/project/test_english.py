@@ -21,11 +21,6 @@ ALLOWED = """
     src/penstock/capturing/weightless.py
     src/penstock/oracle/batches.py
     src/penstock/oracle/weights.py
-    src/penstock/planning/memory.py
-    src/penstock/planning/pipedream/interleaving.py
-    src/penstock/planning/search/constraints.py
-    src/penstock/planning/two_bw/pipeline_searches.py
-    src/penstock/planning/widening.py
     src/penstock/runtime/assembly/checkpoint.py
     src/penstock/runtime/assembly/failure_guard.py
     src/penstock/runtime/execution/split_backward.py
