@@ -1,17 +1,17 @@
-"""How many bytes a rank needs at its peak.
+"""The bytes that a rank needs at its peak.
 
-The papers say that memory is taken into account and leave the gradients and the optimizer out of their formulas
-[Narayanan 2021, chapter 3]; then "does it fit" is answered wrongly. Here they are terms of their own:
+The papers take memory into account, but their formulas leave out the gradients and the optimizer [Narayanan 2021,
+chapter 3], so they accept plans that do not fit. Our formula has terms for both:
 
     in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x parameters
 
-`working` is what the one microbatch takes that is computed on: the largest workspace of the stage's layers. With
-recomputation a microbatch in flight keeps only the stage's input, and the one at work all that the stage saves.
-What is in flight, and how many versions there are, is what the schedule guarantees (`Guarantees`).
+`working` is for the microbatch that is being computed: the largest workspace of the stage's layers. With recomputation
+a microbatch in flight keeps only the stage's input, and the one being computed also has all that the stage saves. The
+schedule guarantees how many microbatches are in flight and how many versions there are (`Guarantees`).
 
-Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. With tensor
-parallelism the profile is that of one rank of a group, and so are these bytes. Fragmentation, communication buffers and
-what the device's runtime takes are not in it.
+If replicas split microbatches, each holds 1/r of every one, and as many are in flight as without replicas. With tensor
+parallelism the profile describes one rank of a group, and so do these bytes. Fragmentation, communication buffers and
+the memory of the device's runtime are not included.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 OPTIMIZER_COPIES = 2.0
-"""Optimizer state in units of the weights: 2 for Adam (the two moments), 1 for momentum, 0 for plain SGD."""
+"""The size of the optimizer's state in units of the weights: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
 
 
 def live_counts(
@@ -49,20 +49,21 @@ def live_counts(
     *,
     vertical_sync: bool = False,
 ) -> tuple[int, int]:
-    """(Activations in flight, weight versions) on each replica of a stage that takes its microbatches in turn.
+    """(Activations in flight, weight versions) on each replica of a stage whose replicas take microbatches in turn.
 
-    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for schedules
-    whose ranks hold several stages.
+    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. It does not apply
+    to schedules whose ranks hold several stages.
     """
     definition = require_schedule(schedule)
     before, after = workers - behind, behind - replicas
-    # Without replicas all other stages have none either; with replicas those before it are one stage, and those behind.
+    # If this stage has one replica, all others have one. If it has several, the workers before it count as one stage,
+    # and so do those after it.
     counts = (1,) * workers if replicas == 1 else tuple(count for count in (before, replicas, after) if count)
     stage = before if replicas == 1 else int(before > 0)
     guarantees = _guarantees_of(definition, microbatches, counts, vertical_sync)
     versions = guarantees.versions[stage]
     if guarantees.rule is VersionRule.INPUT_STAGE:
-        # All stages keep what the first one keeps, which has as many replicas and all workers behind it.
+        # All stages keep as many versions as a first stage with as many replicas.
         first = tuple(count for count in (replicas, workers - replicas) if count)
         versions = _guarantees_of(definition, microbatches, first, vertical_sync).versions[0]
     return guarantees.in_flight[stage], versions
@@ -72,7 +73,7 @@ def live_counts(
 def _guarantees_of(
     definition: ScheduleDefinition, microbatches: int, replicas: tuple[int, ...], vertical_sync: bool
 ) -> Guarantees:
-    """What `definition` guarantees for stages with these `replicas`."""
+    """The guarantees of `definition` for stages with these `replicas`."""
     ranks = iter(range(sum(replicas)))
     placement = Placement(tuple(tuple(next(ranks) for _ in range(count)) for count in replicas))
     return definition.guarantees(PipelineShape(placement, microbatches, vertical_sync))
@@ -82,7 +83,7 @@ def _guarantees_of(
 def chunks_in_flight(
     ranks: int, stages_per_rank: int, microbatches: int, schedule: ScheduleDefinition | str = INTERLEAVED
 ) -> tuple[int, ...]:
-    """Per rank of one pipeline: its stages' microbatches in flight, of all its stages together."""
+    """The microbatches in flight on each rank of one pipeline, summed over the stages of the rank."""
     definition = require_schedule(schedule)
     placement = Placement.of_layout(definition.layout, ranks, stages_per_rank)
     return definition.guarantees(PipelineShape(placement, microbatches)).in_flight_of_rank
@@ -96,7 +97,7 @@ def held_bytes(
     versions: float | Matrix,
     optimizer_copies: float,
 ) -> Matrix:
-    """The formula of this file, element by element; all in bytes."""
+    """The formula of this file, element by element, in bytes."""
     return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
 
 
@@ -107,7 +108,7 @@ def interval_bytes(
     optimizer_copies: float = OPTIMIZER_COPIES,
     starts: Counts | None = None,
 ) -> Matrix:
-    """(N+1, N+1): the bytes of a stage of layers i up to and without j; of `starts` alone, the rows of these i."""
+    """(N+1, N+1): the bytes of a stage of layers i up to and without j. With `starts`, only the rows of these i."""
     rows = slice(None) if starts is None else starts
     saved, working = costs.saved_bytes[rows], costs.working_bytes[rows]
     return held_bytes(saved, working, costs.parameter_bytes[rows], in_flight, versions, optimizer_copies)
@@ -115,13 +116,13 @@ def interval_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory that each rank has, and the schedule that decides how much of it a stage takes."""
+    """Holds the memory of each rank, and the schedule that decides how much of it a stage needs."""
 
     size_bytes: float
     schedule: ScheduleDefinition | str
     microbatches: int
     workers: int
-    """Of the whole pipeline."""
+    """The number of workers of the whole pipeline."""
     vertical_sync: bool = False
     optimizer_copies: float = OPTIMIZER_COPIES
 
@@ -137,13 +138,15 @@ class Room:
         )
 
     def fitting(self, costs: ChainCosts, counts: tuple[int, int], starts: Counts | None = None) -> Flags:
-        """[i, j]: whether layers i (of `starts`; None: all) up to and without j fit as a stage with these `counts`."""
+        """[i, j]: whether layers i up to and without j fit as a stage with these `counts`; `starts`: only these i."""
         fits: Flags = interval_bytes(costs, *counts, self.optimizer_copies, starts) <= self.size_bytes
         return fits
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
-    """Per rank. An upper bound where a rank holds several stages: all chunks in flight count as the rank's largest."""
+    """The peak bytes of each rank. If a rank holds several stages it is an upper bound: every microbatch in flight
+    counts as one of the stage that saves most.
+    """
     peaks = [0.0] * plan.ranks
     placement = plan.placement
     guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
@@ -151,7 +154,7 @@ def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZE
         held = placement.stages_of(group[0])
         versions = max(guarantees.versions[index] for index in held)
         if guarantees.rule is VersionRule.INPUT_STAGE:
-            # As the first stage would with as many replicas: the planners try unequal ones, which cannot run.
+            # Counted as in `live_counts`, since planners also try unequal replicas, which cannot run.
             versions = placement.full_depth(held[0])
         counts = guarantees.in_flight_of_rank[group[0]], versions
         own = [(plan.stages[index].start, plan.stages[index].stop) for index in held]
@@ -169,7 +172,7 @@ def _rank_bytes(
     counts: tuple[int, int],
     optimizer_copies: float,
 ) -> float:
-    """The bytes of a rank with these intervals of layers; `sharers` replicas split every microbatch."""
+    """The bytes of a rank that holds these intervals of layers; `sharers` replicas split every microbatch."""
     saved = max(float(costs.saved_bytes[interval]) for interval in own) / sharers
     working = max(float(costs.working_bytes[interval]) for interval in own) / sharers
     weights = sum(float(costs.parameter_bytes[interval]) for interval in own)

@@ -1,4 +1,4 @@
-"""The names of the planners that `penstock.plan` can ask; some are those of the schedule that the paper is about."""
+"""The names of the planners of `penstock.plan`; some planners have the name of a schedule from the same paper."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ __all__ = ["PlannerName"]
 
 
 class PlannerName(StrEnum):
-    """In the order in which planners are asked; `UNIFORM` is asked by name only."""
+    """Lists the planners in the order in which they run; `UNIFORM` runs only if it is named."""
 
     PIPEDREAM = "pipedream"
     TWO_BW = "2bw"

@@ -1,17 +1,17 @@
-"""What a plan will take, by the closed form of its schedule.
+"""The predicted time of a plan, by the closed form of its schedule.
 
-With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank [Narayanan
-2021, table 1.1; section 4.2 for interleaving], a minibatch takes
+Let t be the time per microbatch of the slowest stage or link, with p stages, m microbatches and v stages per rank. A
+minibatch takes [Narayanan 2021, table 1.1; section 4.2 for interleaving]
 
     with a flush                        (m + (p' - 1) / v) t      p' = p / v ranks, t of a whole rank
     with a flush and split backwards    (m + (p' - 1) / 3v) t     if F, I and W take equally long
     without a flush                     m t                       in the steady state, without fill and drain
 
-Replicas that take microbatches in turn need r t for each, so that the pipe fills with ``sum of r`` of them instead of
-p, and the last round of a stage may not be full: ``(r ceil(m / r) + sum of the other r) t`` with the worst such stage;
-for d equal pipelines that is ``(m / d + p - 1) d t``. Replicas that split every microbatch are as fast as one rank that
-takes t. Every stage is taken to be as slow as the slowest, so this is on the safe side but for the transfers that a
-first microbatch waits for; `penstock.simulate` looks closer.
+Replicas that take microbatches in turn need r t for each one. The pipeline then fills with ``sum of r`` microbatches
+instead of p, and the last round of a stage may not be full: ``(r ceil(m / r) + sum of the other r) t`` for the worst
+such stage; for d equal pipelines that is ``(m / d + p - 1) d t``. Replicas that split every microbatch are as fast as
+one rank that takes t. All stages are assumed to be as slow as the slowest, so the prediction is pessimistic, except
+that it ignores the transfers of the first microbatch. `penstock.simulate` is more exact.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def predict(
 ) -> Prediction:
     """The prediction for `plan`, given its slowest stage or link in seconds per microbatch, and in words (`limit`).
 
-    The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``; for
-    equal stages under a flush it is ``(p - 1) / (m + p - 1)``. What unequal stages and slow links idle away counts too.
+    The bubble is the idle share of the wall time of all ranks, ``1 - m * work / (ranks * minibatch_seconds)``. For
+    equal stages under a flush it is ``(p - 1) / (m + p - 1)``. Unequal stages and slow links add to it.
     """
     seconds = _rounds(plan) * bottleneck_seconds
     samples = plan.microbatches * profile.microbatch_size
@@ -85,8 +85,8 @@ def slowest_part(
 ) -> tuple[float, str]:
     """Seconds per microbatch of the slowest rank or link of any plan, and which it is ("stage 2").
 
-    A stage's replicas reduce over the slowest link among them, and a cut goes over the slowest link between its two
-    stages. Where a rank holds several stages it, and a link, has the time of all of them.
+    The replicas of a stage all-reduce over the slowest link among them, and a cut uses the slowest link between its two
+    stages. If a rank holds several stages, the times of all its stages, and of all cuts of a link, are summed.
     """
     parts: dict[tuple[object, ...], tuple[float, list[int]]] = {}
     folded = [stage.ranks for stage in stages] == [stage.ranks for stage in reversed(stages)]
@@ -107,7 +107,7 @@ def slowest_part(
         add((stage.ranks,), seconds, index)
         before = stages[index - 1]
         if index and before.ranks != stage.ranks:
-            # Where the stages go there and back again, a link has a cut of either half.
+            # In a V shape a link carries one cut of each direction.
             ends = sorted((before.ranks, stage.ranks)) if folded else (before.ranks, stage.ranks)
             sent = float(costs.exchange_seconds(_slowest_link(cluster, before, stage))[stage.start])
             add(tuple(ends), sent, index)

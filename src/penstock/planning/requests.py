@@ -1,7 +1,7 @@
-"""What is asked of a planner, beside the profile and the cluster.
+"""The options of a planner, besides the profile and the cluster.
 
-The planners share their options; one checked value carries them, so that no option is checked twice or passed on by
-hand through every call.
+All planners share them. One checked value holds them, so that no option is checked twice or passed one by one through
+every call.
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ __all__ = ["Request", "can_run"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How the plan is to be run, and what it may look like."""
+    """Holds how the plan will be run, and which plans are allowed."""
 
     schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE
     microbatches: int = 1
     stages: int | None = None
-    """All stages, on all ranks; None leaves it to the planner."""
+    """The number of all stages, on all ranks; None lets the planner choose."""
     stages_per_rank: int = 1
     straight: bool = False
-    """No replicas: one rank per stage."""
+    """Whether every stage has one rank only, without replicas."""
     allreduce: AllReduce = "ring"
     vertical_sync: bool = False
     recompute: bool = False
     optimizer_copies: float = OPTIMIZER_COPIES
     full_duplex: bool = False
-    """Whether a link carries activations and gradients at the same time; SOSP'19 adds them up."""
+    """Whether a link carries activations and gradients at the same time; [PipeDream 2019] adds their times."""
     buffers: int = 0
-    """Messages on either side of a stage that memory is set aside for; the papers leave them out."""
+    """The number of messages on each side of a stage that memory is reserved for; the papers leave them out."""
 
     def __post_init__(self) -> None:
         definition = require_schedule(self.schedule)
@@ -72,20 +72,20 @@ class Request:
         return require_schedule(self.schedule)
 
     def arrange(self, stages: tuple[Stage, ...], profile: Profile) -> Plan:
-        """These stages as a plan for microbatches like the profile's, nothing predicted yet."""
+        """A plan of these stages for microbatches of the profile's size, without a prediction."""
         return Plan(
             stages, self.schedule, self.microbatches, profile.microbatch_size, self.vertical_sync, self.recompute
         )
 
     def can_run(self, ranks: int, microbatches: int | None = None, replicas: int = 1) -> bool:
-        """Whether the schedule runs `microbatches` (default: those of the request) on `ranks` ranks in a row, each with
-        `replicas`.
+        """Whether the schedule can run on `ranks` ranks in a row with `replicas` each; `microbatches`: by default those
+        of the request.
         """
         count = self.microbatches if microbatches is None else microbatches
         return can_run(self.definition, ranks, self.stages_per_rank, count, self.vertical_sync, replicas)
 
     def stage_count(self, devices: int) -> int:
-        """The number of stages without replicas on `devices` devices; `PlanError` if that many are not there."""
+        """The number of stages without replicas on `devices` devices; `PlanError` if these are too few."""
         stages = self.stages if self.stages is not None else devices * self.stages_per_rank
         if stages > devices * self.stages_per_rank:
             raise PlanError(
@@ -103,7 +103,7 @@ def can_run(
     vertical_sync: bool = False,
     replicas: int = 1,
 ) -> bool:
-    """Whether `definition` accepts equal stages on `ranks` ranks in a row, each of which has `replicas`."""
+    """Whether `definition` accepts stages on `ranks` ranks in a row with `replicas` each."""
     rows = definition.layout.ranks(ranks * stages_per_rank, ranks)
     placement = Placement(tuple(tuple(range(row * replicas, (row + 1) * replicas)) for row in rows))
     try:

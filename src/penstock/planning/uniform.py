@@ -1,4 +1,4 @@
-"""The uniform planner: as many layers in every stage, as far as it goes; what people do without a profile."""
+"""The uniform planner: as equal numbers of layers per stage as possible, which needs no measured times."""
 
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes, require_fit
@@ -12,7 +12,7 @@ __all__ = ["plan_uniform"]
 
 
 def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """Stages of equally many layers, one rank per stage. `PlanError` if a stage does not fit in memory."""
+    """A plan of stages with equal numbers of layers. `PlanError` if a stage does not fit in memory."""
     cut = Plan.uniform(
         len(profile),
         request.stage_count(cluster.devices),

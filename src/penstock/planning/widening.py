@@ -1,7 +1,7 @@
-"""Widening: one straight pipeline becomes d equal ones beside each other.
+"""Widening: one straight pipeline becomes d equal parallel ones.
 
-Neighboring ranks hold replicas of one stage, so that an all-reduce stays inside a server where it can [Narayanan 2021,
-section 3.3]; the stages of a pipeline are d ranks apart.
+Consecutive ranks hold the replicas of one stage, so that an all-reduce stays inside a server if possible [Narayanan
+2021, section 3.3]. The stages of one pipeline are d ranks apart.
 """
 
 from penstock.planning.costs import chain_costs
@@ -15,7 +15,7 @@ __all__ = ["widen"]
 
 
 def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """The straight plan `narrow` with `replicas` replicas of every stage, for the microbatches of `request`."""
+    """The plan `narrow`, which has no replicas, with `replicas` of every stage and the microbatches of `request`."""
     stages = tuple(
         Stage(stage.start, stage.stop, tuple(range(first * replicas, (first + 1) * replicas)))
         for stage in narrow.stages

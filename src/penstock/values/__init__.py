@@ -1,4 +1,4 @@
-"""The values that everything else is made from and reads; none of them imports torch."""
+"""The values that the rest of Penstock is built from; none of them imports torch."""
 
 from penstock.scheduling.known_schedules import SCHEDULES
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix

@@ -1,8 +1,8 @@
 """The machines: how many devices, how much memory each, and how fast the links between them.
 
-Links are either a hierarchy (a server of 4 devices, 4 such servers; SOSP'19, figure 7) or a matrix that was measured.
-Bandwidths are bytes per second, one way. Latencies are the seconds that a message takes however small it is, one way:
-a message of n bytes takes latency + n / bandwidth seconds.
+Links are either a hierarchy (4 servers of 4 devices each; [PipeDream 2019, figure 7]) or a measured matrix. Bandwidths
+are bytes per second, and latencies are the seconds that the smallest message takes, both in one direction: a message of
+n bytes takes latency + n / bandwidth seconds.
 """
 
 import math
@@ -21,12 +21,12 @@ _FORMAT = "penstock-cluster/1"
 
 @dataclass(frozen=True, slots=True)
 class LinkLevels:
-    """Level k joins `count` components of level k - 1; a component of level 0 is one device."""
+    """A hierarchy: level k joins `count` components of level k - 1, and level 0 joins `count` devices."""
 
     levels: tuple[tuple[int, float], ...]
     """(count, bytes per second), innermost first. Ranks are numbered server by server."""
     latency_seconds: tuple[float, ...] = ()
-    """One per level; none at all stands for zeros."""
+    """One per level; empty means zeros."""
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -72,12 +72,12 @@ class LinkLevels:
 
 @dataclass(frozen=True, slots=True)
 class LinkMatrix:
-    """Every pair of devices has its own bandwidth."""
+    """Holds a bandwidth and a latency for every pair of devices."""
 
     rows: tuple[tuple[float, ...], ...]
     """Row a, column b: bytes per second from rank a to rank b. The diagonal is not used."""
     latency_rows: tuple[tuple[float, ...], ...] = ()
-    """Row a, column b: seconds from rank a to rank b; none at all stands for zeros. The diagonal is not used."""
+    """Row a, column b: seconds from rank a to rank b; empty means zeros. The diagonal is not used."""
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -110,7 +110,7 @@ class Cluster:
 
     links: Links
     memory_bytes: float | None = None
-    """Of each device; None means that memory is no limit."""
+    """The memory of each device; None means no limit."""
 
     def __post_init__(self) -> None:
         memory = self.memory_bytes
@@ -126,7 +126,7 @@ class Cluster:
     def uniform(
         cls, devices: int, bandwidth: float, memory_bytes: float | None = None, latency_seconds: float = 0.0
     ) -> "Cluster":
-        """`devices` devices; `bandwidth` bytes per second and `latency_seconds` between any two. Raises `PlanError`."""
+        """A cluster whose devices all have the same bandwidth and latency between them. Raises `PlanError`."""
         return cls.hierarchical([(devices, bandwidth)], memory_bytes, latency_seconds)
 
     @classmethod
@@ -136,9 +136,9 @@ class Cluster:
         memory_bytes: float | None = None,
         latency_seconds: float | Sequence[float] = 0.0,
     ) -> "Cluster":
-        """`levels` of (count, bytes per second), innermost first: [(4, 12e9), (4, 1.25e9)].
+        """A cluster of `levels` of (count, bytes per second), innermost first: [(4, 12e9), (4, 1.25e9)].
 
-        `latency_seconds`: one for each level, or one for all. Raises `PlanError`.
+        `latency_seconds`: one number per level, or one for all levels. Raises `PlanError`.
         """
         pairs = tuple((count, bandwidth) for count, bandwidth in levels)
         if isinstance(latency_seconds, Sequence):
@@ -152,9 +152,9 @@ class Cluster:
         memory_bytes: float | None = None,
         latency_seconds: float | Sequence[Sequence[float]] = 0.0,
     ) -> "Cluster":
-        """Row a, column b of `bandwidth`: bytes per second from rank a to rank b. Raises `PlanError`.
+        """A cluster with a matrix: row a, column b of `bandwidth` is the bytes per second from rank a to rank b.
 
-        `latency_seconds`: a matrix of the same shape, or one number for all links.
+        `latency_seconds`: a matrix of the same shape, or one number for all links. Raises `PlanError`.
         """
         rows = tuple(tuple(float(value) for value in row) for row in bandwidth)
         if isinstance(latency_seconds, Sequence):
@@ -278,7 +278,7 @@ def _read_rows(place: YamlNode) -> tuple[tuple[float, ...], ...]:
 
 
 def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, check: Callable[[str, float], None]) -> None:
-    """`size` rows of `size` numbers, each of which, but for the diagonal, passes `check`."""
+    """Raises `PlanError` unless `rows` is square with `size` rows, and all numbers off the diagonal pass `check`."""
     if len(rows) != size:
         raise PlanError(f"{where}: expected {size} rows (one per device), found {len(rows)}: give a square matrix")
     for a, row in enumerate(rows):

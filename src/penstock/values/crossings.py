@@ -1,14 +1,14 @@
-"""What crosses cuts: the values that one layer makes and later ones read, and the way of each from stage to stage.
+"""The values that cross cuts: one layer makes them, later ones read them, and each has a way from stage to stage.
 
-A value goes from reader to reader: from the stage that makes it to the first later one that reads it, from there to the
-next, and so on. Where two such stops are not neighbours, the stages between them relay the value, or it skips them and
-goes directly. Its gradient comes back the same way.
+A value is sent from reader to reader: from the stage that makes it to the first later stage that reads it, from there
+to the next reader, and so on. These stages are its stops. If two stops are not adjacent, the stages between them relay
+the value, or the value skips them and is sent directly. Its gradient returns the same way.
 
 Rules of this file:
-  1. A stage gets a value from one stage and passes it on to one stage at most, whichever ways are direct. So each stop
-     adds its own gradients to the sum of those behind it, in the order of autograd on one device: what is relayed and
-     what is direct decides no bit. (If the maker sent to each reader, its sum of their sums would be another one.)
-  2. The model's output is read behind the last layer, by the last stage.
+  1. A stage receives a value from one stage and sends it to at most one, whether directly or not. Each stop adds its
+     own gradients to the sum from the later stops, in the order of autograd on one device. So it changes no bit whether
+     a value is relayed or sent directly. (If the maker sent to every reader, it would add in another order.)
+  2. The model's output is read after the last layer, by the last stage.
 """
 
 from bisect import bisect_right
@@ -24,22 +24,22 @@ __all__ = ["Crossing", "Traffic", "find_hops", "find_stops", "find_traffic", "fi
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that layer `made` makes and the later layers `read` read, ascending; of each microbatch."""
+    """A value that layer `made` makes for each microbatch, and that the later layers `read` (ascending) read."""
 
     name: str
     made: int
     read: tuple[int, ...]
     size_bytes: float = inf
-    """Infinite if it is not known."""
+    """Infinite if the size is not known."""
 
 
 def find_stops(crossing: Crossing, starts: Sequence[int]) -> tuple[int, ...]:
-    """The stages that make or read it, ascending. `starts`: the first layer of each stage."""
+    """The stages that make or read the value, ascending. `starts`: the first layer of each stage."""
     return tuple(dict.fromkeys(bisect_right(starts, layer) - 1 for layer in (crossing.made, *crossing.read)))
 
 
 def find_way(stops: Sequence[int], skips: Iterable[Skip]) -> tuple[int, ...]:
-    """The stages that a value is at, ascending: its `stops`, and those that relay it, since `skips` leave them."""
+    """The stages that a value passes, ascending: its `stops`, and those that relay it because no skip avoids them."""
     direct = frozenset(skips)
     way = list(stops[:1])
     for hop in pairwise(stops):
@@ -48,7 +48,7 @@ def find_way(stops: Sequence[int], skips: Iterable[Skip]) -> tuple[int, ...]:
 
 
 def find_hops(crossings: Iterable[Crossing], starts: Sequence[int]) -> dict[Skip, float]:
-    """The skips that there could be, with the bytes that each would carry of a microbatch, ascending."""
+    """All possible skips, ascending, with the bytes that each would carry per microbatch."""
     hops: dict[Skip, float] = {}
     for crossing in crossings:
         for here, there in pairwise(find_stops(crossing, starts)):
@@ -59,8 +59,10 @@ def find_hops(crossings: Iterable[Crossing], starts: Sequence[int]) -> dict[Skip
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of a microbatch, one way: `direct`: over each skip; `past`: by cut (the stage before it), what skips take
-    past it; `relayed`: by stage, what it gets only to pass it on.
+    """Holds bytes per microbatch in one direction.
+
+    `direct`: the bytes over each skip. `past`: by cut (the stage before it), the bytes that skips carry past it.
+    `relayed`: by stage, the bytes that it only relays.
     """
 
     direct: dict[Skip, float] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Traffic:
 
 
 def find_traffic(crossings: Iterable[Crossing], starts: Sequence[int], skips: Iterable[Skip]) -> Traffic:
-    """What takes which way, as far as `crossings` tell. `starts`: the first layer of each stage."""
+    """The traffic of `crossings` with the chosen `skips`. `starts`: the first layer of each stage."""
     chosen = tuple(skips)
     traffic = Traffic(direct=dict.fromkeys(chosen, 0.0))
     for crossing in crossings:

@@ -1,11 +1,11 @@
-"""Reading files that people edit: a node of a file carries its own name.
+"""Reads files that people edit, with errors that say where each mistake is.
 
-Profiles, clusters and plans are small files that are changed by hand, with mistakes. A `YamlNode` carries the file, the
-path inside it (``layers[3].cut_bytes``) and what stands there, so that an error can say all of it and the fix.
+Profiles, clusters and plans are small files that people change by hand and make mistakes in. A `YamlNode` holds the
+file, the path inside it (``layers[3].cut_bytes``) and the value there, so that an error can give all three and the fix.
 
 Rules of this file:
-  1. It handles the structure of JSON and YAML, and nothing of profiles, clusters or plans.
-  2. What is unknown, missing or written twice is an error; nothing is ignored.
+  1. It handles the structure of JSON and YAML only, and does not depend on profiles, clusters or plans.
+  2. A key that is unknown, missing or repeated is an error; nothing is ignored.
 """
 
 import json
@@ -33,13 +33,13 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-# YAML 1.1, which PyYAML reads, takes 12e9 for a string; a person means a number.
+# In YAML 1.1, which PyYAML reads, 12e9 is a string; the author of the file means a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A node of a file: its value, its place, and the error to raise for it."""
+    """A node of a file: its value, where it is, and the class of its errors."""
 
     file: str
     where: str
@@ -83,7 +83,7 @@ class YamlNode:
         return int(value)
 
     def number(self) -> float:
-        """A number; not a number (NaN) is left to the value that is built from it."""
+        """A number, or NaN, which the value built from it must reject."""
         value = self._number()
         if value is None:
             self.fail("a number", "write one, without quotes")
@@ -102,7 +102,7 @@ class YamlNode:
         return self.value
 
     def build(self, make: Callable[[], Value]) -> Value:
-        """What `make` returns; an error that it raises gets this place in front."""
+        """The result of `make`; an error that it raises is prefixed with the file and path of this node."""
         try:
             return make()
         except self.error as error:
@@ -113,7 +113,7 @@ class YamlNode:
             raise self.error(f"{head}{'.' if self.where else ''}{message}") from None
 
     def check_format(self, tag: str) -> None:
-        """Fails unless ``format`` of this mapping is `tag`."""
+        """Raises the file's error unless ``format`` of this mapping is `tag`."""
         found = self.value.get("format") if isinstance(self.value, dict) else None
         if found != tag:
             raise self.error(
@@ -180,7 +180,7 @@ def number_text(value: float) -> str:
 
 
 def quoted_text(value: str) -> str:
-    """`value` on one line as YAML reads it back exactly."""
+    """`value` on one line, as YAML reads it back exactly."""
     text: str = yaml.safe_dump(value, default_style='"', width=float("inf"))
     return text.rstrip("\n")
 
@@ -211,11 +211,11 @@ def read_text(path: str | Path, error: type[PenstockError]) -> str:
 
 
 class _WrittenTwice(Exception):
-    """A key stands twice in one mapping; JSON and YAML would silently keep the last."""
+    """Raised if a mapping repeats a key; JSON and YAML would silently keep the last value."""
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a key may stand only once in a mapping."""
+    """A safe loader that raises `_WrittenTwice` if a mapping repeats a key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()

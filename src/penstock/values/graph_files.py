@@ -1,15 +1,15 @@
-"""Reading ``graph.txt``, what PipeDream's profiler writes of a model.
+"""Reads ``graph.txt``, the file that PipeDream's profiler writes for a model.
 
     node4 -- Embedding(32320, 1024) -- forward_compute_time=0.073, ..., activation_size=[6.0; 1.0], parameter_size=8.0
     <tab or spaces>node4 -- node5
 
-One line per node, in any order, with milliseconds and bytes per minibatch, then one line per edge.
+It has one line per node, in any order, with milliseconds and bytes per minibatch, then one line per edge.
 
 Rules of the translation:
-  1. Nodes described as ``Input...`` are dropped: their time is data loading, and a stage reads the batch by itself.
-  2. ``__getitem__(i)`` is not an operator: it stands for tensor i of its producer, whose bytes it repeats.
-  3. A node of which nothing is read is an output of the model; an unread tensor of another node is garbage.
-  4. A node of several tensors, read whole, is read in all of them.
+  1. Nodes described as ``Input...`` are dropped: their time is data loading, and stages read the batch themselves.
+  2. ``__getitem__(i)`` is not an operator: it stands for tensor i of its producer, and repeats that tensor's bytes.
+  3. A node is an output of the model if none of its tensors is read. Unread tensors of other nodes cross no cut.
+  4. An edge from a node of several tensors reads all of them.
 """
 
 import math
@@ -32,7 +32,7 @@ _MILLISECOND = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """A graph, and the samples in the minibatch that was measured if the file says so."""
+    """Holds a graph, and the number of samples in the measured minibatch if the file gives it."""
 
     name: str
     graph: Graph
@@ -41,7 +41,7 @@ class GraphFile:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One line of the file, in its own units but seconds."""
+    """One line of the file, with times in seconds."""
 
     key: str
     text: str
@@ -85,7 +85,7 @@ def read_graph(path: str | Path) -> GraphFile:
 
 
 def _translate(nodes: dict[str, _Node], edges: list[tuple[str, str]]) -> Graph:
-    """Operators in the order of `nodes`; a ``__getitem__`` becomes a tensor of its producer."""
+    """The graph, with operators in the order of `nodes`; a ``__getitem__`` becomes a tensor of its producer."""
     producers: dict[str, list[str]] = {key: [] for key in nodes}
     for source, target in edges:
         producers[target].append(source)
@@ -100,7 +100,7 @@ def _translate(nodes: dict[str, _Node], edges: list[tuple[str, str]]) -> Graph:
         assert match is not None
         own = sizes[owners[key]]
         index, size = int(match[1]), sum(nodes[key].sizes)
-        # An item of an item, or one that repeats no entry of its producer's list, is a tensor of its own.
+        # An item of an item is a tensor of its own, and so is one that repeats no entry of its producer's list.
         item_of[key] = index if producers[key][0] not in items and own.get(index) == size else f"item {index} as {key}"
         own[item_of[key]] = size
 
@@ -121,14 +121,14 @@ def _translate(nodes: dict[str, _Node], edges: list[tuple[str, str]]) -> Graph:
 
 
 def _owner(key: str, items: set[str], producers: dict[str, list[str]]) -> str:
-    """The operator that makes what `key` stands for."""
+    """The operator that makes the tensors of node `key`."""
     while key in items:
         key = producers[key][0]
     return key
 
 
 def _operator(key: str, nodes: dict[str, _Node], owners: dict[str, str]) -> Operator:
-    """Node `key` with the costs of its items, which are zero in the files that we know."""
+    """Node `key` with the costs of its items, which are zero in all known files."""
     whole = [node for other, node in nodes.items() if owners[other] == key]
     return Operator(
         name=f"{key} {nodes[key].text.split('(', 1)[0]}",
@@ -185,13 +185,13 @@ def _read_numbers(where: str, text: str) -> tuple[float, ...]:
 
 
 def _minibatch_size(nodes: Iterable[_Node]) -> int | None:
-    """Samples in the input, if it is made of 3 x 224 x 224 images of 4-byte numbers."""
+    """The number of samples in the input if it consists of 3 x 224 x 224 images of 4-byte numbers."""
     size = sum(sum(node.sizes) for node in nodes if node.dropped)
     return int(size // _IMAGE_BYTES) if size and size % _IMAGE_BYTES == 0 else None
 
 
 def _natural(key: str) -> tuple[str, int]:
-    """node9 before node10."""
+    """A key that sorts node9 before node10."""
     digits = re.search(r"\d*$", key)
     number = digits[0] if digits else ""
     return key.removesuffix(number), int(number or 0)

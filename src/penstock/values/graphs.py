@@ -1,13 +1,12 @@
-r"""A model as a graph of operators, and the chain that is made of it.
+r"""A model as a graph of operators, and the chain that is made from it.
 
 Stages hold consecutive layers, so a graph with branches must become a chain. The prefixes of such a chain are down-sets
-of the graph (with every operator, all that it depends on); each is given by its maximal operators, which form an
-antichain: the states that PipeDream's optimizer works on. A down-set is a possible cut, and what crosses it are the
-tensors that were made inside and are read outside, each once.
+of the graph: with every operator they contain all that it depends on. Each is determined by its maximal operators,
+which form an antichain, the state of PipeDream's optimizer. A down-set is a possible cut. The tensors that are made
+inside and read outside cross it, each once.
 
-The rule, since many chains exist: of all orders in which the operators can run, take one whose cuts have the smallest
-total of crossing bytes. It is a shortest path through the down-sets, from the empty one to the whole graph, one
-operator at a time:
+There are many such chains. We choose an order of the operators whose cuts have the smallest total of crossing bytes. It
+is a shortest path through the down-sets, from the empty one to the whole graph, which adds one operator at a time:
 
         b          {} -> {a} -> {a,b} -> {a,b,c} -> {a,b,c,d}
       /   \                  \                  /
@@ -22,41 +21,41 @@ from heapq import nsmallest
 __all__ = ["Graph", "Operator", "Tensor", "linearise"]
 
 _WIDTH = 4096
-"""Down-sets of one size that the search keeps: it is exact up to here, and a beam search for wider graphs."""
+"""How many down-sets of one size the search keeps. It is exact up to this width, and a beam search for wider graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One node: times in seconds, weights in bytes."""
+    """A node of the graph."""
 
     name: str
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: float
     output_bytes: float
-    """All that it makes, read or not."""
+    """The bytes of all tensors that it makes, read or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What operator `producer` makes and the operators `readers` read (indices into `Graph.operators`)."""
+    """A tensor that operator `producer` makes and the operators `readers` read (indices into `Graph.operators`)."""
 
     producer: int
     bytes: float
     readers: tuple[int, ...]
     output: bool = False
-    """Whether it belongs to the model's output, and so crosses every later cut."""
+    """Whether it is an output of the model, which crosses every later cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Operators and the tensors between them; no tensor is read by its producer or by what that depends on."""
+    """Holds operators and the tensors between them; it must not have cycles."""
 
     operators: tuple[Operator, ...]
     tensors: tuple[Tensor, ...]
 
     def predecessors(self) -> list[int]:
-        """For every operator, a bit mask of those whose tensors it reads."""
+        """A bit mask per operator: the operators whose tensors it reads."""
         masks = [0] * len(self.operators)
         for tensor in self.tensors:
             for reader in tensor.readers:
@@ -64,7 +63,7 @@ class Graph:
         return masks
 
     def crossing_bytes(self, inside: int) -> float:
-        """Bytes that cross the cut around the down-set `inside` (a bit mask): each tensor once."""
+        """The bytes that cross the cut after the down-set `inside` (a bit mask); each tensor counts once."""
         return sum(
             tensor.bytes
             for tensor in self.tensors
@@ -76,8 +75,8 @@ class Graph:
 def linearise(graph: Graph) -> tuple[tuple[int, float], ...]:
     """The operators in the order of the chain, each with the bytes that cross the cut after it.
 
-    The order has the smallest total of crossing bytes; of equals, the first that a search finds which tries the
-    operators in their order. The cut after the last operator is crossed by the model's output. Raises ValueError if the
+    The order has the smallest total of crossing bytes. Among equal orders it is the first that the search finds, which
+    tries the operators by index. The model's output crosses the cut after the last operator. Raises ValueError if the
     graph has a cycle.
     """
     predecessors = graph.predecessors()

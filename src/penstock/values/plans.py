@@ -1,7 +1,7 @@
-"""Where the layers go: stages, the ranks that hold them, and the schedule.
+"""A plan: the stages, the ranks that hold them, and the schedule.
 
-A plan is made by a planner, by `Plan.uniform`, or by hand in a YAML file; the schedule, the simulator and the runtime
-are made from it.
+A planner, `Plan.uniform`, or a person with a YAML file makes a plan. The schedule, the simulation and the pipeline are
+built from it.
 """
 
 from collections.abc import Sequence
@@ -34,27 +34,27 @@ _FORMAT = "penstock-plan/1"
 _OWN = ", or if it is a schedule of your own give its definition: Plan.load(path, schedule=...)"
 
 Routing: TypeAlias = Literal["round-robin", "split"]
-"""How microbatches meet the replicas of a stage. ``round-robin``: replica k mod r takes microbatch k, as in 1F1B-RR of
-PipeDream (SOSP'19, section 3.2); d replicas of every stage are then d parallel pipelines. ``split``: every microbatch
-is split evenly over all replicas (SPP, INFOCOM 2022)."""
+"""How microbatches are distributed over the replicas of a stage. ``round-robin``: replica k mod r takes microbatch k,
+as in 1F1B-RR [PipeDream 2019, section 3.2]; d replicas of every stage are then d parallel pipelines. ``split``: every
+microbatch is split evenly over all replicas [SPP 2022]."""
 
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a planner expects of its plan, by the closed form of the schedule; `simulate` looks closer."""
+    """Holds a planner's predictions for its plan, by the closed form of the schedule; `simulate` is more exact."""
 
     minibatch_seconds: float
     samples_per_second: float
     bottleneck_seconds: float
     """Time per microbatch of the slowest stage or link."""
     peak_bytes: tuple[float, ...]
-    """Per rank."""
+    """One number per rank."""
     bubble: float
-    """Idle share of wall time, 0 to 1."""
+    """The idle share of the wall time of all ranks, 0 to 1."""
     limit: str = ""
-    """What keeps the plan from being faster, in words: a stage, a link, the memory."""
+    """The bottleneck in words: a stage, a link, the memory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_bytes", tuple(self.peak_bytes))
@@ -73,13 +73,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages on ranks, and the schedule that runs them."""
+    """Holds stages, their ranks, and the schedule that runs them."""
 
     stages: tuple[Stage, ...]
     schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE
-    """The name of one of Penstock's schedules, or the definition of your own."""
+    """The name of one of Penstock's schedules, or your own definition."""
     microbatches: int = 1
-    """In one minibatch, over all replicas."""
+    """The number of microbatches in one minibatch, over all replicas."""
     microbatch_size: int | None = None
     """Samples in one microbatch; None leaves it to the batch that is passed to the pipeline."""
     vertical_sync: bool = False
@@ -87,16 +87,16 @@ class Plan:
     predicted: Prediction | None = None
     routing: Routing = "round-robin"
     tensor_parallel: int = 1
-    """So many consecutive ranks of a stage hold one replica together (``t`` of PTD-P)."""
+    """The number of consecutive ranks of a stage that hold one replica together (``t`` of [PTD-P 2021])."""
     planner: str = field(default="", compare=False)
-    """Who made the plan."""
+    """The planner that made the plan."""
     explanation: str = field(default="", compare=False, repr=False)
-    """What else was considered, and why this plan is better; a file does not keep it."""
+    """Which other plans were considered, and why this one is better; it is not saved to a file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
         definition = require_schedule(self.schedule)
-        # Penstock's own are kept by name, so that plans compare and print alike however they were given.
+        # Penstock's own schedules are stored by name, so that plans compare and print alike however they were given.
         object.__setattr__(self, "schedule", identify(definition))
         if self.routing not in ROUTINGS:
             raise PlanError(
@@ -133,7 +133,7 @@ class Plan:
     ) -> "Plan":
         """`layers` layers in `stages` stages of equal length; the earlier ones take the remainder.
 
-        Where they are says `of_cuts`. `PlanError` if there are fewer layers than stages.
+        `of_cuts` describes their ranks. `PlanError` if there are fewer layers than stages.
         """
         if not is_count(stages, least=1) or not is_count(layers, least=1) or layers < stages:
             raise PlanError(
@@ -162,8 +162,9 @@ class Plan:
         vertical_sync: bool = False,
         recompute: bool = False,
     ) -> "Plan":
-        """Stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on the rank where the schedule's layout has it: s mod
-        `ranks`, in a V that or 2 `ranks` - 1 - s. Raises `PlanError`.
+        """A plan whose stage s holds layers ``[cuts[s], cuts[s + 1])``. Raises `PlanError`.
+
+        The schedule's layout decides the rank of stage s: s mod `ranks`; in a V shape, s or 2 `ranks` - 1 - s.
         """
         dealt = require_schedule(schedule).layout.ranks(len(cuts) - 1, ranks)
         stages = tuple(Stage(start, stop, (rank,)) for (start, stop), rank in zip(pairwise(cuts), dealt, strict=True))
@@ -171,7 +172,7 @@ class Plan:
 
     @property
     def definition(self) -> ScheduleDefinition:
-        """The definition of its schedule."""
+        """The definition of the plan's schedule."""
         return require_schedule(self.schedule)
 
     @property
@@ -181,20 +182,20 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
-        """``v``: 1 where the schedule's layout has one stage on a rank."""
+        """``v``: the number of stages on each rank."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """``r`` of every stage: its ranks, or groups of `tensor_parallel` ranks."""
+        """``r`` of every stage: the number of its ranks, or of its groups of `tensor_parallel` ranks."""
         return tuple(len(stage.ranks) // self.tensor_parallel for stage in self.stages)
 
     @property
     def placement(self) -> Placement:
-        """Where the schedule has the stages.
+        """The placement of the stages on the schedule's ranks.
 
-        With tensor parallelism a rank of the schedule is the group of ranks that hold a replica together: schedule rank
-        g stands for the ranks from ``g * t`` on.
+        With tensor parallelism each rank of the schedule is a group of ranks that hold one replica together: rank g is
+        the group of the ``t`` ranks from ``g * t`` on.
         """
         size = self.tensor_parallel
         return Placement(
@@ -229,14 +230,14 @@ class Plan:
         return "\n".join(lines)
 
     def explain(self) -> str:
-        """Why this plan: the ranked table of all that `penstock.plan` considered, and why the next best lost."""
+        """The ranked table of all plans that `penstock.plan` considered, and why the second best lost."""
         reason = "it was not found by a search: penstock.plan(profile, cluster) compares plans and says why"
         return self.explanation or f"{self}\n{reason}"
 
     def save(self, path: str | Path) -> None:
         """Writes YAML. `PlanError` if the file cannot be written.
 
-        Of a schedule of your own it keeps the name; `load` must be given the definition again.
+        Only the name of your own schedule is saved; pass its definition to `load`.
         """
         name = self.schedule if isinstance(self.schedule, str) else quoted_text(self.schedule.name)
         lines = [f"format: {_FORMAT}", f"schedule: {name}", f"microbatches: {self.microbatches}"]
@@ -263,7 +264,7 @@ class Plan:
     def load(cls, path: str | Path, schedule: ScheduleDefinition | None = None) -> "Plan":
         """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the fix.
 
-        `schedule`: the definition that the plan's schedule names, if it is one of your own.
+        `schedule`: the definition of the plan's schedule if it is your own.
         """
         node = read_yaml(path, PlanError)
         node.check_format(_FORMAT)
@@ -288,7 +289,7 @@ class Plan:
 
 
 def require_schedule(schedule: ScheduleDefinition | str, where: str = "") -> ScheduleDefinition:
-    """The definition that `schedule` is or names; `PlanError` if there is none, with `where` said at the end."""
+    """The definition that `schedule` is or names; if there is none, a `PlanError` that ends with `where`."""
     definition = find_definition(schedule)
     if definition is None:
         raise PlanError(

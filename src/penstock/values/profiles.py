@@ -1,7 +1,7 @@
-"""What was measured of a model: a chain of layers with times and sizes.
+"""The measurements of a model: a chain of layers with times and sizes.
 
-Planners, the simulator and people read it; the profiler and `Profile.from_pipedream` write it. One profile holds for
-one device and one microbatch size. Times are seconds, sizes are bytes.
+Planners and the simulator read it; the profiler and `Profile.from_pipedream` write it. One profile is valid for one
+kind of device and one microbatch size. Times are seconds, sizes are bytes.
 """
 
 import json
@@ -24,22 +24,22 @@ _FORMAT = "penstock-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer, one microbatch, one device."""
+    """Holds the measurements of one layer for one microbatch on one device."""
 
     name: str
     forward_seconds: float
     backward_seconds: float
     cut_bytes: float
-    """All tensors alive across the cut after this layer, skip connections included; for the last layer, its output."""
+    """All tensors that cross the cut after this layer, with skip connections; for the last layer, its output."""
     saved_bytes: float
-    """What autograd keeps of one microbatch between this layer's forward and its backward."""
+    """The bytes that autograd keeps of one microbatch between this layer's forward and its backward."""
     parameter_bytes: float
     workspace_bytes: float = 0.0
-    """The most that its forward or its backward holds for a moment beside all that: temporaries, and gradients on their
-    way. A file that does not tell it has none."""
+    """The most bytes that its forward or its backward holds temporarily besides all these: temporaries, and gradients
+    that are not accumulated yet. 0 if the file does not give it."""
     weight_seconds: float | None = None
-    """Of `backward_seconds`, what computes gradients of parameters and nothing that the layer before it waits for: the
-    weight part of a backward in two parts. None where it was not measured."""
+    """The share of `backward_seconds` that computes gradients of parameters only: the weight backward, which the layer
+    before does not wait for. None if it was not measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -62,13 +62,13 @@ class LayerProfile:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward together: ``T_l`` of PipeDream (SOSP'19, section 3.1)."""
+        """Forward and backward together: ``T_l`` of [PipeDream 2019, section 3.1]."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def weight_part_seconds(self) -> float:
-        """`weight_seconds`; where that is None half of the backward, which has two products for one of the forward, one
-        of them for the parameters; nothing of a layer without any.
+        """`weight_seconds`. If it was not measured, half of the backward, since one of its two matrix products is for
+        the parameters; 0 for a layer without parameters.
         """
         if self.weight_seconds is not None:
             return self.weight_seconds
@@ -82,16 +82,16 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     microbatch_size: int
     name: str = ""
-    """Of the model."""
+    """The name of the model."""
     device: str = ""
-    """What it was measured on."""
+    """The device that was measured."""
     crossings: tuple[Crossing, ...] = ()
-    """The values that layers further on read; `cut_bytes` count them, too. A file that does not tell them has none."""
+    """The values that later layers than the next read; `cut_bytes` include them. Empty if the file gives none."""
     library_bytes: float = 0.0
-    """What libraries keep for good once layers have run (cuBLAS its workspaces), on a rank of whatever stages; no layer
-    has it in its numbers. 0 on a CPU."""
+    """The bytes that libraries keep forever on every rank once layers have run, such as workspaces of cuBLAS. No
+    layer's numbers include them. 0 on a CPU."""
     fragmentation: float = 1.0
-    """Bytes that the allocator had reserved for each one in use at the peak of the measurement. It says little of a
+    """The bytes that the allocator had reserved per byte in use, at the peak of the measurement. It means little for a
     model of a few MB. 1 on a CPU, where it is not measured."""
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Profile:
 
     @property
     def parameter_bytes(self) -> float:
-        """All weights."""
+        """The bytes of all weights."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     def prefix(self, layers: int) -> "Profile":
@@ -138,10 +138,10 @@ class Profile:
         return replace(self, layers=self.layers[:layers], crossings=crossings)
 
     def scaled(self, microbatch_size: int) -> "Profile":
-        """This profile for microbatches of another size: seconds and activations in proportion, weights as they are.
+        """This profile for microbatches of another size: times and activations are scaled, weights are not.
 
-        An extrapolation [Narayanan 2021, section 3.3]: small microbatches run less efficiently than it says, so that a
-        profile measured at that size is better.
+        It is an extrapolation [Narayanan 2021, section 3.3]. Small microbatches run less efficiently than it predicts,
+        so a profile that was measured at that size is better.
         """
         share = microbatch_size / self.microbatch_size
         layers = tuple(
@@ -197,10 +197,10 @@ class Profile:
     def from_pipedream(cls, path: str | Path, microbatch_size: int | None = None) -> "Profile":
         """Reads a ``graph.txt`` of PipeDream's profiler and makes a chain of its graph.
 
-        The measured minibatch becomes the microbatch; its size comes from `microbatch_size`, or else from the bytes of
-        the input images (3 x 224 x 224 numbers of 4 bytes). A file that says neither (GNMT's) counts its minibatch as
-        one sample: rates are then minibatches per second. `saved_bytes` is not in the file; the bytes of all that the
-        operator makes stand for it. `ProfileError` names the line that cannot be read.
+        The measured minibatch becomes the microbatch. Its size is `microbatch_size`, or else follows from the bytes of
+        the input images (3 x 224 x 224 numbers of 4 bytes). Without either (GNMT) the minibatch counts as one sample,
+        and rates are minibatches per second. The file does not contain `saved_bytes`; the bytes of all outputs of the
+        operator replace it. `ProfileError` names the line that cannot be read.
         """
         file = read_graph(path)
         try:

@@ -1,6 +1,6 @@
-"""Numbers with units, as a person reads them.
+"""Numbers with units, for people to read.
 
-Inside Penstock everything is seconds, bytes, and bytes per second; only what is printed has other units.
+Inside Penstock all numbers are seconds, bytes, and bytes per second; only printed text has other units.
 """
 
 __all__ = ["bandwidth_text", "bytes_text", "seconds_text"]
@@ -9,7 +9,7 @@ __all__ = ["bandwidth_text", "bytes_text", "seconds_text"]
 def seconds_text(seconds: float) -> str:
     """``1.23 ms``: three digits and a unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        # What rounds up to the next unit is written in it.
+        # A number that rounds up to one of a unit is written in that unit.
         if seconds >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"
     return "0" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"

@@ -1,9 +1,10 @@
-"""A stage of a plan, and what makes sense of several: layers that are tiled, ranks that hold one stage each.
+"""A stage of a plan, and the rules that the stages of a plan obey together.
 
 Rules of this file:
-  1. The stages tile the layers: stage 0 starts at layer 0, every other one where the one before it stops.
-  2. Each rank from 0 on holds one stage, or as many as the schedule's layout has on a rank: in turn, stage s is where
-     stage s mod p is; in a V, stage s is where stage 2p - 1 - s is. All stages then have equally many replicas.
+  1. The stages tile the layers: stage 0 starts at layer 0, and every other stage starts where the previous one stops.
+  2. Ranks are numbered from 0 without gaps, and each holds as many stages as the schedule's layout puts on a rank. If
+     these are several, stage s is on the rank of stage s mod p (round-robin) or 2p - 1 - s (V shape), and all stages
+     have the same number of replicas.
   3. The ranks of a tensor-parallel group are numbered together.
 """
 
@@ -19,12 +20,12 @@ from penstock.values.documents import is_count, text_of
 __all__ = ["Stage", "check_stages", "ranks_text"]
 
 _SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
-"""The stage, of the first p, that is on the rank of stage s."""
+"""Which of the first p stages is on the same rank as stage s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `start` up to and without `stop`, on `ranks`; more than one rank means replicas."""
+    """Holds the layers from `start` up to and without `stop`, on `ranks`; several ranks hold replicas or shards."""
 
     start: int
     stop: int
@@ -130,7 +131,7 @@ def _check_ranks(stages: tuple[Stage, ...], schedule: ScheduleDefinition) -> Non
 
 
 def _length(stages: tuple[Stage, ...], ranks: int, schedule: ScheduleDefinition) -> int:
-    """The number of consecutive stages that are on ranks of their own, under `schedule` on `ranks` ranks."""
+    """How many consecutive stages are on different ranks, under `schedule` on `ranks` ranks."""
     replicas = len(stages[0].ranks)
     for index, stage in enumerate(stages):
         if len(stage.ranks) != replicas:

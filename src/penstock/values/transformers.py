@@ -1,4 +1,4 @@
-"""The shape of a transformer language model: how many parameters it has, and how many operations a batch takes.
+"""The shape of a transformer language model, the number of its parameters, and the operations that a batch takes.
 
 The counts are those of [Narayanan 2021, section 4.5.1]. Symbols: l layers, h hidden size, s sequence length, V
 vocabulary, B batch size in sequences.
@@ -17,7 +17,7 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """Equal transformer layers between an embedding and a head that share the table of the vocabulary."""
+    """A model of equal transformer layers between an embedding and a head, which share the vocabulary table."""
 
     layers: int
     hidden: int
@@ -43,25 +43,25 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: 12 h^2 weights in four matrices, 7 h + 2 h biases and 4 h of two layer norms."""
+        """The parameters of one layer: 12 h^2 weights in four matrices, 7 h + 2 h biases and 4 h in two layer norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the tables of tokens and positions: (V + s) h."""
+        """The parameters of the tables of tokens and positions: (V + s) h."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
     def parameters(self) -> int:
-        """P = 12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h), equation 4.3; the head's table is the embedding's."""
+        """P = 12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h), equation 4.3; the head shares the embedding's table."""
         return self.layers * self.layer_parameters + self.embedding_parameters
 
     def batch_operations(self, batch_size: int, *, recompute: bool = True) -> float:
-        """Floating-point operations of the matrices in one batch of `batch_size` sequences; equation 4.2.
+        """Floating-point operations of the matrix products in a batch of `batch_size` sequences; equation 4.2.
 
         The forward of a layer has 24 B s h^2 + 4 B s^2 h, its backward twice that. With `recompute` the forward runs
-        twice: F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h). Without, 72 B s l h^2 (1 + s / 6 h + V / 12 l h): the head's
-        6 B s h V, which is never recomputed, is then a larger share.
+        twice: F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h). Without, F = 72 B s l h^2 (1 + s / 6 h + V / 12 l h); the
+        head's 6 B s h V, which are never recomputed, are then a larger share.
         """
         tokens = batch_size * self.sequence
         forward = tokens * self.hidden * (24 * self.hidden + 4 * self.sequence)

@@ -1,11 +1,12 @@
-"""Cuts a chain for ranks that hold several stages each, so that the slowest rank, not the slowest stage, is fastest.
+"""Cuts a chain for ranks that hold several stages each: minimizes the time of the slowest rank, not of a stage.
 
 Under interleaving rank q of p holds the stages q, p + q, 2p + q, ..., and under `zb-v` q and 2p - 1 - q. A rank takes
 the sum of their times, so a long stage can be combined with a short one. The recurrence cannot express such sums, which
-couple distant stages. If there are few possible cuts, all are tried. Otherwise cuts are moved, a single one or several
-neighbours by one layer, as long as that makes the slowest rank or link faster, or the ranks more equal. The start is
-stages of equal work, of equal length, of equal weights, and those with the fastest slowest stage; the best result is
-taken. That is a heuristic: tests hold it to 1.25 times the optimum on random chains, and it usually finds the optimum.
+couple distant stages. If there are few ways to cut, all are tried. Otherwise a local search moves a single cut, or
+several adjacent cuts by one layer, as long as that makes the slowest rank or link faster, or the ranks more equal. It
+starts from stages of equal work, of equal length, of equal weights, and from those with the fastest slowest stage, and
+takes the best result. This is a heuristic that usually finds the optimum. Tests require at most 1.25 times the optimum
+on random chains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,24 +23,24 @@ from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 __all__ = ["cut_interleaved"]
 
 _TRY_ALL = 20_000
-"""Up to this many possible cuts are all tried, in well below a second."""
+"""Up to this many ways to cut are all tried, which takes well below a second."""
 
 _QUICK_SWEEPS = 5
-"""Enough to come near the best for an error message."""
+"""The sweeps of a quick search, which comes close enough to the best for an error message."""
 
 _MINOR = 1e-6
-"""The weight of the squares of the stages' seconds beside those of the ranks': equal stages fill and drain sooner."""
+"""The weight of the stages' squared seconds relative to the ranks'. Equal stages fill and drain faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InterleavedCuts:
-    """The cuts (stage s holds layers ``[cuts[s], cuts[s + 1])``) and what they cost."""
+    """Holds the cuts (stage s has layers ``[cuts[s], cuts[s + 1])``) and their costs."""
 
     cuts: tuple[int, ...]
     seconds: float
     """The time of the slowest rank or link."""
     worst_bytes: float
-    """The memory of the rank that needs most."""
+    """The bytes of the rank that needs most."""
 
 
 def cut_interleaved(
@@ -55,10 +56,10 @@ def cut_interleaved(
 ) -> _InterleavedCuts:
     """The best cuts found that need no more than `size_bytes` on a rank; if there are none, those that need least.
 
-    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, at each position; one less than there are stages.
-    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most.
-    ``stage_ranks[s]``: the rank of stage s; s mod p if they are left out. `try_all`: up to so many ways to cut all are
-    tried. `quick`: where they are not, move each cut a few times only, from simple starts.
+    ``exchange[s]`` (N+1,): the seconds of the cut after stage s, at each position; the last stage has none.
+    ``in_flight[q]``: the most microbatches in flight on rank q, summed over its stages. ``stage_ranks[s]``: the rank of
+    stage s; s mod p if they are left out. `try_all`: if there are at most this many ways to cut, all are tried.
+    `quick`: if they are not, start from simple cuts and move each cut only a few times.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
     stage_ranks = stage_ranks or [stage % len(in_flight) for stage in range(len(sent))]
@@ -85,22 +86,22 @@ def cut_interleaved(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CutProblem:
-    """Evaluates cuts of one chain for one machine."""
+    """Evaluates cuts of one chain for one cluster."""
 
     costs: ChainCosts
     exchange: Matrix
-    """(stages, N+1); zero behind the last stage."""
+    """(stages, N+1): the seconds of the cut after each stage; zero after the last stage."""
     in_flight: tuple[int, ...]
     size_bytes: float
     optimizer_copies: float
     held: Counts
     """(v, ranks): the stages of every rank."""
     joined: Counts
-    """(most cuts of a link, links): the cuts between every two ranks, by the stage before them; padded with the last
-    stage, behind which nothing is sent."""
+    """(most cuts of a link, links): the cuts of every link, each given by the stage before it; padded with the last
+    stage, which sends nothing."""
 
     def best(self, heads: Counts, layers: int) -> Counts:
-        """The best of the cuts whose last, `layers`, is left out of `heads` (K, stages)."""
+        """The best of the cuts `heads` (K, stages), from which the last cut, `layers`, is left out."""
         cuts = np.pad(heads, ((0, 0), (0, 1)), constant_values=layers)
         seconds, squares, held = self.evaluate(cuts)
         excess = np.maximum(held - self.size_bytes, 0.0)
@@ -108,9 +109,9 @@ class _CutProblem:
         return best
 
     def evaluate(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
-        """For each of `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes.
+        """The slowest seconds, the sum of squares and the worst rank's bytes, for each of `cuts` (K, stages + 1).
 
-        The squares are those of the ranks' seconds; if these are equal, those of the stages decide.
+        The squares are those of the ranks' seconds, with a small share of the stages', which decides between equals.
         """
         stages = cuts.shape[1] - 1
         flat = cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:]
@@ -131,7 +132,7 @@ class _CutProblem:
 
 
 def _stages_of_ranks(stage_ranks: Sequence[int]) -> Counts:
-    """The stages of every rank, one below the other; all ranks have equally many."""
+    """(v, ranks): the stages of every rank; all ranks have the same number."""
     return np.argsort(np.array(stage_ranks), kind="stable").reshape(max(stage_ranks) + 1, -1).T
 
 
@@ -154,7 +155,7 @@ def _simple_starts(problem: _CutProblem) -> Iterator[Counts]:
     lengths = np.arange(1, layers + 1, dtype=np.float64)
     for sizes in (problem.costs.seconds[0, 1:], lengths, problem.costs.parameter_bytes[0, 1:]):
         wanted = np.searchsorted(sizes, shares * sizes[-1]) + 1
-        # At least one layer for every stage before and behind.
+        # Every stage before and after a cut needs at least one layer.
         firsts = np.arange(1, stages)
         inner = np.maximum.accumulate(wanted - firsts) + firsts
         yield np.concatenate([[0], np.minimum(inner, layers - firsts[::-1]), [layers]])
@@ -173,7 +174,7 @@ def _fastest_stages(problem: _CutProblem) -> Counts:
 
 
 def _improve(problem: _CutProblem, cuts: Counts, sweeps: int) -> Counts:
-    """The cuts after moving them as long as they improve; of every group of moves the best is taken."""
+    """The cuts after a local search, which takes the best move of every group as long as the cuts improve."""
     layers, count = problem.costs.layers, len(cuts) - 2
     for _ in range(sweeps):
         before = cuts
@@ -186,7 +187,7 @@ def _improve(problem: _CutProblem, cuts: Counts, sweeps: int) -> Counts:
 
 
 def _positions(cuts: Counts, cut: int) -> Counts:
-    """The cuts as they are, then with one of them at every position between its neighbours; without the last cut."""
+    """The given cuts, then those with one cut at every position between its neighbors; all without the last cut."""
     positions = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
     moved = np.repeat(cuts[None, :-1], len(positions) + 1, axis=0)
     moved[1:, cut] = positions
@@ -194,7 +195,7 @@ def _positions(cuts: Counts, cut: int) -> Counts:
 
 
 def _shifts(cuts: Counts) -> Counts:
-    """The cuts as they are, then with runs of neighbours one layer up or down; without the last cut."""
+    """The given cuts, then those with adjacent cuts moved up or down by one layer; all without the last cut."""
     rows = [cuts]
     count = len(cuts) - 2
     for length in {*(2**power for power in range(1, count.bit_length())), count} - {0, 1}:

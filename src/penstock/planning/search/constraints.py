@@ -1,7 +1,7 @@
-"""What the user fixed, and the queries that remain: which planner, for which schedule, for which microbatches.
+"""The choices that the user fixed, and the planner queries that they leave.
 
-Every choice that is not fixed is tried. A query is one question to one planner; choices that make no sense together
-are never asked.
+The search tries all values of every choice that is not fixed: planner, schedule, microbatches and so on. A query is one
+call of one planner. Combinations that make no sense are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,29 +32,29 @@ from penstock.values.profiles import Profile
 __all__ = ["PlanConstraints", "PlannerQuery"]
 
 _MICROBATCHES_PER_DEVICE = 4
-"""Of the default minibatch: a flush is then idle for about a fifth of the time."""
+"""The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 
 _MOST_ORDERED = 32
-"""Devices beyond which the planner `spp`, whose time grows with their fourth power, is asked by name only."""
+"""With more devices the planner `spp`, whose time grows with their fourth power, runs only if it is named."""
 
 _MOST_FLAT = 128
-"""Devices beyond which the planner `pipedream` is asked by name only."""
+"""With more devices the planner `pipedream` runs only if it or the number of stages is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerQuery:
-    """One question to one planner."""
+    """A call of one planner for one profile and one request."""
 
     planner: str
     profile: Profile
     request: Request
     may_recompute: bool
-    """Whether a planner that chooses recomputation by itself may; where the request asks for it, it must."""
+    """Whether a planner that chooses recomputation itself may use it. If the request requires it, it must."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConstraints:
-    """The choices that are fixed; None leaves one to the search. `PlanError` names one that makes no sense."""
+    """Holds the fixed choices; None leaves a choice to the search. `PlanError` names a choice that makes no sense."""
 
     planner: str | None = None
     schedule: ScheduleDefinition | str | None = None
@@ -111,7 +111,7 @@ class PlanConstraints:
         )
 
     def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[PlannerQuery, ...]:
-        """All queries, planner by planner. `PlanError` if there is none, since the numbers do not go together."""
+        """All queries, planner by planner. `PlanError` if the fixed numbers leave none."""
         trials = tuple(self._trials(profiles, cluster))
         if trials:
             return trials
@@ -146,9 +146,9 @@ class PlanConstraints:
                             yield PlannerQuery(planner, profile, request, self.recompute is not False)
 
     def count_microbatches(self, profile: Profile, first: Profile, cluster: Cluster) -> int:
-        """``m`` of a minibatch whose microbatches are like those of `profile`; 0 if the batch does not divide.
+        """The number ``m`` of microbatches of `profile`'s size; 0 if the batch size is not a multiple of that size.
 
-        Without a batch size it is that of four microbatches of the first profile on every device.
+        The default batch size is four microbatches of the first profile for every device.
         """
         if self.microbatches is not None:
             return self.microbatches
@@ -178,9 +178,9 @@ class PlanConstraints:
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
-        # Without a limit nothing is gained by it, and the planner of parallel pipelines tries both by itself. Where
-        # backwards are split little is gained: what an input backward computed again is kept up to the weight backward,
-        # and the last rank has nothing to compute again, so that it keeps all its microbatches whole either way.
+        # Recomputation gains nothing without a memory limit, and the planner of parallel pipelines tries both itself.
+        # With split backwards it gains little: recomputed activations are kept until the weight backward, and the last
+        # rank recomputes nothing, so it keeps the activations of all its microbatches in both cases.
         by_itself = planner == PlannerName.TWO_BW
         if self.recompute is None and (cluster.memory_bytes is None or by_itself or schedule.splits_backward):
             again = (False,)
@@ -256,7 +256,7 @@ def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
 
 
 def _most_ranks(schedule: ScheduleDefinition, stages_per_rank: int, microbatches: int, ranks: int) -> int:
-    """The most ranks, up to `ranks`, that `schedule` can run with `microbatches` in a row."""
+    """The largest number of ranks in a row, up to `ranks`, on which `schedule` can run `microbatches`."""
     counts = range(ranks, 0, -1)
     return next((count for count in counts if can_run(schedule, count, stages_per_rank, microbatches)), 0)
 

@@ -1,18 +1,18 @@
-"""The planner of PipeDream-2BW: all widths and depths of parallel pipelines, tried one by one.
+"""The planner of PipeDream-2BW, which tries all widths and depths of parallel pipelines.
 
-[Narayanan 2021, section 3.3.2, Algorithm 1]: for all d and p with d p devices or fewer, the largest microbatch that
-fits (SEARCH), with and without recomputation, and of all these the highest throughput. Where the printed algorithm has
-errors or gaps, ours is:
+Algorithm 1 of [Narayanan 2021, section 3.3.2] takes, for all d and p on at most as many devices as there are, the
+largest microbatch that fits (SEARCH), with and without recomputation. The highest throughput of all these wins. The
+printed algorithm has errors and gaps; ours differs as follows:
 
-  1. Throughput counts all d pipelines; d p need not be all devices, and g refers to the d p that are used.
-  2. m = p g microbatches per pipeline, with the largest g for which d m b is no more than the maximum safe batch; so
-     m >= p, as 2bw demands. A flush also takes m < p: at m = 1 this is model parallelism without pipelining.
-  3. Both stages of equally many blocks (layers before the blocks join stage 0, layers behind them the last) and stages
-     that are balanced by their times are tried: an embedding or a head can make equal blocks a bad choice, and chains
-     without repeated blocks have only the latter.
+  1. Throughput counts all d pipelines. d p need not be all devices, and g refers to the d p that are used.
+  2. Each pipeline has m = p g microbatches, with the largest g for which d m b is at most the maximum safe batch; so
+     m >= p, as 2bw requires. A flush also allows m < p: m = 1 is model parallelism without pipelining.
+  3. Two kinds of stages are tried: equal numbers of blocks (layers before the blocks join stage 0, layers after them
+     the last stage), and stages balanced by their times. An embedding or a head can make equal blocks a bad choice, and
+     chains without repeated blocks have only the second kind.
   4. Under 2bw, which has no bubble, SEARCH takes the largest microbatch. Under a flush fewer, larger microbatches mean
-     a larger bubble, and every size that fits is tried (`every_size`). Under gpipe memory also limits m.
-  5. Memory counts gradients and the optimizer's state (`planning.memory`).
+     a larger bubble, so every size that fits is tried (`every_size`). Under gpipe memory also limits m.
+  5. Memory includes gradients and the optimizer's state (`planning.memory`).
 """
 
 from bisect import bisect_left
@@ -39,14 +39,14 @@ from penstock.values.quantities import bytes_text
 __all__ = ["PIPELINE_SCHEDULES", "rank_pipelines", "simulated_cost"]
 
 _Cost = Callable[[Plan, Profile, Cluster], Prediction]
-"""Predicts a plan; the profile has the plan's microbatch size."""
+"""A function that predicts the cost of a plan; the profile has the plan's microbatch size."""
 
 _EFFORT = 1 << 14
-"""Stages times positions to cut for which seconds are enough; balancing takes the square of this product. A chain of
-more layers, without blocks, may be cut in fewer positions."""
+"""The product of stages and positions to cut for which balancing takes seconds; its time grows with the square. A
+longer chain without blocks is cut at fewer positions."""
 
 PIPELINE_SCHEDULES = (TWO_BW, ONE_F_ONE_B_FLUSH, GPIPE)
-"""The schedules that the closed form of parallel pipelines is for."""
+"""The schedules that the closed form of parallel pipelines covers."""
 
 
 def rank_pipelines(
@@ -60,18 +60,19 @@ def rank_pipelines(
     cost: _Cost | None = None,
     shortlist: int = 32,
 ) -> tuple[PipelineCandidate, ...]:
-    """All parallel pipelines that fit, best first; of equally fast ones the simpler (fewer devices, no recomputation).
+    """All parallel pipelines that fit, best first; among equally fast ones the simpler (fewer devices, no
+    recomputation).
 
     `profiles`: one, or several of the same model at different microbatch sizes. Their sizes are tried, and those of
-    `microbatch_sizes`, for which the nearest smaller profile is scaled. `batch_size` is the maximum safe global batch,
-    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` requires it; else
-    both are tried. `request.stages` fixes p, `request.straight` one pipeline.
+    `microbatch_sizes`, for which the nearest smaller profile is scaled. `batch_size`: the maximum safe global batch in
+    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` requires
+    recomputation; without it both are tried. `request.stages` fixes p, and `request.straight` sets d = 1.
 
-    With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
-    and only these are returned; at most four times as many are tried.
+    With `cost` (`simulated_cost`) the result is the best `shortlist` by the closed form that also fit by `cost`, ranked
+    by `cost`. At most four times as many are tried.
 
-    Raises `PlanError` for other schedules than `PIPELINE_SCHEDULES`, and if nothing fits: the error says what
-    would be enough.
+    Raises `PlanError` for other schedules than `PIPELINE_SCHEDULES`, and if nothing fits; the error then names changes
+    that would be enough.
     """
     measured = (profiles,) if isinstance(profiles, Profile) else tuple(profiles)
     _check_profiles(measured)
@@ -111,13 +112,13 @@ def simulated_cost(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction
 
 @dataclass(frozen=True, slots=True)
 class _PipelineSearch:
-    """Algorithm 1 for one request."""
+    """Runs Algorithm 1 for one request."""
 
     cluster: Cluster
     request: Request
     batch_size: int
     chains: tuple[tuple[BlockChain, ...], ...]
-    """One row without and one with recomputation, as requested; in a row, the largest microbatches first."""
+    """One row without and one with recomputation, as requested; each row has the largest microbatches first."""
 
     def __post_init__(self) -> None:
         schedule, stages = self.request.definition, self.request.stages
@@ -139,7 +140,7 @@ class _PipelineSearch:
 
     @property
     def units(self) -> int:
-        """Blocks and single layers."""
+        """The number of blocks and single layers."""
         return self.chains[0][0].units
 
     @property
@@ -148,7 +149,7 @@ class _PipelineSearch:
         return min(self.cluster.devices, self.units)
 
     def candidates(self, every_size: bool) -> Iterator[PipelineCandidate]:
-        """For every p, d, recomputation and kind of cuts: the candidate of the largest microbatch, or of every one."""
+        """The candidates of the largest microbatch, or of every one, for all p, d, recomputation and kinds of cuts."""
         links = LinkTable(self.cluster)
         fixed = self.request.stages
         for stages in range(1, self.most_stages + 1) if fixed is None else (fixed,):
@@ -167,7 +168,9 @@ class _PipelineSearch:
                     yield from found
 
     def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> PipelineCandidate | None:
-        """The faster orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
+        """The candidate with as many microbatches as fit and the faster orientation (the first of equal ones), or None
+        if nothing fits.
+        """
         stages, replicas = orientations[0].ranks.shape
         blocks = chain.equal_cuts(stages)
         if blocks is None if equal else stages == 1:
@@ -209,15 +212,15 @@ class _PipelineSearch:
         return chain.balanced_cuts(counts, orientation, microbatches, self.request.allreduce)
 
     def _most_microbatches(self, chain: BlockChain, replicas: int, stages: int, cuts: tuple[int, ...] | None) -> int:
-        """The largest m that the batch and the memory allow, with these cuts or, if None, with any; 0 if there is none.
+        """The largest m that the batch and the memory allow with these cuts (None: with any cuts); 0 if there is none.
 
-        m is a multiple of p, or less than p where the schedule flushes.
+        m is a multiple of p, or less than p if the schedule flushes.
         """
         whole = self.batch_size // (replicas * chain.profile.microbatch_size)
         accumulation = whole // stages
 
         def count(step: int) -> int:
-            """1, 2, ..., p - 1, p, 2 p, 3 p, ..."""
+            """The sequence 1, 2, ..., p - 1, p, 2 p, 3 p, ..."""
             return step if step < stages else stages * (step - stages + 1)
 
         def fits(step: int) -> bool:
@@ -228,13 +231,13 @@ class _PipelineSearch:
         last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
         if last < first or not fits(first):
             return 0
-        # More microbatches never need less memory: bisect for the last step that fits.
+        # More microbatches never need less memory, so we bisect for the last step that fits.
         if fits(last):
             return count(last)
         return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
 
     def sufficient_changes(self) -> Iterator[list[str]]:
-        """The attempts of `nothing_fits`: the least memory, batch size or devices, the other two being as they are."""
+        """The attempts for `nothing_fits`: the least memory, batch size or devices, with the other two unchanged."""
         memory = inf if self.cluster.memory_bytes is None else self.cluster.memory_bytes
         limits = {"memory": memory, "batch": self.batch_size, "devices": self.cluster.devices}
         fixed = self.request.stages
@@ -254,7 +257,7 @@ class _PipelineSearch:
 
 
 def _predict(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
-    """The candidate with its prediction by `cost`; None if it does not fit by that."""
+    """The candidate with its prediction by `cost`; None if it does not fit by that prediction."""
     found = cost(candidate.plan(cluster), profile, cluster)
     if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
         return None
@@ -268,7 +271,7 @@ def _words(stages: int, chain: BlockChain) -> str:
 
 
 def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
-    """Fastest first. Twelve digits, so that among equals the simpler one wins, not rounding."""
+    """A key that sorts the fastest first. It has twelve digits, so that rounding does not decide between equals."""
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
         candidate.devices,
@@ -299,18 +302,18 @@ def _check_profiles(profiles: tuple[Profile, ...]) -> None:
 
 
 def _profiles_by_size(measured: tuple[Profile, ...], microbatch_sizes: Sequence[int]) -> dict[int, Profile]:
-    """A profile for each size, the largest first: measured, or scaled from the nearest smaller one."""
+    """A profile for each size, the largest first, which is measured or scaled from the nearest smaller one."""
     known = {profile.microbatch_size: profile for profile in measured}
     sized = {}
     for size in sorted({*known, *microbatch_sizes}, reverse=True):
-        # Small microbatches run less efficiently: scaling a smaller profile is pessimistic, not optimistic.
+        # Small microbatches run less efficiently, so scaling a smaller profile up is pessimistic.
         source = max((each for each in known if each <= size), default=min(known))
         sized[size] = known[size] if size in known else known[source].scaled(size)
     return sized
 
 
 def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request) -> tuple[tuple[BlockChain, ...], ...]:
-    # The largest microbatches are measured with the least noise.
+    # The times of the largest microbatches have the least noise.
     profile = next(iter(sized.values()))
     blocks = find_blocks(profile)
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
