@@ -12,40 +12,31 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.capturing.module_state import ModuleState, same_content
+
 __all__ = ["evaluating", "preserved", "same_content", "saved_buffers"]
 
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives back, after its body, the training flags, the buffers and the random generators as they were.
+    """Gives back, after its body, what `modules` hold and the random generators as they were.
 
-    Generators: PyTorch's on the CPU and on the CUDA devices of `modules`, NumPy's and Python's global ones.
+    Modules: training flags, buffers and all other attributes; see `ModuleState`. Generators: PyTorch's on the CPU and
+    on the CUDA devices of `modules`, NumPy's and Python's global ones.
     """
-    every = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
-    flags = [module.training for module in every]
-    registered = [dict(module._buffers) for module in every]
-    buffers = list(
-        {id(buffer): buffer for found in registered for buffer in found.values() if buffer is not None}.values()
-    )
-    contents = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    roots = list(modules)
+    every = list(dict.fromkeys(inner for module in roots for inner in module.modules()))
+    state = ModuleState(roots)
     generators = [torch.default_generator, *_cuda_generators(every)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        for module, flag, found in zip(every, flags, registered, strict=True):
-            module.training = flag
-            module._buffers.clear()
-            module._buffers.update(found)
         with torch.no_grad():
-            for buffer, content in contents:
-                # BatchNorm writes its statistics behind the version counters; only the contents tell.
-                if not same_content(buffer, content):
-                    # Uncounted as well: whatever autograd saved of it before is good again.
-                    buffer.data.copy_(content)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            state.restore()
+        for generator, found in zip(generators, states, strict=True):
+            generator.set_state(found)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
 
@@ -62,11 +53,6 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, flag in zip(every, flags, strict=True):
             module.training = flag
-
-
-def same_content(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places included; meta tensors hold none."""
-    return first.is_meta or torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
