@@ -38,16 +38,18 @@ class ModuleState:
         for _, holder, content in self._saved:
             _put_back(holder, content)
 
-    def changes(self) -> Iterator[str]:
-        """The attributes that hold something else now, such as ``encoder.count``."""
+    def changes(self) -> Iterator[tuple[str, bool]]:
+        """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
+        written in place.
+        """
         for path, holder, content in self._saved:
             if isinstance(content, dict):
                 now = _dict_of(holder)
                 for key in {**content, **now}:
                     if key not in content or key not in now or not _same(content[key], now[key]):
-                        yield _joined(path, key)
+                        yield _joined(path, key), False
             elif not _unchanged(holder, content):
-                yield path
+                yield path, isinstance(holder, Tensor)
 
     def _save(self, path: str, holder: Any, depth: int) -> None:
         if isinstance(holder, (*_PLAIN, *_FIXED)) or id(holder) in self._seen or depth > _DEEPEST:

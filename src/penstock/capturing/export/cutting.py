@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.capturing.chain import Layer
 from penstock.capturing.export.dependence import Dependence, size_bytes
 from penstock.capturing.export.guards import lost_check
+from penstock.capturing.export.opaque_blocks import call_of, is_block
 from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.export.tracing import Trace
 from penstock.errors import CaptureError
@@ -131,6 +132,10 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
             continue
         if node.op in ("placeholder", "get_attr"):
             copies[node] = _attribute(graph, node, trace, attributes)
+        elif is_block(node):
+            call, arguments = call_of(node)
+            attributes[f"_blocks.{call}"] = trace.blocks.layer(call)
+            copies[node] = graph.call_module(f"_blocks.{call}", tuple(map(copies.__getitem__, arguments)))
         else:
             if check := lost_check(node):
                 graph.call_function(check, (copies[node.all_input_nodes[0]],))

@@ -3,6 +3,7 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
+from penstock.capturing.export.block_calls import record_calls, run_on_sample
 from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque_paths
 from penstock.capturing.export.smallest import bound_sizes_of_one
 from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
@@ -51,14 +54,18 @@ def _capture(
 ) -> tuple[LayerChain, Partition]:
     with preserved([model]):
         flat, written = _run_eagerly(model, call, inputs)
+    run = run_on_sample(model, call)
+    chosen = choose_blocks(model, run.working)
+    own = opaque_paths(model, chosen, run)
+    calls, fixed = record_calls(model, call, inputs, own)
     with preserved([model]):
-        traced = trace(model, call, inputs)
+        traced = trace(model, call, inputs, OpaqueBlocks(calls, model, partition is not None), fixed)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps)
     if partition is None:
-        partition = _partition(model, stacks)
+        partition = _partition(model, stacks, chosen)
     layers = cut(traced, dependence, stacks, partition)
     names = iter(result_names(traced))
     assert flat.structure is not None
@@ -110,8 +117,7 @@ def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[Fla
     return flat, {id(buffer) for buffer in observation.mutated_buffers}
 
 
-def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]]) -> Partition:
-    blocks = choose_blocks(model, {stack[-1][0] for stack in stacks if stack})
+def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Collection[str]) -> Partition:
     calls: dict[tuple[str, str], None] = {}
     for stack in stacks:
         found = next((entry for entry in stack if entry[0] in blocks), None)
