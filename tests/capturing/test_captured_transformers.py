@@ -163,7 +163,7 @@ def test_t5_sends_what_its_blocks_pass() -> None:
     found = [sorted(shapes) for shapes in crossing(chain, Call((), pair(3)))]
 
     # The encoder's result is an output of the model, and rides along to the end.
-    assert [len(shapes) for shapes in found] == [1, 2, 1, 2, 3, 2]
+    assert [len(shapes) for shapes in found] == [1, 2, 1, 2, 4, 2]
     assert found[0] == [hidden]
     assert found[2] == [hidden]
     assert hidden in found[1]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -159,10 +158,40 @@ class Training:
         self, module: nn.Module, stage: _Stage, replica: int, version: int, arguments: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         weights, buffers = stage.versions[version][replica], stage.buffers[replica]
-        local: dict[str, Tensor] = {name: buffers[id(b)] for name, b in module.named_buffers(remove_duplicate=False)}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            local[name] = weights[self._names[id(parameter)]]
-        return tuple(functional_call(module, local, arguments))
+        held = [
+            (inner._parameters, key, p)
+            for inner in module.modules()
+            for key, p in inner._parameters.items()
+            if p is not None
+        ]
+        lists = [
+            (v, i, x)
+            for inner in module.modules()
+            for v in vars(inner).values()
+            if isinstance(v, list)
+            for i, x in enumerate(v)
+            if id(x) in self._names
+        ]
+        own = [
+            (inner._buffers, key, b) for inner in module.modules() for key, b in inner._buffers.items() if b is not None
+        ]
+        for table, key, parameter in held:
+            table[key] = weights[self._names[id(parameter)]]
+        for values, index, parameter in lists:
+            values[index] = weights[self._names[id(parameter)]]
+        if replica:
+            for table, key, buffer in own:
+                table[key] = buffers.setdefault(id(buffer), buffer.clone())
+        try:
+            return tuple(module(*arguments))
+        finally:
+            for table, key, parameter in held:
+                table[key] = parameter
+            for values, index, parameter in lists:
+                values[index] = parameter
+            if replica:
+                for table, key, buffer in own:
+                    buffers[id(buffer)], table[key] = table[key], buffer
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
         """The updates of the stages for which a round ends after so many microbatches since the last drain.

@@ -225,7 +225,7 @@ def build_stages(
             parameters,
             schedule.versions(index),
             {name: lent[name] for name in parameters if name in lent},
-            copied=not sharded_modules(module),
+            pointed=not sharded_modules(module),
             reading=readings[index],
         )
         # Of the stages of one process that share a weight, the first one updates it.
@@ -267,7 +267,7 @@ def _reducer(
     site: DeviceContext,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
-    if modules := sharded_modules(weights.module(0)):
+    if modules := sharded_modules(weights.stage):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
         return ShardedReducer(transport, group, rank, stage, whole, modules, site.timer.now)
     return Reducer(transport, group, rank, stage, trained, late, now=site.timer.now)

@@ -92,7 +92,7 @@ class Worker:
         self._mailbox = Mailbox(rank, schedule, transport)
         self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
         """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
-        modules = {index: stage.weights.module(0) for index, stage in stages.items()}
+        modules = {index: stage.weights.stage for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
         self._first = min(stages)
@@ -129,7 +129,9 @@ class Worker:
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
-        """What was done since `begin`."""
+        """What was done since `begin`. The user finds the newest weights in the model again."""
+        for stage in self.stages.values():
+            stage.weights.rest()
         if not self._pass.training:
             self._microbatches.clear()
         records, self._records = self._records, []
@@ -186,7 +188,7 @@ class Worker:
                     assert_never(action)
         except BaseException as found:
             error = explained(found, action.stage)
-            layers = self.stages[action.stage].weights.module(0).names
+            layers = self.stages[action.stage].weights.stage.names
             error.add_note(
                 f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
                 f"{layers[0]} to {layers[-1]}"
@@ -215,7 +217,8 @@ class Worker:
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._pass.microbatches_before + k), microbatch.part)
         recomputation = None if (action.stage, k) in self._direct else self._recomputations.get(action.stage)
-        around = recomputation.around if recomputation else None
+        point = partial(stage.weights.module, action.version)
+        around = recomputation.around(point) if recomputation else None
 
         metrics: dict[str, Tensor] = {}
 
@@ -228,7 +231,7 @@ class Worker:
                 return around(None, partial(self._loss, self._chain.output, microbatch, metrics), outputs)
             return self._loss(self._chain.output, microbatch, metrics, *outputs)
 
-        again = recomputation.remember(module, (*received, *microbatch.tensors)) if recomputation else None
+        again = recomputation.remember(point, module, (*received, *microbatch.tensors)) if recomputation else None
         within = compute if self._computing is None else _inside(self._computing, compute)
         outputs = stage.executor.forward(k, received, within, again)
         if not last:

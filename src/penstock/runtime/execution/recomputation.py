@@ -134,22 +134,27 @@ class Recomputation:
     loss_fn: object = None
     _known: dict[nn.Module, tuple[tuple[Place, ...], frozenset[torch.device]]] = field(default_factory=dict)
 
-    def remember(self, module: nn.Module, given: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]] | None:
+    def remember(
+        self, point: Callable[[], object], module: nn.Module, given: Sequence[Tensor]
+    ) -> Callable[[], AbstractContextManager[None]] | None:
         """Called before a forward of the stage's `module` on the tensors `given`: inside of what is returned it can be
-        repeated. None if its layers do so one by one.
+        repeated. `point` points the module at the weights of that forward. None if its layers do so one by one.
         """
         if self.grain == "layers":
             return None
         modules = [module, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [module]
-        return self._observe(modules, given, checked=True).restored
+        return partial(_repeated, point, self._observe(modules, given, checked=True))
 
-    @property
-    def around(self) -> Around | None:
-        """What runs the layers of the stage, and the loss, one by one; None if they run as always."""
-        return self._run_layer if self.grain == "layers" else None
+    def around(self, point: Callable[[], object]) -> Around | None:
+        """What runs the layers of the stage, and the loss, one by one; None if they run as always. `point` as above."""
+        return partial(self._run_layer, point) if self.grain == "layers" else None
 
     def _run_layer(
-        self, module: nn.Module | None, compute: Callable[..., _Results], arguments: Sequence[Tensor]
+        self,
+        point: Callable[[], object],
+        module: nn.Module | None,
+        compute: Callable[..., _Results],
+        arguments: Sequence[Tensor],
     ) -> _Results:
         """``compute(*arguments)``, of which autograd keeps the arguments alone. `module`: None for the loss."""
         modules = [part for part in (module or self.loss_fn,) if isinstance(part, nn.Module)]
@@ -159,7 +164,7 @@ class Recomputation:
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_contexts, around),
+            context_fn=partial(_contexts, point, around),
         )
         return results
 
@@ -175,6 +180,15 @@ class Recomputation:
         return ForwardContext.observe(places, devices, given if checked else ())
 
 
-def _contexts(around: ForwardContext) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    point: Callable[[], object], around: ForwardContext
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Of the first forward and of the second."""
-    return nullcontext(), around.restored()
+    return nullcontext(), _repeated(point, around)
+
+
+@contextmanager
+def _repeated(point: Callable[[], object], around: ForwardContext) -> Iterator[None]:
+    point()
+    with around.restored():
+        yield

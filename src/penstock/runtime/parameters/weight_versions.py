@@ -1,17 +1,18 @@
 """The live versions of one stage's weights.
 
-A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a copy
-of the stage's module whose parameters are leaves of autograd over that slot; buffers are shared by all. A forward runs
-the copy of its version, so what autograd saves for the backward are exactly those tensors: stashing needs no copying
-and no swapping. The optimizer holds the model's own parameters, and their data is the newest slot.
+A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a set of
+leaves of autograd over it. There is one module, the user's own. Before a forward that reads another version than the
+last one, the tables of its modules are pointed at the leaves of that version. Autograd saves the leaves that a forward
+read, so that its backward needs no pointing. The optimizer holds the model's own parameters, and their data is the
+newest slot. Between steps the tables hold these again.
 
 Where forwards read something else than the optimizer steps (a lower precision, a prediction), a parameter keeps its
 data to itself: it is the *master* of its slots, and an update writes what forwards read into the next slot.
 
 What is not trained is one tensor in all slots.
 
-Replicas of a stage that live in one process share its slots, since their weights are the same, and each has leaves and
-buffers of its own. The first of them to come to an update makes it; the others find it made.
+Replicas of a stage that live in one process share its slots, since their weights are the same. All but the first are
+copies of the module, with leaves, buffers and state of their own. The first of them to come to an update makes it; the others find it made.
 
 Laws of this file:
   1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved
@@ -24,7 +25,7 @@ Laws of this file:
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
+from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.parameters.shards import of_part, part_of, point, settled
 
 __all__ = ["ComputeWeights", "VersionedWeights"]
@@ -85,7 +87,8 @@ class VersionedWeights:
 
     `lent`: those that another stage of this process uses too and updates, with the weights of that stage, which must
     have equally many versions.
-    `copied`: whether the modules are copies; one that cannot be copied runs itself, and has one version and no replica.
+    `pointed`: whether the module's tables are pointed at leaves; one where they cannot be runs with the optimizer's
+    parameters, and has one version and no replica.
     `reading`: what forwards read in the place of the optimizer's parameters.
     """
 
@@ -95,7 +98,7 @@ class VersionedWeights:
         parameters: Mapping[str, nn.Parameter],
         versions: int,
         lent: Mapping[str, "VersionedWeights"] | None = None,
-        copied: bool = True,
+        pointed: bool = True,
         reading: ComputeWeights = AS_STEPPED,
     ) -> None:
         lenders = lent or {}
@@ -112,34 +115,35 @@ class VersionedWeights:
                     slot[name] = own if number == 0 or not parameter.requires_grad else torch.empty_like(own)
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, masters, slots), module
-        if copied:
-            self._make(self._slots, module, {id(buffer): buffer for buffer in module.buffers()})
+        if pointed:
+            for lender in lenders.values():
+                lender._contended = True
+            self._make(self._slots, module, contended=bool(lenders))
             return
-        assert versions == 1 and not masters, "a module that is not copied has one version, which the optimizer steps"
-        self._leaves, self._modules = [dict(parameters)], [module]
+        assert versions == 1 and not masters, "a module with one version of its weights, which the optimizer steps"
+        self._leaves, self._tables, self._pointed, self._contended = [dict(parameters)], _Tables([], []), 0, False
 
     def replica(self) -> "VersionedWeights":
-        """Another replica of the stage in this process: the same weights, gradients and buffers of its own."""
+        """Another replica of the stage in this process: the same weights, gradients, buffers and state of its own."""
+        self.rest()
         other = VersionedWeights.__new__(VersionedWeights)
-        other._make(self._slots, self._module, {})
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
+        _copy_generated(self._module, memo)
+        other._make(self._slots, copy.deepcopy(self._module, memo))
         return other
 
-    def _make(self, slots: _Slots, module: StageModule, buffers: Mapping[int, Tensor]) -> None:
-        self._slots = slots
+    def _make(self, slots: _Slots, module: StageModule, contended: bool = False) -> None:
+        self._slots, self._module, self._contended = slots, module, contended
         self._leaves = [
-            {
-                name: nn.Parameter(of_part(slot[name], p), requires_grad=p.requires_grad)
-                for name, p in slots.parameters.items()
-            }
+            {name: _leaf_over(slot[name], parameter) for name, parameter in slots.parameters.items()}
             for slot in slots.tensors
         ]
         for leaves in self._leaves:
             for name in slots.masters:
                 cast(Any, leaves[name]).grad_dtype = slots.parameters[name].dtype
-        first = _copy(module, slots.parameters, self._leaves[0], buffers)
-        own = {id(buffer): buffer for buffer in first.buffers()}
-        self._modules = [first, *(_copy(first, self._leaves[0], leaves, own) for leaves in self._leaves[1:])]
-        self._module = module
+        self._tables = _Tables.of(module, slots.parameters)
+        self._pointed: int | None = None
+        """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -154,11 +158,31 @@ class VersionedWeights:
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The module's buffers, of which there is one version only."""
-        return tuple(self._modules[0].buffers())
+        return tuple(self._module.buffers())
+
+    @property
+    def stage(self) -> StageModule:
+        """The stage's module, over whichever weights it was last pointed at."""
+        return self._module
 
     def module(self, version: int) -> StageModule:
-        """The stage's module over the weights of `version`."""
-        return self._modules[self._slots.place(version)]
+        """The stage's module, pointed at the weights of `version`.
+
+        Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
+        """
+        slot = self._slots.place(version)
+        if self._pointed != slot or self._contended:
+            if self._pointed is None:
+                self._tables.check(self._slots.parameters, self._leaves[slot])
+            self._tables.point(self._leaves[slot])
+            self._pointed = slot
+        return self._module
+
+    def rest(self) -> None:
+        """Puts the optimizer's parameters back into the module, where the user finds them."""
+        if self._pointed is not None and self._tables.entries:
+            self._tables.point(self._slots.parameters)
+            self._pointed = None
 
     def leaves(self, version: int) -> Mapping[str, nn.Parameter]:
         """The leaves of autograd that gradients taken at `version` are added to, by parameter name."""
@@ -223,7 +247,7 @@ class VersionedWeights:
 
         Only a module that is not a copy accumulates them in the optimizer's own parameters.
         """
-        own = self._slots.parameters.values() if self._modules[0] is self._module else ()
+        own = () if self._tables.entries else self._slots.parameters.values()
         held = [(parameter, parameter.grad) for parameter in own]
         for parameter, _ in held:
             parameter.grad = None
@@ -240,19 +264,68 @@ class VersionedWeights:
         self._publish({})
 
 
-def _copy(
-    module: StageModule,
-    parameters: Mapping[str, nn.Parameter],
-    leaves: Mapping[str, nn.Parameter],
-    buffers: Mapping[int, Tensor],
-) -> StageModule:
-    """A copy of `module` with `leaves` for its parameters; those of its buffers that are in `buffers`, by id, are kept
-    and not copied.
-    """
-    memo: dict[int, Any] = {id(parameter): leaves[name] for name, parameter in parameters.items()}
-    memo.update(buffers)
-    _copy_generated(module, memo)
-    return copy.deepcopy(module, memo)
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Where a module holds its parameters."""
+
+    entries: list[tuple[MutableMapping[str, Any], str, str]]
+    """The table of a module, the key in it, and the name of the parameter."""
+    lists: list[tuple[list[Any], int, str]]
+    """Lists in attributes that hold parameters too, as those of recurrent modules do."""
+
+    @classmethod
+    def of(cls, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "_Tables":
+        """Those of `module` and all modules in it. Raises `CaptureError` for one in a place that cannot be pointed."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = cls([], [])
+        for path, inner in module.named_modules():
+            for key, parameter in inner._parameters.items():
+                if id(parameter) in names:
+                    found.entries.append((inner._parameters, key, names[id(parameter)]))
+            for key, value in vars(inner).items():
+                if isinstance(value, list):
+                    found.lists.extend((value, i, names[id(x)]) for i, x in enumerate(value) if id(x) in names)
+                elif isinstance(value, tuple | dict) and key not in ("_parameters", "_buffers", "_modules"):
+                    held = value.values() if isinstance(value, dict) else value
+                    for name in (names[id(each)] for each in held if id(each) in names):
+                        raise CaptureError(
+                            f"{path}.{key} ({type(inner).__name__}) holds the parameter {name} in a "
+                            f"{type(value).__name__}, which would keep one version of it: expected parameters in "
+                            "attributes, a ParameterList or a list. Look it up in the forward"
+                        )
+        return found
+
+    def point(self, leaves: Mapping[str, nn.Parameter]) -> None:
+        for table, key, name in self.entries:
+            table[key] = leaves[name]
+        for held, index, name in self.lists:
+            held[index] = leaves[name]
+
+    def check(self, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, nn.Parameter]) -> None:
+        for table, key, name in self.entries:
+            parameter = parameters[name]
+            if table[key] is not parameter:
+                raise PenstockError(
+                    f"parameter {name}: another tensor was assigned to it after the pipeline was built, which would "
+                    "not be trained. Expected the parameter that the pipeline was built with. Write in it instead "
+                    "(with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
+                )
+            if parameter.requires_grad is not leaves[name].requires_grad:
+                raise PenstockError(
+                    f"parameter {name}: requires_grad is {parameter.requires_grad} and was "
+                    f"{leaves[name].requires_grad} when the pipeline was built. Expected no change. Freeze or unfreeze "
+                    "parameters before the pipeline is built, or build a new Pipeline"
+                )
+
+
+def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf over the memory of `slot`, with the hooks of `parameter`."""
+    leaf = nn.Parameter(of_part(slot, parameter), requires_grad=parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        leaf.register_post_accumulate_grad_hook(hook)
+    return leaf
 
 
 def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:
