@@ -7,11 +7,11 @@ these are the modules that blocks are chosen from.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -26,9 +26,20 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
-__all__ = ["BlockCall", "ModelRun", "ResultTensor", "is_plain", "record_calls", "run_on_sample"]
+__all__ = [
+    "BlockCall",
+    "Dimension",
+    "ModelRun",
+    "RecordedCalls",
+    "ResultTensor",
+    "is_plain",
+    "record_calls",
+    "run_on_sample",
+]
 
-Sizes = tuple[int, ...]
+Dimension: TypeAlias = tuple[str, int]
+"""An input and the index of one of its dimensions."""
+Sizes: TypeAlias = tuple[int, ...]
 """One size in each of the runs."""
 
 
@@ -88,7 +99,9 @@ class ModelRun:
     working: frozenset[str]
     """Paths of the modules that compute something that depends on parameters."""
     drawing: frozenset[str]
-    """Paths of the modules that draw random numbers themselves, of whichever library; not of those around them."""
+    """Paths of the modules that draw PyTorch's random numbers themselves; not of those around them."""
+    drawing_elsewhere: frozenset[str]
+    """The same of Python's and NumPy's random numbers."""
     changed: frozenset[str]
     """Attributes that the second run changed, such as ``encoder.count``."""
     written: frozenset[str]
@@ -113,27 +126,37 @@ def run_on_sample(model: nn.Module, call: Call) -> ModelRun:
     return ModelRun(
         working=frozenset(watch.working),
         drawing=frozenset(watch.drawing),
+        drawing_elsewhere=frozenset(watch.drawing_elsewhere),
         changed=frozenset(path for path, written in changes if not written),
         written=frozenset(path for path, written in changes if written),
     )
 
 
-def record_calls(
-    model: nn.Module, call: Call, inputs: ModelInputs, paths: Collection[str]
-) -> tuple[dict[str, list[BlockCall]], frozenset[tuple[str, int]]]:
-    """The calls of the modules `paths`, and the dimensions of inputs that may only have the size of the sample.
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCalls:
+    """The calls of blocks, and what sizes of inputs the model takes."""
 
-    The model runs on the sample, and with other sizes of each of its dimensions, where it takes them.
-    """
+    calls: Mapping[str, list[BlockCall]]
+    """By path of the module, in the order of the run."""
+    fixed: frozenset[Dimension]
+    """Dimensions of inputs that may only have the size of the sample."""
+    equal: tuple[tuple[Dimension, ...], ...]
+    """Groups of dimensions of inputs that may only have one size together."""
+
+
+def record_calls(model: nn.Module, call: Call, inputs: ModelInputs, paths: Collection[str]) -> RecordedCalls:
+    """The calls of the modules `paths` in runs on the sample, and with other sizes of each of its dimensions."""
     first = _record(model, call.copied(), paths)
-    runs, fixed = [first, _record(model, call.copied(), paths)], set[tuple[str, int]]()
+    runs, fixed, equal = [first, _record(model, call.copied(), paths)], set[Dimension](), []
     for group in _size_groups(call, inputs):
         found = _record_resized(model, call, inputs, group, paths, first)
         if found is None:
             fixed.update(group)
         else:
             runs.append(found)
-    return {path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed)
+            if len({name for name, _ in group}) > 1 and not _may_differ(model, call, inputs, group):
+                equal.append(tuple(sorted(group)))
+    return RecordedCalls({path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(equal))
 
 
 def is_plain(leaf: Any) -> bool:
@@ -150,6 +173,7 @@ class _Watch:
         self.calls: dict[str, list[_Call]] = defaultdict(list)
         self.working: set[str] = set()
         self.drawing: set[str] = set()
+        self.drawing_elsewhere: set[str] = set()
         self._stack: list[tuple[str, _Call]] = []
         self._generators = _python_generators()
 
@@ -167,6 +191,7 @@ class _Watch:
                 ):
                     hooks.callback(handle.remove)
             self.model(*call.args, **call.kwargs)
+            self._note_draws()
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._note_draws()
@@ -191,13 +216,12 @@ class _Watch:
             self.drawing.add(path)
 
     def _note_draws(self) -> None:
-        """Whether Python's or NumPy's generator was used by the innermost module since the last look."""
+        """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
         now = _python_generators()
-        if now != self._generators and self._stack:
-            self.drawing.add(self._stack[-1][0])
-            self.working.add(self._stack[-1][0])
-        elif now != self._generators:
-            self.drawing.add("")
+        if now != self._generators:
+            path = self._stack[-1][0] if self._stack else ""
+            self.drawing_elsewhere.add(path)
+            self.working.add(path)
         self._generators = now
 
 
@@ -234,10 +258,10 @@ def _shape_of(tensor: Tensor) -> _Shape:
     return _Shape(tensor.shape, tensor.dtype, tensor.device, stride)
 
 
-def _size_groups(call: Call, inputs: ModelInputs) -> Iterator[frozenset[tuple[str, int]]]:
+def _size_groups(call: Call, inputs: ModelInputs) -> Iterator[frozenset[Dimension]]:
     """Dimensions of inputs that change together: the samples, and those of one size in the sample."""
     yield frozenset((name, 0) for name in inputs.batched)
-    groups: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    groups: dict[int, set[Dimension]] = defaultdict(set)
     for name, leaf in _tensors(call, inputs).items():
         for index, size in enumerate(leaf.shape):
             if size > 2 and not (index == 0 and name in inputs.batched):
@@ -261,25 +285,42 @@ def _record_resized(
     model: nn.Module,
     call: Call,
     inputs: ModelInputs,
-    group: frozenset[tuple[str, int]],
+    group: frozenset[Dimension],
     paths: Collection[str],
     expected: Mapping[str, Sequence[_Call]],
 ) -> dict[str, list[_Call]] | None:
     """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
     samples = any(name in inputs.batched and index == 0 for name, index in group)
     for resize in (_grow,) if samples else (_shrink, _halve):
-        leaves, structure = flatten((call.args, call.kwargs))
-        named = dict(zip(inputs.names, leaves, strict=True))
-        for name, index in group:
-            named[name] = resize(named[name], index)
-        args, kwargs = pytree.tree_unflatten(list(named.values()), structure)
         try:
-            found = _record(model, Call(args, kwargs).copied(), paths)
+            found = _record(model, _resized(call, inputs, group, resize), paths)
         except Exception:
             continue
         if _alike(expected, found):
             return found
     return None
+
+
+def _may_differ(model: nn.Module, call: Call, inputs: ModelInputs, group: frozenset[Dimension]) -> bool:
+    """Whether the model takes other sizes of the dimensions of one input in `group` alone."""
+    for own in {name for name, _ in group}:
+        try:
+            _record(model, _resized(call, inputs, [each for each in group if each[0] == own], _shrink), ())
+        except Exception:
+            continue
+        return True
+    return False
+
+
+def _resized(
+    call: Call, inputs: ModelInputs, group: Iterable[Dimension], resize: Callable[[Tensor, int], Tensor]
+) -> Call:
+    leaves, structure = flatten((call.args, call.kwargs))
+    named = dict(zip(inputs.names, leaves, strict=True))
+    for name, index in group:
+        named[name] = resize(named[name], index)
+    args, kwargs = pytree.tree_unflatten(list(named.values()), structure)
+    return Call(args, kwargs).copied()
 
 
 def _grow(tensor: Tensor, index: int) -> Tensor:

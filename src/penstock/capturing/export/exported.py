@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
-from penstock.capturing.export.block_calls import record_calls, run_on_sample
+from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls, run_on_sample
 from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
@@ -57,9 +57,10 @@ def _capture(
     run = run_on_sample(model, call)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
-    calls, fixed = record_calls(model, call, inputs, own)
+    recorded = record_calls(model, call, inputs, own)
     with preserved([model]):
-        traced = trace(model, call, inputs, OpaqueBlocks(calls, model, partition is not None), fixed)
+        blocks = OpaqueBlocks(recorded.calls, model, partition is not None)
+        traced = trace(model, call, inputs, blocks, recorded.fixed)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
@@ -77,7 +78,9 @@ def _capture(
     joined = _observe(model, layers, output, call, inputs)
     chain = LayerChain(
         layers=joined,
-        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs), dtypes=_dtypes(call, inputs)),
+        inputs=replace(
+            inputs, sizes=traced.sizes, equal=_equal(traced, recorded, inputs), dtypes=_dtypes(call, inputs)
+        ),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
         buffers=saved_buffers(model),
@@ -89,10 +92,11 @@ def _capture(
     return chain, _joined_partition(partition, joined)
 
 
-def _equal(traced: Trace, inputs: ModelInputs) -> tuple[tuple[tuple[str, int], ...], ...]:
+def _equal(traced: Trace, recorded: RecordedCalls, inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:
     """Without the groups of nothing but numbers of samples, which are checked as such."""
     samples = {(name, 0) for name in inputs.batched}
-    return tuple(group for group in traced.equal if not samples.issuperset(group))
+    groups = dict.fromkeys((*(tuple(sorted(group)) for group in traced.equal), *recorded.equal))
+    return tuple(group for group in groups if not samples.issuperset(group))
 
 
 def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:

@@ -61,9 +61,12 @@ class OpaqueBlocks:
         found = self.traced[call]
         return EagerLayer(found.path, self.model.get_submodule(found.path), found.takes, found.returns, self.evaluates)
 
-    def path(self, call: int) -> str:
-        """The path of the block of `call`."""
-        return self.traced[call].path
+    def result_name(self, call: int, index: int) -> str:
+        """Of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
+        path = self.traced[call].path
+        before = sum(other.path == path for other in self.traced[:call]) % len(self.calls[path])
+        results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
+        return f"{path}{f'@{before}' if before else ''}{f'[{index}]' if results > 1 else ''}"
 
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
@@ -206,15 +209,47 @@ def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Seq
 def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
     """Those of `blocks` that are called as they are. A block without parameters, state and hooks, such as a table of
     positions, is traced: what it computes can be computed again in any stage, so that it need not be sent.
+
+    Raises `CaptureError` for what happens outside of them and is no operator on tensors: a trace would lose it.
     """
     paths = []
     for path in sorted(blocks):
         module = model.get_submodule(path)
-        state = any(_is_in(attribute, path) for attribute in (*run.changed, *run.written, *run.drawing))
+        state = any(_is_in(each, path) for each in (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere))
         hooked = any(getattr(inner, name) for inner in module.modules() for name in _HOOKS)
         if path and (state or hooked or any(True for _ in module.parameters())):
             paths.append(path)
+    _refuse_outside(model, paths, run)
     return tuple(paths)
+
+
+def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> None:
+    name = type(model).__name__
+    way = (
+        "Only blocks run as the Python that they are; the code between them is traced. Blocks are "
+        f"{', '.join(paths[:3]) or 'none'}{' and so on' if len(paths) > 3 else ''}"
+    )
+    buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
+    for attribute in sorted({*run.changed, *(run.written - buffers)}):
+        if not any(_is_in(attribute, path) for path in paths):
+            raise CaptureError(
+                f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. Move "
+                "what changes it into a block, or pass the model as nn.Sequential or as a list of layers"
+            )
+    for path in sorted(run.drawing_elsewhere):
+        if not any(_is_in(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy "
+                f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch (torch.rand), "
+                "or in a block"
+            )
+    for path, module in model.named_modules():
+        hooks = [hook for each in _HOOKS for hook in getattr(module, each).values()]
+        if hooks and not any(_is_in(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is not a "
+                f"block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
+            )
 
 
 def _is_in(attribute: str, path: str) -> bool:
