@@ -24,7 +24,8 @@ def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
     """Raises `CaptureError` naming the output or parameter in which `chain` differs from `model` on the sample.
 
     Both run three times from the same state of the generators and buffers, so that dropout draws the same masks and
-    what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
+    what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
+    `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
     _compare_with(_run_model(model, call, _RUNS), model, chain, call, _RUNS)
 

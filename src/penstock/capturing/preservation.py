@@ -5,7 +5,7 @@ then trains it without Penstock must get the numbers that he would have got with
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState, same_content
 
-__all__ = ["evaluating", "preserved", "same_content", "saved_buffers"]
+__all__ = ["SavedBuffers", "evaluating", "preserved", "same_content"]
 
 
 @contextmanager
@@ -55,14 +55,31 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = flag
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of the state dict of `model`, under all their names."""
-    saved: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                saved[f"{path}.{name}" if path else name] = buffer
-    return saved
+class SavedBuffers(Mapping[str, Tensor]):
+    """The buffers of the state dict of `model`, under all their names, as they are now: a forward may assign another
+    tensor to one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = {
+            f"{path}.{name}" if path else name: (module._buffers, name)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        table, key = self._tables[name]
+        buffer = table[key]
+        if buffer is None:
+            raise KeyError(name)
+        return buffer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:

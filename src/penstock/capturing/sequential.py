@@ -18,7 +18,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
-from penstock.capturing.preservation import evaluating, preserved, saved_buffers
+from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -72,7 +72,7 @@ def _leaf(constant: Any, rest: Iterator[Any]) -> Any:
 
 
 class EagerLayer(nn.Module):
-    """One of the user's own modules, between tensors. `evaluates`: it runs in evaluation mode, whatever mode it is in."""
+    """Runs one of the user's own modules between tensors. `evaluates`: in evaluation mode, whatever mode it is in."""
 
     def __init__(self, name: str, body: nn.Module, takes: Form, returns: Form, evaluates: bool = False) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _capture(
         inputs=inputs,
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
-        buffers=saved_buffers(model),
+        buffers=SavedBuffers(model),
         evaluation=lambda: evaluation() if _trains(named) else chain,
     )
 

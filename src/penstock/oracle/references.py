@@ -116,7 +116,11 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
-    training = Training(chain, plan, schedule, recipe, _delays(plan, schedule, vertical_sync))
+    # A copy of a parameter has no hooks.
+    named = model if isinstance(model, nn.Module) else nn.ModuleList(m for m in model)
+    given = dict(named.named_parameters(remove_duplicate=False))
+    hooks = {name: tuple((p._backward_hooks or {}).values()) for name, p in given.items()}
+    training = Training(chain, plan, schedule, recipe, _delays(plan, schedule, vertical_sync), hooks)
     run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, recipe, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):

@@ -43,6 +43,8 @@ class _Stage:
     hooks: HookStates
     dtype: torch.dtype | None
     """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
+    gradient_hooks: Mapping[str, Sequence[Any]]
+    """By parameter name, the user's hooks on it."""
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
 
@@ -80,6 +82,8 @@ class _Stage:
         )
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
+        for hook in self.gradient_hooks.get(name, ()):
+            version.register_hook(hook)
         return version
 
     def runners(self, microbatch: int) -> list[int]:
@@ -90,8 +94,16 @@ class _Stage:
 class Training:
     """The weights of every stage in every version."""
 
-    def __init__(self, chain: LayerChain, plan: Plan, schedule: str, recipe: Recipe, delays: Sequence[int]) -> None:
-        """`delays`: by stage, how old gradients are when they are used."""
+    def __init__(
+        self,
+        chain: LayerChain,
+        plan: Plan,
+        schedule: str,
+        recipe: Recipe,
+        delays: Sequence[int],
+        gradient_hooks: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """`delays`: by stage, how old gradients are when they are used. `gradient_hooks`: by parameter name."""
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
         """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
@@ -118,7 +130,7 @@ class Training:
             hooks = HookStates(recipe.hooks)
             stage = _Stage(
                 *(newest, made, schedulers, rate, buffers, replicas, split),
-                *(delays[index], hooks, recipe.version_dtype),
+                *(delays[index], hooks, recipe.version_dtype, gradient_hooks),
             )
             stage.publish()
             self._stages.append(stage)

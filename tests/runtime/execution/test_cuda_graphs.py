@@ -180,7 +180,7 @@ def test_weights_that_are_cast_are_cast_again_every_time() -> None:
 
 
 class Noting(nn.Module):
-    """Notes whether autocast would keep what it casts, in its class: what a module holds is put back after a warm-up."""
+    """Notes in its class whether autocast would keep what it casts: what a module holds is put back after warm-ups."""
 
     kept: ClassVar[list[bool]] = []
 

@@ -50,7 +50,7 @@ def run(weights: VersionedWeights, version: int, x: float) -> torch.Tensor:
 
 
 def test_a_backward_reads_the_version_of_its_forward() -> None:
-    module, weights = make(2)
+    _, weights = make(2)
     first = run(weights, 0, 3.0)
     second = run(weights, 0, 5.0)
     second.backward()
@@ -130,7 +130,7 @@ def test_hooks_of_a_parameter_are_run_at_every_version() -> None:
 
 
 def test_the_optimizer_sees_the_newest_version_in_the_next_slot() -> None:
-    module, weights = make(2)
+    _, weights = make(2)
     slots = set()
     for version in range(1, 5):
         run(weights, version - 1, 1.0).backward()
@@ -163,7 +163,7 @@ def test_buffers_are_shared_by_all_versions() -> None:
 
 
 def test_a_new_run_starts_from_the_newest_version() -> None:
-    module, weights = make(3)
+    _, weights = make(3)
     for version in (1, 2):
         run(weights, version - 1, 1.0).backward()
         update(weights, version, version - 1, step=0.25)

@@ -22,7 +22,7 @@ from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
-from penstock.capturing.preservation import evaluating, preserved, saved_buffers
+from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -83,7 +83,7 @@ def _capture(
         ),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
-        buffers=saved_buffers(model),
+        buffers=SavedBuffers(model),
         evaluation=lambda: chain,
     )
     if check:

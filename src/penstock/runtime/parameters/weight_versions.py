@@ -12,7 +12,8 @@ data to itself: it is the *master* of its slots, and an update writes what forwa
 What is not trained is one tensor in all slots.
 
 Replicas of a stage that live in one process share its slots, since their weights are the same. All but the first are
-copies of the module, with leaves, buffers and state of their own. The first of them to come to an update makes it; the others find it made.
+copies of the module, with leaves, buffers and state of their own. The first of them to come to an update makes it; the
+others find it made.
 
 Laws of this file:
   1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved
