@@ -240,15 +240,15 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
         if not any(_is_in(path, block) for block in paths):
             raise CaptureError(
                 f"{name}: the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy "
-                f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch.rand, or in "
-                "a block"
+                f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch.rand, or "
+                "in a block"
             )
     for path, module in model.named_modules():
         hooks = [hook for each in _HOOKS for hook in getattr(module, each).values()]
         if hooks and not any(_is_in(path, block) for block in paths):
             raise CaptureError(
-                f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is not "
-                f"a block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
+                f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is "
+                f"not a block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
             )
 
 

@@ -94,7 +94,11 @@ class WeightBackward:
         entering = _Entering(hooked)
         with torch.no_grad():
             for leaf, gradient in self._made:
-                entering.add_to(leaf, gradient)
+                if leaf._backward_hooks:
+                    # They have been run when autograd made the gradient.
+                    _accumulate(leaf, gradient)
+                else:
+                    entering.add_to(leaf, gradient)
             self._made = ()
             while self._deferred:
                 if self._deferred[-1].alone:
@@ -124,7 +128,8 @@ class _Entering:
     def add_to(self, leaf: Tensor, gradient: Tensor) -> None:
         """Does what autograd does for a gradient that is a leaf's only one; it takes six times as long for it."""
         own = leaf.grad
-        if self._hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
+        hooked = self._hooked or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        if hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
             self.enter(leaf, gradient)
         elif own is None:
             # A copy that is laid out like the leaf: others may hold this gradient.
@@ -144,6 +149,16 @@ class _Entering:
         if self._roots and self._size >= least:
             torch.autograd.backward(self._roots, self._gradients)  # type: ignore[arg-type]
             self._roots, self._gradients, self._size = [], [], 0
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """Adds `gradient` to that of `leaf`, and runs the hooks that are run after that."""
+    if leaf.grad is None:
+        leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+    else:
+        leaf.grad.add_(gradient)
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)
 
 
 def go_backward_to_inputs(
