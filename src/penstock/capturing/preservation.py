@@ -70,7 +70,7 @@ class SavedBuffers(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         table, key = self._tables[name]
-        buffer = table[key]
+        buffer: Tensor | None = table[key]
         if buffer is None:
             raise KeyError(name)
         return buffer

@@ -87,7 +87,7 @@ class EagerLayer(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.evaluates:
-            with evaluating([self._modules["body"]]):
+            with evaluating([self.get_submodule("body")]):
                 return self._run(tensors)
         return self._run(tensors)
 

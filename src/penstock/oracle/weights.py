@@ -83,7 +83,7 @@ class _Stage:
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
         for hook in self.gradient_hooks.get(name, ()):
-            version.register_hook(hook)
+            version.register_hook(hook)  # type: ignore[no-untyped-call]
         return version
 
     def runners(self, microbatch: int) -> list[int]:
@@ -169,41 +169,26 @@ class Training:
     def _run(
         self, module: nn.Module, stage: _Stage, replica: int, version: int, arguments: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        weights, buffers = stage.versions[version][replica], stage.buffers[replica]
-        held = [
-            (inner._parameters, key, p)
-            for inner in module.modules()
-            for key, p in inner._parameters.items()
-            if p is not None
-        ]
-        lists = [
-            (v, i, x)
-            for inner in module.modules()
-            for v in vars(inner).values()
-            if isinstance(v, list)
-            for i, x in enumerate(v)
-            if id(x) in self._names
-        ]
-        own = [
-            (inner._buffers, key, b) for inner in module.modules() for key, b in inner._buffers.items() if b is not None
-        ]
-        for table, key, parameter in held:
-            table[key] = weights[self._names[id(parameter)]]
-        for values, index, parameter in lists:
-            values[index] = weights[self._names[id(parameter)]]
-        if replica:
-            for table, key, buffer in own:
-                table[key] = buffers.setdefault(id(buffer), buffer.clone())
+        own, buffers = stage.versions[version][replica], stage.buffers[replica]
+        put: list[tuple[Any, Any, Any]] = []
+        """Where a module holds a tensor, and that tensor."""
+        for inner in module.modules():
+            put += [(inner._parameters, key, p) for key, p in inner._parameters.items() if p is not None]
+            if replica:
+                put += [(inner._buffers, key, b) for key, b in inner._buffers.items() if b is not None]
+            # Recurrent modules hold their parameters in a list, too.
+            lists = [value for value in vars(inner).values() if isinstance(value, list)]
+            put += [(found, i, p) for found in lists for i, p in enumerate(found) if id(p) in self._names]
+        for table, key, tensor in put:
+            is_weight = isinstance(tensor, nn.Parameter)
+            table[key] = own[self._names[id(tensor)]] if is_weight else buffers.setdefault(id(tensor), tensor.clone())
         try:
             return tuple(module(*arguments))
         finally:
-            for table, key, parameter in held:
-                table[key] = parameter
-            for values, index, parameter in lists:
-                values[index] = parameter
-            if replica:
-                for table, key, buffer in own:
-                    buffers[id(buffer)], table[key] = table[key], buffer
+            for table, key, tensor in put:
+                if not isinstance(tensor, nn.Parameter):
+                    buffers[id(tensor)] = table[key]
+                table[key] = tensor
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
         """The updates of the stages for which a round ends after so many microbatches since the last drain.

@@ -225,11 +225,11 @@ class _Watch:
         self._generators = now
 
 
-class _Dependence(TorchDispatchMode):
+class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows what depends on parameters through the operators of a run."""
 
     def __init__(self, parameters: Sequence[Tensor], note: Callable[[bool, bool], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._dependent = WeakIdKeyDictionary({parameter: True for parameter in parameters})
         self._note = note
 
@@ -250,7 +250,7 @@ class _Dependence(TorchDispatchMode):
 
 def _python_generators() -> tuple[Any, ...]:
     name, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), name, bytes(keys), tuple(rest)
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), tuple(rest)
 
 
 def _shape_of(tensor: Tensor) -> _Shape:
@@ -364,7 +364,8 @@ def _merged(runs: Sequence[Sequence[_Call]]) -> list[BlockCall]:
             others = [call.leaves[index] for call in calls]
             if isinstance(leaf, _Shape):
                 sizes = tuple(zip(*(other.size for other in others), strict=True))
-                order = sorted(range(len(sizes)), key=lambda d, leaf=leaf: -leaf.stride[d] if leaf.stride else d)
+                strides = leaf.stride or tuple(range(len(sizes), 0, -1))
+                order = sorted(range(len(sizes)), key=strides.__getitem__, reverse=True)
                 leaves.append(ResultTensor(sizes, leaf.dtype, leaf.device, tuple(order)))
             else:
                 leaves.append(tuple(others) if type(leaf) is int else leaf)

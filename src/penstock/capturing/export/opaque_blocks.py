@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from penstock.errors import CaptureError
 
 __all__ = ["TRACING", "OpaqueBlocks", "TracedCall", "UnknownSize", "call_of", "is_block", "opaque", "opaque_paths"]
 
-_LIBRARY = Library("penstock", "FRAGMENT")
-_LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")
+_LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -124,9 +124,8 @@ def is_block(node: Node) -> bool:
 
 def call_of(node: Node) -> tuple[int, tuple[Node, ...]]:
     """The number of the call of a block, and its arguments."""
-    tensors, numbers, call = node.args
-    assert isinstance(call, int) and isinstance(tensors, Sequence) and isinstance(numbers, Sequence)
-    return call, (*tensors, *numbers)  # type: ignore[return-value]
+    tensors, numbers, call = cast("tuple[Sequence[Node], Sequence[Node], int]", node.args)
+    return call, (*tensors, *numbers)
 
 
 def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
@@ -158,7 +157,7 @@ def _never(tensors: Sequence[Tensor], numbers: Sequence[int], call: int) -> list
     raise AssertionError("the operator stands for a block in a trace and is never run")
 
 
-@torch.library.register_fake("penstock::block", lib=_LIBRARY)
+@torch.library.register_fake("penstock::block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> list[Tensor]:
     traced = TRACING[-1].traced[call]
     made = []

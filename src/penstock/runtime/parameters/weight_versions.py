@@ -116,13 +116,17 @@ class VersionedWeights:
                     slot[name] = own if number == 0 or not parameter.requires_grad else torch.empty_like(own)
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, masters, slots), module
+        self._contended = False
+        """Whether another stage of this process may point the same module at other weights."""
+        self._pointed: int | None = None
+        """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
         if pointed:
             for lender in lenders.values():
                 lender._contended = True
             self._make(self._slots, module, contended=bool(lenders))
             return
         assert versions == 1 and not masters, "a module with one version of its weights, which the optimizer steps"
-        self._leaves, self._tables, self._pointed, self._contended = [dict(parameters)], _Tables([], []), 0, False
+        self._leaves, self._tables = [dict(parameters)], _Tables([], [])
 
     def replica(self) -> "VersionedWeights":
         """Another replica of the stage in this process: the same weights, gradients, buffers and state of its own."""
@@ -143,8 +147,7 @@ class VersionedWeights:
             for name in slots.masters:
                 cast(Any, leaves[name]).grad_dtype = slots.parameters[name].dtype
         self._tables = _Tables.of(module, slots.parameters)
-        self._pointed: int | None = None
-        """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
+        self._pointed = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -323,9 +326,9 @@ def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """A leaf over the memory of `slot`, with the hooks of `parameter`."""
     leaf = nn.Parameter(of_part(slot, parameter), requires_grad=parameter.requires_grad)
     for hook in (parameter._backward_hooks or {}).values():
-        leaf.register_hook(hook)
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        leaf.register_post_accumulate_grad_hook(hook)
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
 
 
