@@ -2,8 +2,9 @@
 
     python benchmarks/gpu.py
 
-Every schedule in one process, in two and in four that share the card; see gpu_lineup.py. It needs no NCCL: processes of
-one card talk over Gloo. What fails, and what the deadline cuts off, is a row with the reason.
+Every schedule in one process, in two and in four that share the GPU; see gpu_benchmark/lineup.py. It needs no NCCL:
+processes that share a GPU communicate over Gloo. A contender that fails, or that the deadline cuts off, is a row with
+the reason.
 """
 
 import argparse
@@ -13,16 +14,17 @@ import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from cards import driver_version, sharing_of
-from gpu_figures import Missing, Row, agreement, parameters_of, step_flops, tokens_of, value_of, with_versions
-from gpu_lineup import COMPILED, LAUNCHES, SIZES, contenders_of
-from gpu_series import Series
-from gpu_tables import legend, line_of, table
-from gpu_turns import Facts
-from launches import conditions
+from gpu_benchmark.devices import driver_version, sharing_of
+from gpu_benchmark.figures import Missing, Row, agreement, parameters_of, step_flops, tokens_of, value_of, with_versions
+from gpu_benchmark.lineup import COMPILED, LAUNCHES, SIZES, contenders_of
+from gpu_benchmark.series import Series
+from gpu_benchmark.tables import legend, line_of, table
+from gpu_benchmark.turns import Facts
+from measurement.launches import conditions
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +71,7 @@ class Report:
         )
         return "\n\n".join([f"{self.head}\n{rest}", table(rows), legend(self.sharing)]) + "\n"
 
-    def value(self) -> dict[str, object]:
+    def value(self) -> dict[str, Any]:
         """All of it, for machines."""
         size, rows = SIZES[self.size], with_versions(self.rows)
         return {

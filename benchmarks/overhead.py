@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from contenders import GLOO, ONE_PROCESS, Absent, Entry, Running, pipeline, running_pipeline
-from ideals import ideal_seconds, overhead
-from jobs import JOBS, Setting, sgd
-from launches import conditions, everywhere, launch, outside_the_launch, timed
-from lineup import entries_of
-from parts import Parts, parts_of
+from contenders.contenders import GLOO, ONE_PROCESS, Absent, Entry, Running, pipeline, running_pipeline
+from contenders.jobs import JOBS, Setting, sgd
+from contenders.lineup import entries_of
+from measurement.ideals import ideal_seconds, overhead
+from measurement.launches import conditions, everywhere, launch, outside_the_launch, timed
+from measurement.rounds import TURN_SECONDS, joined, measure
+from measurement.step_breakdown import Parts, parts_of
 from penstock.scheduling import Step
-from rounds import TURN_SECONDS, joined, measure
 
 PROCESSES = 2
 STEPS = 8

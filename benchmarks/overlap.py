@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from contenders import ONE_PROCESS, Entry, Running, data_parallel, pipeline, plain_loop, running_pipeline
-from ideals import speedup
-from jobs import JOBS, Setting
-from launches import conditions, launch
+from contenders.contenders import ONE_PROCESS, Entry, Running, data_parallel, pipeline, plain_loop, running_pipeline
+from contenders.jobs import JOBS, Setting
+from measurement.ideals import speedup
+from measurement.launches import conditions, launch
+from measurement.rounds import TURN_SECONDS, joined, measure
 from penstock.scheduling.actions import Backward, Reduce, parse
-from rounds import TURN_SECONDS, joined, measure
 
 RANKS = 2
 WATCHED_STEPS = 10

@@ -30,16 +30,16 @@ from penstock.planning.costs import chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
-from penstock.planning.spp.stage_numbers import plan_spp
-from penstock.planning.two_bw.pipeline_searches import plan_two_bw
+from penstock.planning.spp.spp_search import plan_spp
+from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
-from planning_profiles import join, load_profiles
+from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
+from planners.profiles import join, load_profiles
 
 DESCRIPTION = "Times the planners and sets what they find beside bounds, beside brute force, and beside each other."
 MACHINES = {
@@ -156,8 +156,8 @@ def planners(profile: Profile, cluster: Cluster) -> dict[str, Make]:
         "pipedream, pipedream": lambda: plan_pipedream(profile, cluster, request("pipedream")),
         "pipedream, flush": lambda: plan_synchronous_pipedream(profile, cluster, flush),
         "spp": lambda: plan_spp(profile, cluster, request("spp"), whole_samples=True),
-        "2bw": lambda: plan_two_bw(profile, cluster, request("2bw")),
-        "2bw, flush": lambda: plan_two_bw(profile, cluster, flush),
+        "2bw": lambda: rank_pipelines(profile, cluster, request("2bw"))[0].plan(cluster),
+        "2bw, flush": lambda: rank_pipelines(profile, cluster, flush)[0].plan(cluster),
         "interleaved": lambda: penstock.plan(profile, cluster, planner="interleaved"),
         "uniform, flush": lambda: plan_uniform(profile, cluster, request("1f1b-flush", stages=deepest, straight=True)),
         "data parallel": lambda: plan_data_parallel(profile, cluster, flush),

@@ -17,14 +17,14 @@ from penstock.planning.costs import AllReduce, chain_costs
 from penstock.planning.pipedream.partitions import partition, plan_pipedream
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import Request
-from penstock.planning.spp.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
-from penstock.planning.spp.stage_numbers import plan_spp
+from penstock.planning.spp.spp_search import plan_spp
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
+from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream
+from planners.profiles import load_profiles
 from planning import table
-from planning_profiles import load_profiles
 
 FLAT_A = Cluster.uniform(16, 1.25e9)
 FLAT_B = Cluster.uniform(16, 3.125e9)

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from launches import alone, everywhere, launch, timed
+from measurement.launches import alone, everywhere, launch, timed
+from measurement.resident_memory import ALLOCATOR, forget_peak, own_bytes
+from measurement.slowdowns import groups_up_to, seconds_in_company
 from penstock.capturing import capture
 from penstock.simulating import evaluate
-from residents import ALLOCATOR, forget_peak, own_bytes
-from slowdowns import groups_up_to, seconds_in_company
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import BYTES, GPT, loss_fn

@@ -35,10 +35,10 @@ from penstock.scheduling.schedules import schedule  # noqa: E402
 
 IMPORTED = time.perf_counter()
 
-from contenders import stages_per_rank  # noqa: E402
-from jobs import Language, Setting, sgd  # noqa: E402
-from launches import conditions, everywhere, launch  # noqa: E402
-from startup import PARTS, timed_start  # noqa: E402
+from contenders.contenders import stages_per_rank  # noqa: E402
+from contenders.jobs import Language, Setting, sgd  # noqa: E402
+from measurement.launches import conditions, everywhere, launch  # noqa: E402
+from measurement.startup import PARTS, timed_start  # noqa: E402
 
 WIDTH, STEPS = 4, 3
 DEVICES = (64, 256, 1024, 3072)

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from comparisons import LEGEND, Row, findings, rows_of, table
-from contenders import Absent, Entry
-from jobs import JOBS, Setting
-from launches import conditions, launch
-from lineup import entries_of
-from peaks import measure_peaks
-from rounds import TURN_SECONDS, Rounds, Times, joined, measure
+from contenders.contenders import Absent, Entry
+from contenders.jobs import JOBS, Setting
+from contenders.lineup import entries_of
+from measurement.comparisons import LEGEND, Row, findings, rows_of, table
+from measurement.launches import conditions, launch
+from measurement.peaks import measure_peaks
+from measurement.rounds import TURN_SECONDS, Rounds, Times, joined, measure
 
 
 def chosen(setting: Setting, words: list[str] | None) -> tuple[list[Entry], list[Absent]]:

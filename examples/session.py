@@ -1,7 +1,7 @@
-"""What the two training examples share: their options, the processes, the plan, and what is printed of it.
+"""The code that the two training examples share: options, processes, the plan, and printing.
 
-A training of one's own needs little of this: `penstock.Pipeline` alone makes do with `stages=` or a plan's file. The
-examples show the steps apart, so that each can be seen: profile, plan, schedule, picture, prediction, measurement.
+A training script of your own needs little of this: `penstock.Pipeline` alone takes `stages=` or a plan. The examples
+show each step separately: profile, plan, schedule, picture, prediction, measurement.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from penstock.values import SCHEDULES
 __all__ = ["Options", "build", "compare", "join_processes", "option_parser", "read_options", "say"]
 
 BANDWIDTH = 2e9
-"""Bytes per second between two processes of one machine, roughly."""
+"""Approximate bytes per second between two processes of one machine."""
 TIMED_MINIBATCHES = 8
-"""How many minibatches the predicted and the measured bubble are taken over."""
+"""The number of minibatches over which the predicted and the measured bubble are taken."""
 
 Options = argparse.Namespace
 
@@ -61,7 +61,7 @@ def read_options(parser: argparse.ArgumentParser) -> Options:
 
 
 def join_processes() -> None:
-    """Joins the processes that torchrun started; does nothing in a process that stands alone."""
+    """Joins the processes that torchrun started; does nothing without torchrun."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
 
@@ -75,7 +75,7 @@ def say(text: str) -> None:
 def build(
     model: nn.Module, sample: tuple[Tensor, ...], loss_fn: Callable[[Tensor, Tensor], Tensor], options: Options
 ) -> tuple[penstock.Pipeline, penstock.Timeline]:
-    """A pipeline for `model` and the timeline that is expected of it. `sample`: the inputs of one microbatch."""
+    """A pipeline for `model` and its predicted timeline. `sample` is the inputs of one microbatch."""
     profile, plan = choose_plan(model, sample, options)
     cluster = penstock.Cluster.uniform(plan.ranks, BANDWIDTH)
     expected = penstock.simulate(plan, profile, cluster, minibatches=TIMED_MINIBATCHES)
@@ -95,7 +95,7 @@ def build(
 def choose_plan(
     model: nn.Module, sample: tuple[Tensor, ...], options: Options
 ) -> tuple[penstock.Profile, penstock.Plan]:
-    """Rank 0's measurement and its plan, on every rank: measurements differ, and all ranks must follow one plan."""
+    """Rank 0's profile and plan, on every rank: measurements differ, and all ranks must use one plan."""
     found: list[tuple[penstock.Profile, penstock.Plan] | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         profile = penstock.profile(model, sample)

@@ -1,6 +1,6 @@
 """Trains a small residual network on the 8 x 8 pictures of digits that come with scikit-learn.
 
-BatchNorm, dropout and skip connections, none of them written for a pipeline. One process with all the stages in it:
+BatchNorm, dropout and skip connections, none of them written for a pipeline. One process with all stages:
 
     python examples/train_digits.py --config configs/digits.yaml --stages 2
 
@@ -69,7 +69,7 @@ def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def accuracy(pipe: penstock.Pipeline, pictures: Tensor, labels: Tensor) -> float:
-    """The share of `pictures` that are read right. Every rank must call it."""
+    """The share of `pictures` that are classified correctly. Every rank must call it."""
     return float((pipe.predict(pictures).argmax(dim=1).cpu() == labels).float().mean())
 
 

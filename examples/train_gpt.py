@@ -1,6 +1,6 @@
 """Trains a small byte-level GPT on the sources of this machine's Python standard library.
 
-Nothing is downloaded, and the model below knows nothing of pipelines. One process with all the stages in it:
+Nothing is downloaded, and the model below contains no pipeline code. One process with all stages:
 
     python examples/train_gpt.py --config configs/gpt.yaml --stages 3
 
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each byte looks at itself and at those before it."""
+    """Causal self-attention: each byte attends to itself and to earlier bytes."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Nats per byte for a model that knows how frequent each byte is, and nothing else."""
+    """Nats per byte for a model that predicts the frequencies of the bytes alone."""
     frequency = torch.bincount(text.long(), minlength=BYTES).double() / len(text)
     return float(-(frequency * frequency.clamp_min(1e-300).log()).sum())
 

@@ -1,10 +1,10 @@
 """Trains a small transformer whose pipeline stages are split over several processes by PyTorch's own parallelism.
 
-Two stages of two processes each: the heads and hidden units of a block over both (tensor parallelism),
+Two stages of two processes each, with the heads and hidden units of a block split over both (tensor parallelism),
 
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py
 
-or its weights over two replicas of the stage (FSDP2):
+or with its weights sharded over two replicas of the stage (FSDP2):
 
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py --sharded
 
@@ -45,18 +45,18 @@ class Block(nn.Module):
 
 
 def split(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Megatron's layers: columns, then rows. What leaves a block is whole again on every process."""
+    """Megatron's layers: columns, then rows. The output of a block is whole on every process."""
     styles = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
-    styles |= {name: RowwiseParallel() for name in ("out", "down")}
+    styles |= {name: RowwiseParallel() for name in ("out", "down")}  # type: ignore[misc]
     for layer in stage.layers:  # layer.body is the model's own module
         if isinstance(layer.body, Block):
-            parallelize_module(layer.body, mesh["tp"], styles)
+            parallelize_module(layer.body, mesh["tp"], styles)  # type: ignore[arg-type]
 
 
 def shard(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: every replica of the stage holds its share of the weights and gathers a block's when it needs it."""
+    """FSDP2: every replica of the stage holds a shard of the weights and gathers those of a block when it runs."""
     for layer in stage.layers:
-        if isinstance(layer.body, Block):  # the pipeline itself sums the gradients of what is not sharded
+        if isinstance(layer.body, Block):  # the pipeline sums the gradients of parameters that are not sharded
             fully_shard(layer.body, mesh=mesh["dp"])
 
 
@@ -76,13 +76,13 @@ def main() -> None:
     together = "RANK" in os.environ
     stages = [penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 7, (2, 3))]
     alone = penstock.Plan.of_cuts((0, 3, 7), 2, microbatches=4)
-    lanes = 1 if options.sharded else 2
+    tensor_parallel = 1 if options.sharded else 2
     pipe = penstock.Pipeline(
         model,
         sample=(batches[0, :8],),
         loss_fn=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
-        plan=penstock.Plan(tuple(stages), microbatches=4, tensor_parallel=lanes) if together else alone,
+        plan=penstock.Plan(tuple(stages), microbatches=4, tensor_parallel=tensor_parallel) if together else alone,
         parallelize=(shard if options.sharded else split) if together else None,
     )
     for step, x in enumerate(batches):

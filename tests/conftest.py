@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures, markers and settings that all tests share."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.nursery import Nursery
+from support.fork_server import ForkServer
 from support.processes import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -18,40 +18,48 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # given, among others, and so may take another one for a part of a batch than for a tensor of its own: another last bit.
 os.environ.setdefault("DISABLE_ADDMM_CUDA_LT", "1")
 pytest_plugins = ["support.deadlines"]
-# Their comparisons of outcomes say what differs, as the tests themselves do.
-pytest.register_assert_rewrite("support.bits", "support.training")
-# A busy machine is slow to generate inputs, too; that says nothing of the code.
+# An assertion that fails in these modules prints its values, like one in a test.
+pytest.register_assert_rewrite("support.outcome_comparisons", "support.training")
+# On a busy machine the generation of inputs is slow too, which is no fault of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+PROCESS_FIXTURES = frozenset({"fork_server", "pool", "wheel"})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadgroup`` keeps together what shares something expensive."""
+    """With ``--dist loadgroup``, keeps tests together that share an expensive fixture."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from support.groups import GroupScheduling  # pytest-xdist need not be there
+    from support.xdist_groups import GroupScheduling  # pytest-xdist may not be installed
 
     return GroupScheduling(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that use a fixture which starts processes; tests that start their own are marked by hand."""
+    for item in items:
+        if isinstance(item, pytest.Function) and PROCESS_FIXTURES.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.processes)
+
+
 def pytest_collection_finish() -> None:
-    """What is imported by now stays; a collection of garbage that looks through all of it takes half a second."""
+    """Keeps the garbage collector from traversing all that is imported by now, which takes half a second each time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Five processes for all the tests that need real ones."""
+    """Five processes that all tests share which need a process group."""
     processes = Pool(5, request.config.getoption("pool_seconds"))
     yield processes
     processes.close()
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Starts the scripts that must be processes of their own."""
-    process = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    """Starts scripts that need processes of their own."""
+    process = ForkServer()
     yield process
     process.close()

@@ -194,7 +194,7 @@ def test_the_state_behind_prefetched_batches_is_that_of_the_batch_in_use() -> No
 def test_shapes_keep_what_is_no_tensor() -> None:
     shapes = shapes_of({"x": torch.ones(2, 3, dtype=torch.int32), "n": 5})
 
-    assert (shapes["n"], shapes["x"].shape, shapes["x"].dtype, shapes["x"].is_meta) == (5, (2, 3), torch.int32, True)
+    assert (shapes["n"], shapes["x"].shape, shapes["x"].dtype, shapes["x"].is_meta) == (5, (2, 3), torch.int32, True)  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu
@@ -219,7 +219,7 @@ def test_nested_batches_come_whole() -> None:
     (batch,) = prefetch([{"x": (torch.ones(3), "name"), "on": torch.ones(2, device="cuda")}], "cuda")
 
     assert batch["x"][0].is_cuda and batch["x"][1] == "name"
-    assert float(batch["on"].sum()) == 2.0
+    assert float(batch["on"].sum()) == 2.0  # type: ignore[attr-defined]
 
 
 def test_tensors_stay_together() -> None:

@@ -106,7 +106,7 @@ class Pipeline:
             backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
             a whole. None (default) follows the plan.
         compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
-        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialisation.md.
+        init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
             ``stage_module.layers``, in place. What works with what: docs/composition.md.
@@ -187,7 +187,7 @@ class Pipeline:
             held = parallelize_stages(*hooked, recipe.keeps_masters)
             self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, grains), held
             buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
-            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.lanes)
+            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.tp_group)
             self._stages = self._build(recipe, transport, grains)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
@@ -200,8 +200,8 @@ class Pipeline:
         """What this process holds."""
         readings = readings_of(recipe, self.schedule.guarantees.delays)
         modules = self._hooked.modules
-        self._site = make_device_context(self._device, self._ranks, transport.check)
-        held = (self._ranks, transport, grains, modules, readings, self._site)
+        self._context = make_device_context(self._device, self._ranks, transport.check)
+        held = (self._ranks, transport, grains, modules, readings, self._context)
         return build_stages(self.plan, self._chain, self.schedule, *held)
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
@@ -211,11 +211,11 @@ class Pipeline:
         """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._site.timer)
+        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._context.timer)
         counted = counted_parameters(self.plan, chain)
         self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._site)
-        return Engine(schedule, self._stages, workers, transport, forecast, self._site, seed)
+        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._context)
+        return Engine(schedule, self._stages, workers, transport, forecast, self._context, seed)
 
     @cached_property
     def profile(self) -> Profile:

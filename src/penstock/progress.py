@@ -1,6 +1,6 @@
 """A progress line on the terminal.
 
-It needs no library, and it is silent where nobody watches: in a file, in a pipe, in continuous integration.
+It needs no library, and writes nothing into files, pipes or the logs of continuous integration.
 """
 
 import os
@@ -8,27 +8,27 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
-__all__ = ["progress_line", "watched"]
+__all__ = ["is_interactive", "progress_line"]
 
 Item = TypeVar("Item")
 
 _BAR = 24
 
 
-def watched(stream: TextIO) -> bool:
-    """Whether a person is likely to see what is written to `stream`: a terminal, and no CI."""
+def is_interactive(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal, outside continuous integration."""
     return stream.isatty() and not os.environ.get("CI")
 
 
 def progress_line(
     items: Sequence[Item], label: Callable[[Item], str], title: str, show: bool | None = None
 ) -> Iterator[Item]:
-    """Yields `items`; meanwhile a line on stderr says how many are done and which is under way; then it is wiped.
+    """Yields `items`, while a line on stderr shows how many are done and the label of the current one; erases it then.
 
-    `show`: True always writes the line, False never, None where stderr is `watched`.
+    `show`: True always writes the line, False never, None if stderr `is_interactive`.
     """
     stream = sys.stderr
-    if not (watched(stream) if show is None else show):
+    if not (is_interactive(stream) if show is None else show):
         yield from items
         return
     width = 0

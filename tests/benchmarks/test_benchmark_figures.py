@@ -5,17 +5,17 @@ from itertools import pairwise
 
 import pytest
 
-from comparisons import Row, findings, rows_of, table
-from contenders import DDP, GLOO, ONE_PROCESS, ONE_STAGE, PEERS, Absent, Entry
-from ideals import fastest, flush_lengthening, ideal_seconds, lengthening, overhead, speedup
-from jobs import JOBS, Linears, Setting, even_cuts
-from lineup import entries_of
-from parts import Parts, parts_of
+from contenders.contenders import DDP, GLOO, ONE_PROCESS, ONE_STAGE, PEERS, Absent, Entry
+from contenders.jobs import JOBS, Linears, Setting, even_cuts
+from contenders.lineup import entries_of
+from contenders.torch_contenders import METHODS as TORCH_METHODS
+from contenders.torch_contenders import rank_of, sent_bytes
+from measurement.comparisons import Row, findings, rows_of, table
+from measurement.ideals import fastest, flush_lengthening, ideal_seconds, lengthening, overhead, speedup
+from measurement.rounds import Rounds, Times
+from measurement.step_breakdown import Parts, parts_of
 from penstock.scheduling import METHODS, Schedule
 from penstock.timelines.timelines import Span
-from rounds import Rounds, Times
-from torch_contenders import METHODS as TORCH_METHODS
-from torch_contenders import rank_of, sent_bytes
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 8), (3, 4), (4, 16)])
@@ -117,7 +117,7 @@ def test_rows_compare_round_by_round() -> None:
     assert (flush.median_seconds, flush.least_seconds, flush.most_seconds) == (7.5, 5.0, 10.0)
     assert flush.processor_seconds == 15.0
     assert (flush.over_peer, flush.over_ddp, flush.over_best_flush) == (1.2, 1.0, 1.2)
-    assert (flush.share_of_perfect, flush.share_of_ideal) == (0.8, pytest.approx(0.9))
+    assert (flush.share_of_perfect, flush.share_of_ideal) == (0.8, pytest.approx(0.9))  # type: ignore[comparison-overlap]
     assert flush.overhead_seconds == pytest.approx((0.5 + 1.0) / 2 / 16)
     assert (delayed.over_peer, delayed.over_ddp, delayed.over_best_flush) == (None, 1.25, 1.5)
     assert (delayed.share_of_perfect, delayed.share_of_ideal) == (1.0, 1.0)

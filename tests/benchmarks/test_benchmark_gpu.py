@@ -17,19 +17,21 @@ import torch
 from torch._dynamo.utils import counters
 
 import gpu
-from cards import MPS, SLICES, Memory, sharing_of
-from contenders import Entry, one_stage, plain_loop
-from crews import Crew, Failed
-from gpu_figures import Missing, Row, parameters_of, step_flops, tokens_of, with_versions
-from gpu_lineup import SIZES, Launch, Size
-from gpu_series import Series
-from gpu_tables import NAME_WIDTH, legend, line_of
-from gpu_turns import idle_share
-from jobs import Language, Placed, Setting, sgd
+from contenders.contenders import Entry, one_stage, plain_loop
+from contenders.jobs import Language, Placed, Setting, sgd
+from gpu_benchmark.devices import MPS, SLICES, Memory, sharing_of
+from gpu_benchmark.figures import Missing, Row, parameters_of, step_flops, tokens_of, with_versions
+from gpu_benchmark.lineup import SIZES, Launch, Size
+from gpu_benchmark.series import Series
+from gpu_benchmark.tables import NAME_WIDTH, legend, line_of
+from gpu_benchmark.turns import idle_share
+from gpu_benchmark.worker_processes import Crew, Failed
 from penstock.scheduling import METHODS
 from penstock.timelines.timelines import Span, Timeline
 from support.jobs.benchmark_jobs import prepare_fragile
 from support.paths import ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 VARIANTS = ("", ", clipped", ", 4 samples", ", compiled")

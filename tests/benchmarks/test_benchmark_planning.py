@@ -11,6 +11,8 @@ import pytest
 
 from support.paths import ROOT
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 
 def run(*arguments: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

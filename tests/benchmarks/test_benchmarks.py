@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jobs import JOBS, Linears, Setting
-from peaks import measure_peaks
+from contenders.jobs import JOBS, Linears, Setting
+from measurement.peaks import measure_peaks
 from support.jobs.benchmark_jobs import run_worker
 from support.paths import ROOT
 from support.processes import Pool
@@ -83,6 +83,7 @@ def test_scale(pool: Pool, tmp_path: Path) -> None:
     assert all(seconds >= 0 for row in starts for seconds in row["seconds"].values())
 
 
+@pytest.mark.processes
 def test_what_a_contender_keeps_is_in_its_peak() -> None:
     """The weights and the gradients of its stage, at least, and not the processes' own hundreds of megabytes."""
     setting = Setting(Linears(512, 4), 2, 2)
@@ -93,6 +94,8 @@ def test_what_a_contender_keeps_is_in_its_peak() -> None:
     assert all(2 * stage < peak < 10 * stage for peak in peaks)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_one_command_starts_its_processes_and_prints_rows_and_tables(tmp_path: Path) -> None:
     lines, report = tmp_path / "rows.jsonl", tmp_path / "report.txt"
     options = ["--sizes", "nano", "--microbatches", "4", "--rounds", "1", "--turn-seconds", str(QUICK), "--no-peaks"]

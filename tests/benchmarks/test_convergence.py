@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from convergence import Study, main, read
-from convergence_tasks import Batches, Task
-from convergence_training import METHODS, Run
-from convergence_unstashed import Unstashed
+from convergence.tasks import Batches, Task
+from convergence.training import METHODS, Run
+from convergence.unstashed import Unstashed
+from convergence_study import Study, main, read
 from support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 Records = dict[str, dict[str, Any]]
 
@@ -153,7 +155,7 @@ def test_without_stashing_backwards_read_the_newest_weights() -> None:
 
 def test_the_document_shows_the_results(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    results.write_text((ROOT / "benchmarks/results/convergence.jsonl").read_text())
+    results.write_text((ROOT / "studies/convergence/results/convergence.jsonl").read_text())
     main(["--report", f"--pictures={tmp_path}", f"--results={results}"])
     document = (ROOT / "docs/convergence.md").read_text()
     rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]

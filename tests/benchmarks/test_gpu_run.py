@@ -1,4 +1,4 @@
-"""The command for a machine with a GPU ends in time and goes on past what fails; what it measures is not tested."""
+"""The command for a machine with a GPU ends in time and continues after failures; what it measures is not tested."""
 
 import ast
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gpu_children import Child
-from gpu_parts import CLOSING_SECONDS, PARTS, Group, Part, Program, Suite
-from gpu_run import Record, run_part
-from gpu_summary import COLUMNS, LINES, WIDTH, parts_in, summary, table
-from gpu_tasks import NO_CARD, Row
-from gpu_waits import CALLS, WAITING, verdict
+from gpu_probe.waits import CALLS, verdict
+from gpu_run.children import Child
+from gpu_run.parts import CLOSING_SECONDS, PARTS, WAITING, Group, Part, Program, Suite
+from gpu_run.run import Record, run_part
+from gpu_run.summary import COLUMNS, LINES, WIDTH, parts_in, summary, table
+from gpu_run.tasks import NO_CARD, Row
 from support.paths import ROOT
 
 LONG = 60.0
@@ -42,7 +42,7 @@ def program(name: str, source: str, limit_seconds: float = LONG) -> Program:
 
 
 def rows_of(record: Record) -> dict[str, Row]:
-    """By name; nothing is told twice."""
+    """The rows by name, each of which is unique."""
     assert len({row.name for row in record.rows}) == len(record.rows)
     return {row.name: row for row in record.rows}
 
@@ -76,7 +76,7 @@ def test_the_parts_are_of_known_length() -> None:
 
 
 def is_marked(file: Path) -> bool:
-    """Whether ``pytest.mark.gpu`` stands in its code; what stands in a string is a test for somebody else."""
+    """Whether ``pytest.mark.gpu`` stands in its code; a string does not count: it is the source of another test."""
     return any(
         isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.gpu"
         for node in ast.walk(ast.parse(file.read_text()))
@@ -109,6 +109,8 @@ def test_a_call_that_takes_longer_than_the_spin_is_not_said_to_wait() -> None:
 # Without a card
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
     run_script(tmp_path, "1", "3")
     told = run_script(tmp_path, "2", "--only", "test_data")
@@ -135,6 +137,7 @@ def test_every_part_ends_where_there_is_no_card(tmp_path: Path) -> None:
     assert NO_CARD in told
 
 
+@pytest.mark.processes
 def test_without_arguments_the_parts_are_told(tmp_path: Path) -> None:
     told = run_script(tmp_path)
     for part in PARTS:
@@ -142,11 +145,12 @@ def test_without_arguments_the_parts_are_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_two_processes_meet_without_nccl(tmp_path: Path) -> None:
     """A scene, over Gloo: a mistake in what all scenes share would cost a run on a card."""
     found = tmp_path / "found.jsonl"
     ending = Child(
-        ["benchmarks/gpu_pairs.py", "late", "--backend", "gloo", "--found", str(found)], tmp_path, LONG
+        ["benchmarks/gpu_probe/pairs.py", "late", "--backend", "gloo", "--found", str(found)], tmp_path, LONG
     ).wait()
     assert (ending.code, ending.overdue) == (0, ""), (tmp_path / "output.txt").read_text()
     (note,) = [json.loads(line) for line in found.read_text().splitlines()]
@@ -156,9 +160,11 @@ def test_two_processes_meet_without_nccl(tmp_path: Path) -> None:
 # What goes wrong
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_next_one_runs_whatever_becomes_of_a_program(tmp_path: Path) -> None:
     tasks = (
-        program("hangs", HANGS, 10.0),
+        program("hangs", HANGS, 5.0),
         program("fails", "import sys\nprint('working')\nraise ValueError('the reason')"),
         program("dies", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
         program("leaves nothing", "print('nothing')"),
@@ -170,7 +176,7 @@ def test_the_next_one_runs_whatever_becomes_of_a_program(tmp_path: Path) -> None
     log = (tmp_path / "part-1.log").read_text()
 
     assert rows.keys() == {task.name for task in tasks}
-    assert (rows["hangs"].status, rows["hangs"].reason) == ("overdue", "not done after 10 s")
+    assert (rows["hangs"].status, rows["hangs"].reason) == ("overdue", "not done after 5 s")
     # What it had found by then counts, and its stack says where it was.
     (found,) = rows["hangs"].found
     assert "in wait_for_ever" in log
@@ -185,7 +191,7 @@ def test_the_next_one_runs_whatever_becomes_of_a_program(tmp_path: Path) -> None
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process does anything; whoever adopted it may not have taken notice of its end."""
+    """Whether the process runs; a zombie that its new parent has not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -193,10 +199,11 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.processes
 def test_a_part_ends_in_time(tmp_path: Path) -> None:
-    """What is under way when its limit is near is ended, and what was not begun by then is a row."""
-    tasks = (program("hangs", "import time; time.sleep(1000)", 4.0), program("comes too late", GOOD, 4.0))
-    record = run_part(part_of(Group("all", 3, tasks), limit_seconds=CLOSING_SECONDS + 7.5), tmp_path)
+    """A task that runs when the limit is near is ended; a task that was not begun by then is a row, too."""
+    tasks = (program("hangs", "import time; time.sleep(1000)", 2.0), program("comes too late", GOOD, 4.0))
+    record = run_part(part_of(Group("all", 3, tasks), limit_seconds=CLOSING_SECONDS + 5.0), tmp_path)
     rows = rows_of(record)
 
     assert rows["hangs"].status == "overdue"
@@ -245,8 +252,10 @@ def test_cannot_begin(broken):
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
-    """After one that hangs, dies or spoils the device the others go on, in a process of their own."""
+    """After a test that hangs, dies or spoils the device, the others continue in a new process."""
     file = tmp_path / "test_trial.py"
     file.write_text(SUITE)
     suite = Suite("trial", str(file), LONG, silence_seconds=12.0)
@@ -275,6 +284,7 @@ def test_one_bad_test_costs_one_row(tmp_path: Path) -> None:
     assert "one is not two" in log
 
 
+@pytest.mark.processes
 def test_a_file_that_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     file = tmp_path / "test_trial.py"
     file.write_text("import no_such_module_anywhere\n")
@@ -288,20 +298,22 @@ def test_a_file_that_cannot_be_read_is_a_row(tmp_path: Path) -> None:
     assert (rows["unmarked"].status, rows["unmarked"].reason) == ("failed", "no test was selected")
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_file_whose_time_was_up_goes_on_where_it_was(tmp_path: Path) -> None:
     slow = tmp_path / "test_slow.py"
     slow.write_text(
-        "import time, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(8))\n"
+        "import time, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(5))\n"
         "def test_slow(n):\n    time.sleep(0.4)\n"
     )
     quick = tmp_path / "test_quick.py"
     quick.write_text("import pytest\n@pytest.mark.gpu\ndef test_quick():\n    pass\n")
-    suites = (Suite("slow", str(slow), 2.0), Suite("quick", str(quick), LONG))
+    suites = (Suite("slow", str(slow), 1.5), Suite("quick", str(quick), LONG))
     rows = run_part(part_of(Group("all", 200, suites)), tmp_path).rows
 
     assert [(row.name, row.status, row.counts) for row in rows] == [
         ("quick", "done", {"passed": 1}),
-        ("slow", "done", {"passed": 8}),
+        ("slow", "done", {"passed": 5}),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
 from penstock.errors import CaptureError
-from support.pieces import assert_equals_model, every_split, run_pieces
+from support.chain_execution import assert_equals_model, every_split, run_stages
 
 WIDTH = 4
 
@@ -414,15 +414,15 @@ def test_dropout_draws_by_seed_and_layer() -> None:
     model = double(Images(0.5))
     chain = capture(model, (data(3, 3, 6, 6),))
     call = Call((data(3, 3, 6, 6),), {})
-    expected = run_pieces(chain, model, call, (0, 5), seed=3)
+    expected = run_stages(chain, model, call, (0, 5), seed=3)
 
     assert [layer.random for layer in chain.layers] == [False, True, True, True, False]
     assert not any(layer.random for layer in chain.evaluation().layers)
     for bounds in every_split(5):
-        found = run_pieces(chain, model, call, bounds, seed=3)
+        found = run_stages(chain, model, call, bounds, seed=3)
         assert torch.equal(found.outputs[0], expected.outputs[0])
         assert all(torch.equal(found.buffers[name], expected.buffers[name]) for name in expected.buffers)
-    assert not torch.equal(run_pieces(chain, model, call, (0, 5), seed=4).outputs[0], expected.outputs[0])
+    assert not torch.equal(run_stages(chain, model, call, (0, 5), seed=4).outputs[0], expected.outputs[0])
 
 
 @pytest.mark.parametrize("build", [Images, lambda: Images().blocks])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.samples import Call
-from support.pieces import assert_equals_model, every_split, run_pieces
+from support.chain_execution import assert_equals_model, every_split, run_stages
 
 VOCABULARY, LENGTH, WIDTH = 50, 8, 16
 
@@ -130,6 +130,7 @@ def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
 def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:
     whole = build(model, 0.0)
@@ -155,6 +156,7 @@ def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, n
         assert shapes[0][-1] == WIDTH
 
 
+@pytest.mark.slow
 def test_t5_sends_what_its_blocks_pass() -> None:
     chain = capture(build(t5, 0.0), pair(3), check=False)
     hidden, bias = (3, LENGTH, WIDTH), (3, 2, LENGTH, LENGTH)
@@ -183,12 +185,12 @@ def test_dropout_does_not_depend_on_the_cut(model: Build, inputs: Inputs, names:
     whole = build(model, 0.3)
     chain = capture(whole, inputs(3))
     call = Call((), inputs(3))
-    expected = run_pieces(chain, whole, call, (0, len(chain.layers)), seed=7)
+    expected = run_stages(chain, whole, call, (0, len(chain.layers)), seed=7)
 
     assert any(layer.random for layer in chain.layers)
     assert not any(layer.random for layer in chain.evaluation().layers)
     for bounds in every_split(len(chain.layers)):
-        found = run_pieces(chain, whole, call, bounds, seed=7)
+        found = run_stages(chain, whole, call, bounds, seed=7)
         assert all(map(torch.equal, expected.outputs, found.outputs))
         assert all(torch.equal(expected.gradients[n], found.gradients[n]) for n in expected.gradients)
 

@@ -111,6 +111,7 @@ def expected_of(case: Case) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     return reference.losses, reference.state
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_the_oracle_start_from_the_same_weights() -> None:
     """Traced, with BatchNorm and dropout, and in layers."""
     for case in (Case("normalized", "2bw", 3, 4), Case("layered", "pipedream", 4, 4), Case("layered", "gpipe", 1, 4)):
@@ -273,6 +274,7 @@ def test_weights_are_asked_for_where_there_are_none() -> None:
         asks_for_weights(models.layered(), draw)
 
 
+@pytest.mark.slow
 def test_a_transformer_initialises_itself() -> None:
     """Tied weights, and buffers outside of the state dict that its constructor computes."""
     config = transformers.GPT2Config(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.capturing import capture
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.samples import Call
-from support.pieces import assert_equals_model
+from support.chain_execution import assert_equals_model
 
 WIDTH = 4
 

@@ -56,7 +56,7 @@ def wrong_sample():
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:  # type: ignore[misc]
     """A directory with a model file, a profile, a plan and a cluster."""
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(SUBJECT)
@@ -184,6 +184,7 @@ def test_a_wrong_command_line_ends_with_2(argv, capsys):
     assert "usage: penstock" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("argv", ["['--help']", "['plan', '--help']", "['show', 'cluster.yaml']"])
 def test_what_needs_no_torch_does_not_wait_for_it(argv, here):
     program = f"""
@@ -199,6 +200,7 @@ finally:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_early_is_no_error(here):
     command = f"{sys.executable} -c 'from penstock.cli import main; main()' show profile.json | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
@@ -448,6 +450,7 @@ def test_a_profile_under_another_name_is_found_by_its_content(here, capsys):
 # A whole session, as a user types it
 
 
+@pytest.mark.processes
 def test_from_a_model_to_a_picture_in_a_shell(here):
     penstock_command = f"{sys.executable} -c 'from penstock.cli import main; raise SystemExit(main())'"
     script = f"""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import penstock
-from support.bits import assert_close, assert_same
+from support.fork_server import ForkServer
 from support.jobs.gpu_jobs import (
     LIMIT_SECONDS,
     allow_waiting,
@@ -23,7 +23,7 @@ from support.jobs.gpu_jobs import (
     run_without_waiting,
 )
 from support.jobs.hook_jobs import HOOKED, run_hooked
-from support.nursery import Nursery
+from support.outcome_comparisons import assert_close, assert_same
 from support.processes import Pool
 from support.training import Case, run_pipeline, run_reference, stages_on_a_rank
 
@@ -90,7 +90,7 @@ def test_hooks_clipping_and_scaling(schedule: str, recipe: str) -> None:
     assert_close(run_reference(case(schedule), **HOOKED[recipe]), run_hooked(case(schedule), recipe))
 
 
-def cast_options(schedule: str) -> dict[str, object]:
+def cast_options(schedule: str) -> dict[str, Any]:
     """A perceptron of float32 weights under autocast."""
     tried = replace(case(schedule), subject="perceptron")
     return {**tried.options, "autocast": torch.bfloat16, "sample": (tried.options["sample"][0].float(),)}
@@ -193,8 +193,8 @@ def assert_all_is_well(answers: list[tuple[int | None, str]]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "replicas"), [("1f1b-flush", "1-1"), ("2bw", "1-1"), ("1f1b-flush", "2-1"), ("2bw", "2-1")]
 )
-def test_nccl_between_processes_that_share_the_device(nursery: Nursery, schedule: str, replicas: str) -> None:
-    answers = answers_over_nccl(nursery, schedule, replicas, "one", LIMIT_SECONDS)
+def test_nccl_between_processes_that_share_the_device(fork_server: ForkServer, schedule: str, replicas: str) -> None:
+    answers = answers_over_nccl(fork_server, schedule, replicas, "one", LIMIT_SECONDS)
     if any("Duplicate GPU detected" in errors for _, errors in answers):
         pytest.skip("NCCL refuses two processes on one GPU, though each says that it is on a host of its own")
     assert_all_is_well(answers)
@@ -202,15 +202,15 @@ def test_nccl_between_processes_that_share_the_device(nursery: Nursery, schedule
 
 @pytest.mark.parametrize("replicas", ["1-1", "2-1"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved", "zb-h1", "pipedream", "2bw"])
-def test_nccl_between_gpus(nursery: Nursery, schedule: str, replicas: str) -> None:
+def test_nccl_between_gpus(fork_server: ForkServer, schedule: str, replicas: str) -> None:
     needed = sum(int(count) for count in replicas.split("-"))
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} CUDA devices")
-    assert_all_is_well(answers_over_nccl(nursery, schedule, replicas, "own", LIMIT_SECONDS))
+    assert_all_is_well(answers_over_nccl(fork_server, schedule, replicas, "own", LIMIT_SECONDS))
 
 
-def test_nccl_in_a_world_that_is_bound_to_devices(nursery: Nursery) -> None:
+def test_nccl_in_a_world_that_is_bound_to_devices(fork_server: ForkServer) -> None:
     """No rank that an edge does not connect has any part in it."""
     if torch.cuda.device_count() < 3:
         pytest.skip("needs 3 CUDA devices")
-    assert_all_is_well(answers_over_nccl(nursery, "1f1b-flush", "2-1", "bound", LIMIT_SECONDS))
+    assert_all_is_well(answers_over_nccl(fork_server, "1f1b-flush", "2-1", "bound", LIMIT_SECONDS))

@@ -1,14 +1,15 @@
 """What the tests of a GPU have computed, tried on a CPU: that it runs at all is known before there is a card."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import penstock
-from support.bits import assert_close, assert_same, on_host
+from support.fork_server import ForkServer
 from support.jobs.gpu_jobs import answers_over_nccl, run_compiled_aside, run_deterministically, run_without_waiting
-from support.nursery import Nursery
+from support.outcome_comparisons import assert_close, assert_same, on_host
 from support.processes import Pool
 from support.training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
 
@@ -64,10 +65,11 @@ def test_what_rounding_becomes_in_a_training_is_close() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"autocast": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "vertical", "2bw"])
-def test_steps_of_one_process(schedule: str, options: dict[str, object]) -> None:
+def test_steps_of_one_process(schedule: str, options: dict[str, Any]) -> None:
     run_without_waiting(replace(CASE, schedule=schedule, stages_per_rank=stages_on_a_rank(schedule)), options)
 
 
+@pytest.mark.slow
 def test_jobs_of_the_pool(pool: Pool) -> None:
     replicated = replace(CASE, replicas=(2, 1))
     pool.run(3, run_without_waiting, replicated, {})
@@ -80,13 +82,14 @@ def test_jobs_of_the_pool(pool: Pool) -> None:
         assert_equal(expected, part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "replicas"), [("1f1b-flush", "1-1"), ("2bw", "2-1")])
-def test_the_script_that_trains_over_nccl(nursery: Nursery, schedule: str, replicas: str) -> None:
-    for code, errors in answers_over_nccl(nursery, schedule, replicas, "none", 60):
+def test_the_script_that_trains_over_nccl(fork_server: ForkServer, schedule: str, replicas: str) -> None:
+    for code, errors in answers_over_nccl(fork_server, schedule, replicas, "none", 60):
         assert (code, errors) == (0, "")
 
 
-def test_the_script_ends_by_itself_and_says_where_it_was(nursery: Nursery) -> None:
-    for code, errors in answers_over_nccl(nursery, "2bw", "1-1", "none", 10.01):
+def test_the_script_ends_by_itself_and_says_where_it_was(fork_server: ForkServer) -> None:
+    for code, errors in answers_over_nccl(fork_server, "2bw", "1-1", "none", 10.01):
         assert code == 1
         assert "Timeout" in errors and "nccl_script.py" in errors

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
-from support.bits import assert_close
 from support.jobs.gpu_jobs import run_compiled_aside
 from support.jobs.replay_jobs import run_compiled
 from support.layers import Several
+from support.outcome_comparisons import assert_close
 from support.processes import Pool
 from support.training import Case, stages_on_a_rank
 

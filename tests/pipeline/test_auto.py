@@ -1,6 +1,7 @@
 """``plan="auto"``: one plan on every rank, run as exactly as any other, and compared with what it promised."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def assert_equals_the_oracle(subject: str, outcomes: list[Automatic]) -> None:
         (3, {"schedule": "pipedream", "vertical_sync": True}),
     ],
 )
-def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, object]) -> None:
+def test_several_processes_run_one_plan_exactly(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
     outcomes = pool.run(ranks, run_automatically, "normalized", STEPS, options)
     first, *rest = outcomes
 
@@ -90,7 +91,7 @@ def test_microbatches_with_statistics_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 3}, {"stages": 4, "schedule": "interleaved", "microbatches": 2}])
-def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, object]) -> None:
+def test_a_single_process_plans_for_as_many_ranks_as_it_is_told(options: dict[str, Any]) -> None:
     outcome = run_automatically("skipping", STEPS, options)
 
     assert len(outcome.plan.stages) == options.get("stages", 1)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ OPTIMIZERS = ("momentum", "adamw")
 reference = cache(run_reference)
 
 
-def case(subject: str, schedule: str, ranks: int, **more: object) -> Case:
+def case(subject: str, schedule: str, ranks: int, **more: Any) -> Case:
     """A case with the stages of the subject on `ranks` ranks: two stages per rank where the schedule has more than one.
 
     The optimizers take turns, so that each meets every schedule.

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from support.nursery import Child, Nursery, finish
+from support.fork_server import Child, ForkServer, finish
 from support.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "failure_script.py"
@@ -15,7 +15,7 @@ GPU_SECONDS = 90
 
 
 def launch(
-    nursery: Nursery,
+    fork_server: ForkServer,
     scenario: str,
     failing: int,
     ranks: int,
@@ -28,7 +28,7 @@ def launch(
     `replicas` of the stages, such as 2-1; one each by default.
     """
     arguments = [str(SCRIPT), scenario, str(failing), schedule, replicas or "-".join("1" * ranks), device]
-    return nursery.start_ranks(arguments, ranks)
+    return fork_server.start_ranks(arguments, ranks)
 
 
 def outlive(living: Child, frozen: Child, seconds: float = 30) -> tuple[int | None, str]:
@@ -42,8 +42,8 @@ def outlive(living: Child, frozen: Child, seconds: float = 30) -> tuple[int | No
 
 
 @pytest.mark.parametrize(("failing", "schedule"), [(0, "2bw"), (1, "1f1b-flush"), (2, "2bw")])
-def test_an_exception_ends_every_rank_with_its_traceback(nursery: Nursery, failing: int, schedule: str) -> None:
-    for rank, (code, errors) in enumerate(finish(launch(nursery, "raise", failing, 3, schedule))):
+def test_an_exception_ends_every_rank_with_its_traceback(fork_server: ForkServer, failing: int, schedule: str) -> None:
+    for rank, (code, errors) in enumerate(finish(launch(fork_server, "raise", failing, 3, schedule))):
         assert code != 0
         assert "ValueError: the layer is broken" in errors
         assert "self.fail()" in errors
@@ -52,8 +52,8 @@ def test_an_exception_ends_every_rank_with_its_traceback(nursery: Nursery, faili
         assert (f"rank {failing} failed in a step, so rank {rank} stops too" in errors) == (rank != failing)
 
 
-def test_a_caught_exception_ends_the_other_ranks(nursery: Nursery) -> None:
-    living, caught = launch(nursery, "catch", 1, 2)
+def test_a_caught_exception_ends_the_other_ranks(fork_server: ForkServer) -> None:
+    living, caught = launch(fork_server, "catch", 1, 2)
     try:
         [(code, errors)] = finish([living], 20)
 
@@ -66,16 +66,16 @@ def test_a_caught_exception_ends_the_other_ranks(nursery: Nursery) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_the_script_ends_every_rank(nursery: Nursery, failing: int) -> None:
-    for code, errors in finish(launch(nursery, "outside", failing, 2)):
+def test_an_error_of_the_script_ends_every_rank(fork_server: ForkServer, failing: int) -> None:
+    for code, errors in finish(launch(fork_server, "outside", failing, 2)):
         assert code != 0
         assert "OSError: the data set is gone" in errors
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_killed_rank_is_named_by_those_whose_devices_wait(nursery: Nursery, failing: int) -> None:
+def test_a_killed_rank_is_named_by_those_whose_devices_wait(fork_server: ForkServer, failing: int) -> None:
     """Their communicators say that they are broken; nothing else does, since no host waits."""
-    answers = finish(launch(nursery, "kill", failing, 2, device="tardy"))
+    answers = finish(launch(fork_server, "kill", failing, 2, device="tardy"))
 
     assert answers[failing][0] == -signal.SIGKILL
     code, errors = answers[1 - failing]
@@ -85,8 +85,8 @@ def test_a_killed_rank_is_named_by_those_whose_devices_wait(nursery: Nursery, fa
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_killed_rank_is_named(nursery: Nursery, failing: int) -> None:
-    answers = finish(launch(nursery, "kill", failing, 3))
+def test_a_killed_rank_is_named(fork_server: ForkServer, failing: int) -> None:
+    answers = finish(launch(fork_server, "kill", failing, 3))
 
     assert answers[failing][0] == -signal.SIGKILL
     assert f"rank {failing} closed its connection to this rank" in answers[1][1]
@@ -94,8 +94,8 @@ def test_a_killed_rank_is_named(nursery: Nursery, failing: int) -> None:
     assert all(code != 0 for code, _ in answers)
 
 
-def test_a_rank_that_leaves_early_is_named(nursery: Nursery) -> None:
-    (left, _), (code, errors) = finish(launch(nursery, "leave", 0, 2))
+def test_a_rank_that_leaves_early_is_named(fork_server: ForkServer) -> None:
+    (left, _), (code, errors) = finish(launch(fork_server, "leave", 0, 2))
 
     assert left == 0
     assert code != 0
@@ -103,15 +103,16 @@ def test_a_rank_that_leaves_early_is_named(nursery: Nursery) -> None:
     assert "left the training loop earlier" in errors
 
 
-def test_a_frozen_rank_is_named(nursery: Nursery) -> None:
-    code, errors = outlive(*launch(nursery, "freeze", 1, 2))
+@pytest.mark.slow
+def test_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
+    code, errors = outlive(*launch(fork_server, "freeze", 1, 2))
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
 
 
-def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(nursery: Nursery) -> None:
-    answers = finish(launch(nursery, "raise", 1, 3, "pipedream", "2-1"))
+def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(fork_server: ForkServer) -> None:
+    answers = finish(launch(fork_server, "raise", 1, 3, "pipedream", "2-1"))
     for rank, (code, errors) in enumerate(answers):
         assert code != 0
         assert "ValueError: the layer is broken" in errors
@@ -121,8 +122,8 @@ def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(nursery: Nu
     assert re.search(r"this was action 0A\d+ of rank 0; stage 0 holds the layers 0 to 0", answers[0][1])
 
 
-def test_a_killed_replica_is_among_those_named(nursery: Nursery) -> None:
-    (killed, _), *others = finish(launch(nursery, "kill", 0, 3, "gpipe", "3"))
+def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
+    (killed, _), *others = finish(launch(fork_server, "kill", 0, 3, "gpipe", "3"))
     living = [errors for _, errors in others]
 
     assert killed == -signal.SIGKILL
@@ -133,8 +134,9 @@ def test_a_killed_replica_is_among_those_named(nursery: Nursery) -> None:
     assert all(re.search(r"(: rank 0|one of the ranks \d, \d) closed its", line) for line in told), told
 
 
-def test_a_frozen_replica_is_named(nursery: Nursery) -> None:
-    code, errors = outlive(*launch(nursery, "freeze", 1, 2, "2bw", "2"))
+@pytest.mark.slow
+def test_a_frozen_replica_is_named(fork_server: ForkServer) -> None:
+    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, "2bw", "2"))
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s (the sum over ranks [0, 1])" in errors
@@ -144,17 +146,17 @@ def test_a_frozen_replica_is_named(nursery: Nursery) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scenario", ["raise", "outside"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_on_a_gpu_an_exception_ends_every_rank(nursery: Nursery, failing: int, scenario: str) -> None:
+def test_on_a_gpu_an_exception_ends_every_rank(fork_server: ForkServer, failing: int, scenario: str) -> None:
     cause = {"raise": "ValueError: the layer is broken", "outside": "OSError: the data set is gone"}[scenario]
-    for code, errors in finish(launch(nursery, scenario, failing, 2, "2bw", device="cuda:0"), GPU_SECONDS):
+    for code, errors in finish(launch(fork_server, scenario, failing, 2, "2bw", device="cuda:0"), GPU_SECONDS):
         assert code != 0
         assert cause in errors
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
-    code, errors = outlive(*launch(nursery, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)
+def test_on_a_gpu_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
+    code, errors = outlive(*launch(fork_server, "freeze", 1, 2, device="cuda:0"), GPU_SECONDS)  # type: ignore[call-arg]
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
@@ -164,9 +166,11 @@ def test_on_a_gpu_a_frozen_rank_is_named(nursery: Nursery) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("scenario", ["raise", "kill", "freeze"])
-def test_between_gpus_every_rank_ends_and_the_culprit_is_named(nursery: Nursery, scenario: str, failing: int) -> None:
+def test_between_gpus_every_rank_ends_and_the_culprit_is_named(
+    fork_server: ForkServer, scenario: str, failing: int
+) -> None:
     """Several receives and sends are pending over NCCL when it happens, all of which must be aborted."""
-    both = launch(nursery, scenario, failing, 2, "2bw", device="own")
+    both = launch(fork_server, scenario, failing, 2, "2bw", device="own")
     code, errors = outlive(both[1 - failing], both[failing], GPU_SECONDS)
     told = {
         "raise": f"rank {failing} failed in a step",

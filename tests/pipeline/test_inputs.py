@@ -174,7 +174,10 @@ def test_a_target_of_several(make: Callable[[Tensor, Tensor], Any], loss_fn: Cal
     targets = [torch.rand(16, generator=torch.Generator().manual_seed(i)).double() for i in range(5)]
     batches = [(x, (y, w)) for (x, y), w in zip(SUBJECT.batches, targets, strict=True)]
     expected = penstock.reference_train(
-        SUBJECT.build(), batches, loss_fn=lambda output, target: weighted(output, *target, 0.1), **options
+        SUBJECT.build(),
+        batches,
+        loss_fn=lambda output, target: weighted(output, *target, 0.1),  # type: ignore[call-arg]
+        **options,  # type: ignore[call-arg]
     )
     pipe = penstock.Pipeline(SUBJECT.build(), loss_fn=loss_fn, **options)
 

@@ -99,6 +99,7 @@ def test_live_tensors_are_constant_from_step_to_step(setting: Setting) -> None:
     assert len(set(observed(setting).live[2:])) == 1, observed(setting).live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", IN_PROCESSES)
 def test_each_process_holds_what_the_schedule_promises_of_its_rank(pool: Pool, ranks: int) -> None:
     outcomes = pool.run(ranks, observe_all, IN_PROCESSES[ranks])

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from support.processes import Pool
 SUBJECT = models.SUBJECTS["normalized"]
 
 
-def make(model: nn.Module | None = None, **options: object) -> penstock.Pipeline:
+def make(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
     """A pipeline of two stages over the subject."""
     arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum, "stages": 2}
     return penstock.Pipeline(model or SUBJECT.build(), **{**arguments, **options})
@@ -175,7 +176,7 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         ({"vertical_sync": True}, penstock.ScheduleError, "vertical_sync=True belongs to 'pipedream' only"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
+def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         make(**options)
 

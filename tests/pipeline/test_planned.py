@@ -99,7 +99,7 @@ def assert_done(plan: penstock.Plan, done: list[tuple[int, str]]) -> None:
         for k in microbatches
         if split or k % len(stage.ranks) == replica
     }
-    for index, stage in enumerate(plan.stages[1:], 1):
+    for index, stage in enumerate(plan.stages[1:], 1):  # type: ignore[assignment]
         assert received[index] == plan.microbatches * (len(stage.ranks) if split else 1)
 
 

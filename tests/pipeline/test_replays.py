@@ -15,7 +15,7 @@ from support.jobs import tied_jobs
 from support.jobs.replay_jobs import run_recorded, run_recorded_over
 from support.layers import Gathering, InPlace, Several
 from support.processes import Pool
-from support.simulated.simulated_recorder import GRAPHED, recording
+from support.simulated.simulated_graph_capturer import GRAPHED, simulated_graph_capture
 from support.training import Case, Outcome, assert_equal, run_reference, stages_on_a_rank
 
 EAGER = {**GRAPHED, "backend": "eager"}
@@ -62,14 +62,14 @@ def test_compiled_code_is_recorded_and_compiled_once() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "interleaved"])
 def test_there_are_as_many_recordings_as_microbatches_in_flight(schedule: str) -> None:
     case = Case("perceptron", schedule, 2, 4, stages_per_rank=stages_on_a_rank(schedule))
-    with recording() as made:
+    with simulated_graph_capture() as made:
         pipe = penstock.Pipeline(case.build(), **case.options, compile=EAGER)
         for x, y in case.batches[:2]:
             pipe.step(x, y)
             pipe.evaluate(x, y)
 
     held = [stage for rank in range(2) for stage in pipe.schedule.stages_of(rank)]
-    assert [recorder.recordings for recorder in made] == [2 * pipe.schedule.in_flight(stage) for stage in held]
+    assert [recorder.captures for recorder in made] == [2 * pipe.schedule.in_flight(stage) for stage in held]
     assert [recorder.warm_ups for recorder in made] == [1] * len(held)
 
 
@@ -100,7 +100,7 @@ def compare(layers: Sequence[nn.Module], target: Tensor, **options: Any) -> None
             "loss_fn": F.cross_entropy,
         }
         arguments.update(options)
-        with recording() as made:
+        with simulated_graph_capture() as made:
             pipe = penstock.Pipeline(copy.deepcopy(list(layers)), **arguments, compile=EAGER if graphed else False)
             steps = [float(pipe.step(x + number, target).loss) for number in range(3)]
         assert bool(made) == graphed
@@ -140,7 +140,7 @@ class Cast(nn.Module):
 def test_values_that_pass_stages_and_masks(skips: str) -> None:
     plan = penstock.Plan.uniform(8, 8, schedule="gpipe", microbatches=3)
     run = skip_models.Run(plan, ((), (0,), (), (0,), (2,), (0, 0), (1, 3)))
-    with recording():
+    with simulated_graph_capture():
         arguments = (run.build(), run.sample, F.mse_loss, models.adamw)
         pipe = penstock.Pipeline(*arguments, plan=plan, skips=skips, compile=EAGER)
     losses = [float(pipe.step(x, y).loss) for x, y in run.batches]
@@ -152,7 +152,7 @@ def test_values_that_pass_stages_and_masks(skips: str) -> None:
 
 def test_tied_weights_and_clipping() -> None:
     run = tied_jobs.TiedRun(((0, 7), (2, 5)), (1, 1), 4, clips=True, flushes=True)
-    with recording():
+    with simulated_graph_capture():
         pipe = penstock.Pipeline(tied_jobs.build(run.shared), **run.options, compile=EAGER)
     losses = [float(pipe.step(*batch).loss) for batch in tied_jobs.BATCHES]
     assert_equal(tied_jobs.run_reference(run), Outcome(tuple(losses), pipe.state_dict()["model"]))

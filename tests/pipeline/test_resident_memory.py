@@ -3,23 +3,24 @@
 import pytest
 
 from penstock.scheduling.schedules import Schedule
-from support.nursery import Nursery
+from support.fork_server import ForkServer
 from support.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "resident_script.py"
 
 
-def measure(nursery: Nursery, schedule: str, microbatches: int) -> list[tuple[int, int]]:
+def measure(fork_server: ForkServer, schedule: str, microbatches: int) -> list[tuple[int, int]]:
     """By rank of two: the peak, and the gradients of weights."""
-    processes = nursery.start_ranks([str(SCRIPT), schedule, str(microbatches)], 2)
+    processes = fork_server.start_ranks([str(SCRIPT), schedule, str(microbatches)], 2)
     outputs = [process.communicate()[0].split() for process in processes]
     return [(int(peak), int(gradients)) for peak, gradients in outputs]
 
 
-def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(nursery: Nursery) -> None:
-    single, double = (measure(nursery, "gpipe", microbatches) for microbatches in (1, 2))
+@pytest.mark.slow
+def test_a_flush_holds_what_is_in_flight_and_not_the_minibatch(fork_server: ForkServer) -> None:
+    single, double = (measure(fork_server, "gpipe", microbatches) for microbatches in (1, 2))
     made = Schedule("1f1b-flush", 2, 16)
-    for rank, (peak, gradients) in enumerate(measure(nursery, "1f1b-flush", 16)):
+    for rank, (peak, gradients) in enumerate(measure(fork_server, "1f1b-flush", 16)):
         one = double[rank][0] - single[rank][0]
         # From the second microbatch on there are gradients beside the activations.
         expected = single[rank][0] + (made.in_flight(rank) - 1) * one + gradients

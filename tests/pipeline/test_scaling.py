@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ CASES = [
 ]
 
 
-def reference(case: Case, **options: object) -> Outcome:
+def reference(case: Case, **options: Any) -> Outcome:
     given = {**scaled_options(case), **options}
     found = penstock.reference_train(case.build(), case.batches * 2, drain_after=case.drain_after, **given)
     return Outcome(found.losses, found.state)
@@ -42,7 +43,7 @@ def test_scaling_with_skipped_updates_equals_the_oracle(case: Case) -> None:
 
     assert_equal(reference(case), found)
     # Some updates overflowed and were skipped; after some that were not, the scale grew again.
-    assert min(scales) < RISKY.initial
+    assert min(scales) < RISKY.initial  # type: ignore[type-var]
     assert any(after > before for before, after in pairwise(scales))
     assert found.losses != reference(case, loss_scale=1.0).losses
 
@@ -123,6 +124,6 @@ def test_what_a_loss_scale_may_be() -> None:
     for wrong in ("static", -1.0, True, 0):
         with pytest.raises(penstock.PenstockError, match='expected "dynamic", a number above 0'):
             penstock.Pipeline(case.build(), **case.options, loss_scale=wrong)
-    for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"interval": -1}):
+    for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 2.0}, {"interval": -1}):  # type: ignore[assignment]
         with pytest.raises(penstock.PenstockError, match="expected initial above 0"):
             replace(LossScale(), **wrong)

@@ -2,14 +2,14 @@
 
 import signal
 
-from support.nursery import Nursery
+from support.fork_server import ForkServer
 from support.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "skip_failure_script.py"
 
 
-def test_a_killed_rank_ends_the_ends_of_a_skip_past_it(nursery: Nursery) -> None:
-    ranks = nursery.start_ranks([str(SCRIPT)], 3)
+def test_a_killed_rank_ends_the_ends_of_a_skip_past_it(fork_server: ForkServer) -> None:
+    ranks = fork_server.start_ranks([str(SCRIPT)], 3)
     try:
         answers = [child.communicate(timeout=60) for child in ranks]
     finally:

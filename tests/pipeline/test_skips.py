@@ -1,6 +1,7 @@
 """Values that go directly past stages: the bits of one device, whatever the schedule, and nothing held on the way."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ REACHING = ((), (0,), (), (0,), (2,), (0, 0), (1, 3))
 """Of a web of eight blocks: that of the first goes from reader to reader, 0, 1, 2, 4, 6; that of the second 1, 2, 7."""
 
 
-def plan_of(layers: int, stages: int, schedule: str, **more: object) -> penstock.Plan:
+def plan_of(layers: int, stages: int, schedule: str, **more: Any) -> penstock.Plan:
     per_rank = 2 if schedule == "interleaved" else 1
     microbatches = 2 * stages if schedule in ("2bw", "interleaved") else 3
     plan = penstock.Plan.uniform(layers, stages, schedule=schedule, microbatches=microbatches, stages_per_rank=per_rank)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_values_that_pass_stages_in_several_processes(pool: Pool) -> None:
 
 @pytest.mark.parametrize("subject", CAST)
 @pytest.mark.parametrize("options", [{}, {"version_dtype": torch.bfloat16}], ids=["autocast", "low versions"])
-def test_precisions(subject: str, options: dict[str, object]) -> None:
+def test_precisions(subject: str, options: dict[str, Any]) -> None:
     batches = [(x.float(), y) for x, y in models.LAYERED.batches]
     for schedule, recompute in (("zb-h1", None), ("zb-h1", True)):
         losses, state = run_cast(subject, schedule, 3, 4, recompute, **options)

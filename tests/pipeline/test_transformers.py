@@ -54,6 +54,7 @@ def promised(run: Run) -> Outcome:
     return run_reference(Run(run.subject, "2bw" if run.schedule == "2bw" else "1f1b-flush", 3, microbatches=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", [*TIED, *UNTIED])
 def test_every_model_under_every_schedule(pool: Pool, subject: str) -> None:
     """Half of the runs in one process, half in three."""
@@ -90,6 +91,7 @@ def test_only_the_small_matrices_of_a_lora_are_trained() -> None:
     assert all("lora_" in name for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", ["gpt2", "llama-padded", "bert", "t5", "Recurrent"])
 def test_a_prediction_is_the_model_s_own_output_for_sentences_of_any_length(subject: str) -> None:
     pipe, whole = make_pipeline(Run(subject, "1f1b-flush", 2)), SUBJECTS[subject].build().eval()

@@ -101,6 +101,7 @@ def test_where_nothing_fits_the_error_says_what_would_be_enough():
         plan(EQUAL, Cluster.uniform(4, 1e9, 959), planner="uniform", schedule="gpipe", microbatches=8, recompute=False)
 
 
+@pytest.mark.processes
 def test_values_and_planning_do_without_torch():
     code = "import sys; sys.modules['torch'] = None; import penstock.values, penstock.planning"
 

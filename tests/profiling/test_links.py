@@ -1,4 +1,4 @@
-"""The probe: its arithmetic, the order of its measurements, and what it finds between real processes."""
+"""The probe: its arithmetic, the order of its measurements, and its results between real processes."""
 
 import itertools
 import json
@@ -16,6 +16,7 @@ import penstock
 from penstock.cli import main
 from penstock.profiling.links import arrange_rounds, fit_link
 from penstock.values import Cluster
+from support.fork_server import ForkServer
 from support.jobs.device_jobs import probe_directly
 from support.jobs.probe_jobs import probe_here, probe_with_a_failing_rank
 from support.processes import Pool
@@ -29,7 +30,7 @@ def test_the_fit_gives_back_the_link_that_made_the_seconds(latency, bandwidth):
     found_latency, found_bandwidth = fit_link([2 * latency] * 5, series)
 
     assert found_latency == pytest.approx(latency)
-    # Where the bytes are nothing beside the latency, a difference of nearly equal seconds is all there is.
+    # If the bytes take no time beside the latency, only a difference of nearly equal seconds is left.
     tolerance = 1e-6 + 1e-15 * 2 * latency * bandwidth / SIZES[-1]
     assert found_bandwidth == pytest.approx(bandwidth, rel=tolerance)
 
@@ -116,6 +117,8 @@ def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
     done = launch(tmp_path, "-o", "cluster.yaml", "--device", "cpu")
 
@@ -130,8 +133,13 @@ def test_the_command_writes_the_cluster_and_says_it_once(tmp_path: Path):
     assert cluster.latency(0, 1) > 0
 
 
-def test_the_command_speaks_json(tmp_path: Path):
-    done = launch(tmp_path, "--json", "--no-progress")
+def test_the_command_speaks_json(fork_server: ForkServer, tmp_path: Path):
+    program = tmp_path / "probe.py"
+    program.write_text(
+        "import sys; from penstock.cli import main; sys.exit(main(['probe', '--json', '--no-progress']))"
+    )
+    ranks = fork_server.start_ranks([str(program)], 2, tmp_path)
+    printed, errors = zip(*(child.communicate(timeout=120) for child in ranks), strict=True)
 
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["links"]["latency_rows"]) == 2
+    assert [child.returncode for child in ranks] == [0, 0], errors
+    assert len(json.loads("".join(printed))["links"]["latency_rows"]) == 2

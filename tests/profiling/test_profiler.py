@@ -19,7 +19,7 @@ from penstock.errors import PenstockError, ProfileError
 from penstock.profiling import ScriptedClock, WallClock, profile
 from penstock.profiling.clocks import MOST_CALLS, calls_per_sample, median_seconds
 from penstock.profiling.saved_tensors import recording
-from penstock.progress import progress_line, watched
+from penstock.progress import is_interactive, progress_line
 from penstock.values.profiles import LayerProfile, Profile
 
 FLOAT = 4
@@ -698,4 +698,4 @@ def test_the_progress_line_is_written_anywhere_on_request(monkeypatch, capsys):
 
 def test_a_stream_that_is_no_terminal_is_not_watched(tmp_path):
     with open(tmp_path / "log", "w") as stream:
-        assert not watched(stream)
+        assert not is_interactive(stream)

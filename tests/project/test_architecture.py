@@ -97,6 +97,8 @@ METHODS = {
     "timeline": "(self, minibatches=1)",
 }
 """What a pipeline has, with the parameters of its methods."""
+NAMESAKES = {"Microbatch", "Operator"}
+"""The names that two classes still share; it only shrinks."""
 
 
 def room(module: str) -> str:
@@ -163,7 +165,7 @@ def exported(module: str) -> list[str] | None:
     for node in TREES[module].body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         if [ast.unparse(target) for target in targets] == ["__all__"]:
-            return list(ast.literal_eval(node.value))
+            return list(ast.literal_eval(node.value))  # type: ignore[attr-defined]
     return None
 
 
@@ -221,6 +223,7 @@ def test_pure_half_imports_no_torch() -> None:
     assert broken == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("pure", PURE)
 def test_pure_half_loads_where_there_is_no_torch(pure: str) -> None:
     modules = [module for module in MODULES if room(module).partition(".")[0] == pure]
@@ -308,6 +311,17 @@ def test_no_public_function_shares_a_name_with_a_module() -> None:
     assert {name: public[name] for name in modules & public.keys()} == {}
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    shared = {name for name, modules in homes.items() if len(modules) > 1}
+
+    assert shared == NAMESAKES, {name: homes[name] for name in shared ^ NAMESAKES if name in homes}
+
+
 def test_files_stay_small() -> None:
     lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
 
@@ -360,7 +374,7 @@ def test_nothing_is_hidden_or_unfinished() -> None:
         for node in ast.walk(tree):
             named = isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
             if named or isinstance(node, ast.Global):
-                broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+                broken.append(f"{module}:{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
         if re.search(r"#.*\b(TODO|FIXME|XXX)\b", MODULES[module].read_text()):
             broken.append(f"{module}: an unfinished thing is noted in a comment")
 
@@ -400,3 +414,22 @@ def test_public_names_load_and_explain_themselves() -> None:
     assert set(names) <= set(dir(penstock))
     with pytest.raises(AttributeError, match="no_such_name"):
         penstock.no_such_name  # noqa: B018
+
+
+TESTS = ROOT / "tests"
+BESIDE_ROOMS = {"support", "project", "pipeline", "gpu", "benchmarks", "data"}
+"""Folders of tests/ that mirror no room: helpers, the repository, whole pipelines, GPUs, benchmarks, and data files."""
+
+
+def test_tests_have_the_rooms_of_the_source() -> None:
+    rooms = {path.relative_to(SOURCE / "penstock") for path in (SOURCE / "penstock").rglob("*") if path.is_dir()}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    unknown = sorted(str(folder) for folder in folders - rooms if folder.parts and folder.parts[0] not in BESIDE_ROOMS)
+
+    assert unknown == [], "name the folder like the room whose modules it tests"
+
+
+def test_test_files_are_short_enough_to_read() -> None:
+    lengths = {path.relative_to(TESTS): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+
+    assert {str(path): length for path, length in lengths.items() if length >= 800} == {}, "split by what is tested"

@@ -1,4 +1,4 @@
-"""What the docs show runs."""
+"""The code in the docs runs, and their links and citations lead somewhere."""
 
 import inspect
 import re
@@ -11,6 +11,7 @@ import penstock
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
 RUN = ("gpus.md", "training.md")
 
 
@@ -43,3 +44,45 @@ def test_python_in_the_docs_runs(name: str) -> None:
     assert blocks
     for block in blocks:
         exec(block, dict(given))
+
+
+def test_every_page_is_in_the_index_of_the_readme() -> None:
+    index = (ROOT / "README.md").read_text()
+
+    assert [
+        path.name for path in sorted(DOCS.glob("*.md")) if f"| [{path.name}](docs/{path.name}) |" not in index
+    ] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files_and_headings(path: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which links reach the headings of `page`."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_citation_is_in_the_bibliography() -> None:
+    keys = re.findall(r"^\| \[([^]]+)\] \|", (DOCS / "bibliography.md").read_text(), flags=re.MULTILINE)
+    sources = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    cited = {
+        (str(path.relative_to(ROOT)), key)
+        for path in [*PAGES, *sources]
+        for key in re.findall(r"\[([A-Z][\w-]*(?: et al\.)? \d{4})[],;]", path.read_text())
+    }
+
+    assert sorted(set(keys), key=keys.index) == keys
+    assert {"Narayanan 2021", "PipeDream 2019", "SPP 2022"} <= {key for _, key in cited} & set(keys)
+    assert [(place, key) for place, key in sorted(cited) if key not in keys] == []

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from support.nursery import Nursery
+from support.fork_server import ForkServer
 from support.paths import ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 GPT = ["examples/train_gpt.py", "--config", "configs/gpt.yaml", "--text-bytes", "100000", "--sampled-bytes", "5"]
 GPT += ["--width", "32", "--blocks", "2", "--context", "32"]
@@ -23,18 +25,24 @@ Train = Callable[[int, list[str]], str]
 
 
 @pytest.fixture(scope="module")
-def train(nursery: Nursery) -> Train:
-    """Runs an example on so many processes, once for each list of arguments, and returns what it prints.
+def train(fork_server: ForkServer) -> Train:
+    """Runs an example on that many processes, once for each list of arguments, and returns what it prints.
 
-    In one process it holds two stages.
+    A single process holds two stages. Of the two examples the first one is started by torchrun where there are several
+    processes.
     """
 
     @cache
     def once(processes: int, arguments: tuple[str, ...]) -> str:
         if processes == 1:
-            child = nursery.start([*arguments, "--stages", "2"], ENVIRONMENT, ROOT)
+            child = fork_server.start([*arguments, "--stages", "2"], ENVIRONMENT, ROOT)
             printed, errors = child.communicate(timeout=300)
             code = child.returncode
+        elif arguments[0] == DIGITS[0]:
+            ranks = fork_server.start_ranks(arguments, processes, ROOT)
+            told = [child.communicate(timeout=300) for child in ranks]
+            printed, errors = ("".join(streams) for streams in zip(*told, strict=True))
+            code = max(abs(child.returncode) for child in ranks)
         else:
             together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             command = [*together, str(processes), *arguments]
@@ -91,9 +99,9 @@ def test_plan_from_a_file(train: Train, tmp_path: Path) -> None:
     assert "plan: gpipe, 2 stages, 4 microbatches" in printed
 
 
-def test_unknown_option_in_a_config(nursery: Nursery, tmp_path: Path) -> None:
+def test_unknown_option_in_a_config(fork_server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("stagse: 2\n")
-    child = nursery.start([DIGITS[0], "--config", str(tmp_path / "config.yaml")], ENVIRONMENT, ROOT)
+    child = fork_server.start([DIGITS[0], "--config", str(tmp_path / "config.yaml")], ENVIRONMENT, ROOT)
     _, errors = child.communicate(timeout=120)
 
     assert child.returncode == 2

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.paths import ROOT
+
+pytestmark = pytest.mark.processes
 
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -31,6 +35,7 @@ def test_first_script_is_the_quickstart() -> None:
     assert (ROOT / "examples" / "quickstart.py").read_text() == blocks("python")[0]
 
 
+@pytest.mark.slow
 def test_quickstart_prints_what_the_readme_shows(tmp_path: Path) -> None:
     printed = run([sys.executable, str(ROOT / "examples" / "quickstart.py")], tmp_path)
 
@@ -87,11 +92,12 @@ def test_set_up_commands_exist() -> None:
     commands = [shlex.split(line, comments=True)[0] for line in blocks("sh")[0].splitlines()]
 
     assert commands == ["./scripts/train", "./scripts/test"]
-    for command in [*commands, ".ci/run"]:
+    for command in [*commands, "./scripts/check", ".ci/run"]:
         assert os.access(ROOT / command, os.X_OK), f"{command} cannot be executed"
         run(["sh", "-n", command], ROOT)
 
 
+@pytest.mark.slow
 def test_command_line_works_as_shown(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for line in blocks("sh")[1].splitlines():

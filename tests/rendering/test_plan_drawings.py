@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.rendering import draw_plan
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
 from penstock.values.plans import Prediction
-from support.pictured import SVG, classes, elements
+from support.sample_timelines import SVG, classes, elements
 
 
 def profile_of(layers: int, name: str = "layer") -> Profile:

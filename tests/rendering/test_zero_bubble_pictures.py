@@ -34,8 +34,8 @@ rank 0  0  1  2  .  . [0   ] 3 [1   ][2   ][3   ]U
 rank 1  .  0  1  . [0] 2 [1]{0} 3 [2]{1}[3]{2}{3}U
 rank 2  .  .  0 [0] 1 [1] 2 [2]{0} 3 [3]{1}{2}{3}U
 
- 3  forward of microbatch 3   [3]  its backward, or the input part of its backward   {3}  the weight part   U  update
- .  idle   (forward, input part and weight part drawn equally long)"""
+ 3  forward of microbatch 3   [3]  its backward or input backward   {3}  its weight backward   U  update   .  idle
+ (forward, input backward and weight backward drawn equally long)"""
     )
 
 
@@ -53,8 +53,8 @@ rank 0 stage 0  0  1  2                   [0   ]         [1   ][2   ]U.
 rank 1 stage 1  .  0     1           2 [0]{0}         [1]   [2]{1}   {2}U
        stage 2  .     0     1 [0   ]          2 [1   ]   [2]      {2}   U
 
- 2  forward of microbatch 2   [2]  its backward, or the input part of its backward   {2}  the weight part   U  update
- .  idle   (forward, input part and weight part drawn equally long)"""
+ 2  forward of microbatch 2   [2]  its backward or input backward   {2}  its weight backward   U  update   .  idle
+ (forward, input backward and weight backward drawn equally long)"""
     )
 
 
@@ -64,8 +64,7 @@ def test_picture_without_whole_backwards() -> None:
     assert render(timeline).splitlines()[-3:] == [
         "rank 0 stage 1  0 [0]{0}",
         "",
-        " 0  forward of microbatch 0   [0]  the input part of its backward   {0}  the weight part   "
-        "(one column is 333 ms)",
+        " 0  forward of microbatch 0   [0]  its input backward   {0}  its weight backward   (one column is 333 ms)",
     ]
 
 
@@ -73,7 +72,7 @@ def test_spans_of_the_parts() -> None:
     parts = Span(0, "2I3@1", 0, 1), Span(0, "2W3@1", 1, 2)
 
     assert [span.kind for span in parts] == ["backward input", "backward weight"]
-    assert [span.words for span in parts] == ["input part of backward 3", "weight part of backward 3"]
+    assert [span.words for span in parts] == ["input backward 3", "weight backward 3"]
     assert all(span.computes for span in parts)
     assert parts[0].details == {"action": "2I3@1", "stage": 2, "microbatch": 3, "version": 1}
 
@@ -92,9 +91,9 @@ def test_svg_has_a_colour_for_weight_parts(tmp_path: Path) -> None:
         played(made).save_svg(tmp_path / "picture.svg")
         text = (tmp_path / "picture.svg").read_text(encoding="utf-8")
 
-        assert ("weight part of a backward" in text) == parts
+        assert ("weight backward" in text) == parts
         assert ('class="weight1"' in text) == parts
-        assert ("1I0@0  input part of backward 0 of stage 1 with version 0" in text) == parts
+        assert ("1I0@0  input backward 0 of stage 1 with version 0" in text) == parts
 
 
 def test_page_has_both_parts(tmp_path: Path) -> None:
@@ -102,8 +101,8 @@ def test_page_has_both_parts(tmp_path: Path) -> None:
     data = data_of(page)
 
     assert data["panels"][0]["rows"][1]["kinds"].count("I") == data["panels"][0]["rows"][1]["kinds"].count("W") == 2
-    assert data["words"]["W"][0] == "weight part of the backward of microbatch {number}"
-    assert '<span class="swatch weight"></span>weight part of a backward' in page
+    assert data["words"]["W"][0] == "weight backward of microbatch {number}"
+    assert '<span class="swatch weight"></span>weight backward' in page
     assert "weight part" not in page_of(tmp_path, played(Schedule("gpipe", 2, 2))).partition("<script")[0]
 
 
@@ -113,7 +112,7 @@ def test_show_draws_the_parts_equally_long(tmp_path: Path, monkeypatch: pytest.M
 
     assert main(["show", "plan.yaml", "--html", "page.html"]) == 0
     page = Path("page.html").read_text(encoding="utf-8")
-    assert "forward, input part and weight part drawn equally long" in page
+    assert "forward, input backward and weight backward drawn equally long" in page
     assert "bubble 5.3% of wall time" in page
 
 
@@ -155,7 +154,7 @@ def test_memory_is_held_up_to_the_weight_part(recompute: bool) -> None:
 
 
 def test_recomputation_for_an_input_part_is_kept_for_the_weight_part() -> None:
-    """Stage 1 of three: inputs of 8 bytes from each forward on, 100 more from an input part to the weight part."""
+    """Stage 1 of three: inputs of 8 bytes from each forward on, 100 more from input to weight backward."""
     layer = LayerProfile("", 1.0, 2.0, 8.0, 100.0, 5.0, weight_seconds=1.0)
     plan = Plan.uniform(3, 3, "zb-h1", 3, recompute=True)
     timeline = simulate(plan, Profile((layer,) * 3, 1), Cluster.uniform(3, float("inf")), split_seconds=0.0)

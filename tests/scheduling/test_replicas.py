@@ -82,6 +82,7 @@ def test_two_bw_with_replicas_needs_two_versions(replicas: list[int], microbatch
     assert set(verification.versions) == {2}
 
 
+@pytest.mark.slow
 @settings(max_examples=1200, deadline=None)
 @given(replicated_schedules(4, 3, 9), st.integers(1, 4))
 def test_random_replicated_schedules_keep_the_laws(made: Schedule, minibatches: int) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ PROFILE = Profile(tuple(LayerProfile(str(index), 1e-3, 2e-3, 1e3, 1e3, 1e3) for 
 STAGES = (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
 
 
-def train(**options: object) -> None:
+def train(**options: Any) -> None:
     """With a pipeline of two linear layers."""
     penstock.Pipeline(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
@@ -36,7 +37,7 @@ def train(**options: object) -> None:
     )
 
 
-def reference(**options: object) -> None:
+def reference(**options: Any) -> None:
     """By the oracle."""
     penstock.reference_train(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),

@@ -6,7 +6,7 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
-from penstock.simulating import Costs, execute, simulate, telling_minibatches
+from penstock.simulating import Costs, default_minibatches, execute, simulate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
@@ -152,8 +152,8 @@ def test_default_minibatches_show_what_a_schedule_does(
 ) -> None:
     schedule = Schedule(method, ranks, microbatches, 2 if method == "interleaved" else 1)
 
-    assert telling_minibatches(schedule) == expected
-    assert telling_minibatches(schedule, 5) == 5
+    assert default_minibatches(schedule) == expected
+    assert default_minibatches(schedule, 5) == 5
 
 
 @pytest.mark.parametrize(

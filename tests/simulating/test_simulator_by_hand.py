@@ -1,5 +1,7 @@
 """Small simulations with numbers worked out by hand: links, all-reduces, split microbatches, recomputation."""
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import PlanError
@@ -179,7 +181,7 @@ def test_matrix_does_not_say_what_a_server_is() -> None:
     profile = make_profile((1, 1, 1, 0), (1, 1, 0, 0))
     cluster = Cluster.from_matrix([[0, 1], [1, 0]])
 
-    with pytest.raises(PlanError, match="shared_nic: the links of this cluster are a matrix"):
+    with pytest.raises(PlanError, match="shared_nic: expected a cluster with servers, found links as a matrix"):
         simulate(Schedule("gpipe", 2, 1), profile, cluster, shared_nic=True)
 
 
@@ -214,7 +216,7 @@ def test_group_of_tensor_parallel_ranks_is_one_replica() -> None:
         ({"allreduce": "rign"}, "allreduce: expected one of ring, shared, found 'rign'"),
     ],
 )
-def test_option_that_makes_no_sense_is_refused(option: dict[str, object], message: str) -> None:
+def test_option_that_makes_no_sense_is_refused(option: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Assumptions(**option)  # type: ignore[arg-type]
 
@@ -222,7 +224,7 @@ def test_option_that_makes_no_sense_is_refused(option: dict[str, object], messag
 def test_replica_that_never_comes_to_an_all_reduce_is_named() -> None:
     programs = parse_programs("0F0@0 0B0@0 0A1 0U1<0\n0F1@0 0B1@0")
 
-    with pytest.raises(Exception, match=r"rank 0 waits in 0A1 \(its action 2\) for replicas that never come to it"):
+    with pytest.raises(Exception, match=r"rank 0 waits in 0A1 \(its action 2\) for replicas that never reach it"):
         execute(programs, Placement(((0, 1),)), Costs.unit(1))
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from penstock.scheduling.schedules import Schedule, schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
-from penstock.simulating.memory_traces import Sizes, hold
+from penstock.simulating.memory_traces import Sizes, trace_memory
 from penstock.simulating.outcomes import evaluate
-from penstock.simulating.replica_symmetry import fold
+from penstock.simulating.replica_symmetry import find_symmetry
 from penstock.simulating.simulator import play
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage
@@ -80,6 +80,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
     return Plan(stages, method, microbatches, recompute=draw(st.booleans())), profile, cluster
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.booleans())
 def test_replicas_that_are_not_played_do_what_they_would_do(
@@ -95,7 +96,9 @@ def test_replicas_that_are_not_played_do_what_they_would_do(
     every = play(dict(enumerate(programs)), made.placement, costs)
     sizes = Sizes.of(costs, made.placement)
 
-    assert len(fold(made.placement, costs, made.microbatches).played) * len(plan.stages[0].ranks) == made.ranks
+    assert (
+        len(find_symmetry(made.placement, costs, made.microbatches).simulated) * len(plan.stages[0].ranks) == made.ranks
+    )
     for rank, row in enumerate(programs):
         track = every.tracks[rank]
         spans = [span for span in folded.spans if span.rank == rank]
@@ -103,13 +106,13 @@ def test_replicas_that_are_not_played_do_what_they_would_do(
         assert [(span.start_seconds, span.stop_seconds) for span in spans] == list(
             zip(track.starts, track.stops, strict=True)
         )
-        assert folded.memory[rank] == hold(track, sizes, costs, made)
+        assert folded.memory[rank] == trace_memory(track, sizes, costs, made)
 
 
 def played_ranks(plan: Plan, cluster: Cluster, **options: bool) -> tuple[int, ...]:
     made = schedule(plan)
     costs = plan_costs(plan, balanced(plan.layers, 1.0), cluster, made.placement, Assumptions(**options))
-    return fold(made.placement, costs, made.microbatches).played
+    return find_symmetry(made.placement, costs, made.microbatches).simulated
 
 
 def test_only_equal_pipelines_are_played_once() -> None:

@@ -169,7 +169,7 @@ def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], ex
             if isinstance(action, InputGradients):
                 begin = forwards[action.stage, action.microbatch]
                 direct = isinstance(before, Forward) and before.microbatch == action.microbatch
-                at_once = not plan.recompute or (direct and before.stage == action.stage)
+                at_once = not plan.recompute or (direct and before.stage == action.stage)  # type: ignore[attr-defined]
                 kept[action.stage, action.microbatch] = begin if at_once else span.start_seconds
             if isinstance(action, WeightGradients):
                 size = whole[action.stage] / share[action.stage]

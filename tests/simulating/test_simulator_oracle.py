@@ -6,6 +6,7 @@ where the simulator plays one for several.
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +154,7 @@ class Oracle:
 """Quotients of small numbers by these are exact."""
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(problems(), st.booleans(), st.booleans())
 def test_equals_the_fixed_point(

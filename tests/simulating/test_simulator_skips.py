@@ -77,7 +77,7 @@ def test_small_values_are_relayed() -> None:
 
 
 def held(memory: RankMemory) -> tuple[float, float]:
-    return tuple(max((size for _, size in course), default=0.0) for course in (memory.activations, memory.buffers))
+    return tuple(max((size for _, size in course), default=0.0) for course in (memory.activations, memory.buffers))  # type: ignore[return-value]
 
 
 def test_a_stage_holds_what_it_relays_until_the_backward() -> None:

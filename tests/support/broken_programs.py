@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> 
     ]
 
 
-def promising(schedule: Schedule, **promises: object) -> Schedule:
+def promising(schedule: Schedule, **promises: Any) -> Schedule:
     """A schedule of the same order that promises something else."""
     (method,) = schedule.methods
     other = replace(method, guarantees=lambda shape: replace(method.guarantees(shape), **promises))

@@ -15,7 +15,7 @@ import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport, connect_tensor_parallel
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import Processes
 from support import models
 from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
@@ -24,11 +24,11 @@ __all__ = [
     "TYPES",
     "evaluate_one_sample",
     "measure_late",
-    "messages_over_lanes",
+    "messages_over_tp_ranks",
     "said_by",
     "said_in_a_step",
     "said_of",
-    "said_when_a_lane_fails",
+    "said_when_a_tp_rank_fails",
 ]
 
 
@@ -69,7 +69,7 @@ def shard(stage: StageModule, mesh: DeviceMesh) -> None:
     fully_shard(stage, mesh=mesh["dp"])
 
 
-def shard_over_lanes(stage: StageModule, mesh: DeviceMesh) -> None:
+def shard_over_tp_ranks(stage: StageModule, mesh: DeviceMesh) -> None:
     """Over processes that do the same."""
     fully_shard(stage, mesh=mesh["tp"])
 
@@ -101,7 +101,7 @@ HOOKS: dict[str, Parallelize] = {
         compile_layers,
         spread_over_replicas,
         shard,
-        shard_over_lanes,
+        shard_over_tp_ranks,
         shard_over_all,
         fail_on_one,
         split_shared,
@@ -156,7 +156,7 @@ def said_of(run: Run, hook: str | None, model: str = "", counts: tuple[int, ...]
 
 
 def said_in_a_step(kind: str) -> str:
-    """What is said of a first stage whose output is another one on each lane, or a DTensor."""
+    """What is said of a first stage whose output is another one on each tensor-parallel rank, or a DTensor."""
 
     def spoil(stage: StageModule, mesh: DeviceMesh) -> None:
         def change(layer: nn.Module, arguments: object, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -168,14 +168,14 @@ def said_in_a_step(kind: str) -> str:
         if stage.first == 0:
             stage.layers[-1].register_forward_hook(change)
 
-    pipe = Run("", lanes=2).make(parallelize=spoil)
+    pipe = Run("", tp=2).make(parallelize=spoil)
     said = said_by(lambda: float(pipe.step(*BATCHES[0]).loss))
     pipe.close()
     return said
 
 
-def said_when_a_lane_fails() -> str:
-    """What is said when a layer raises an error on lane 1 of the first stage, in the second step."""
+def said_when_a_tp_rank_fails() -> str:
+    """What is said when a layer raises an error on tensor-parallel rank 1 of the first stage, in the second step."""
 
     def break_down(stage: StageModule, mesh: DeviceMesh) -> None:
         def fail(*_: object) -> None:
@@ -186,7 +186,7 @@ def said_when_a_lane_fails() -> str:
         stage.layers[1].body.down.register_forward_pre_hook(fail)
 
     calls: list[int] = []
-    pipe = Run("", lanes=2).make(parallelize=break_down, timeout_seconds=4.0)
+    pipe = Run("", tp=2).make(parallelize=break_down, timeout_seconds=4.0)
     try:
         for x, y in BATCHES:
             calls.append(1)
@@ -208,7 +208,7 @@ def evaluate_one_sample() -> str:
 
 def measure_late() -> str:
     """A profile of layers that are spread already."""
-    pipe = Run("", lanes=2).make(parallelize=split_columns_and_rows)
+    pipe = Run("", tp=2).make(parallelize=split_columns_and_rows)
     said = said_by(lambda: pipe.profile)
     pipe.close()
     return said
@@ -218,14 +218,14 @@ SHAPES = ((3, 5), (7,), (1,), (), (0, 4), (2, 3, 4))
 TYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 
 
-def messages_over_lanes() -> tuple[list[str], int]:
-    """Messages of every shape and type from one rank of two lanes to another: what came otherwise than it was sent, and
-    the bytes that this lane sent.
+def messages_over_tp_ranks() -> tuple[list[str], int]:
+    """Sends messages of every shape and dtype between two ranks of two processes each. Returns what arrived changed,
+    and the bytes that this process sent.
     """
     world = Processes()
     groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
     rank = world.rank // 2
-    cut, report = Edge(0, 1), Edge(0, 1, "reports")
+    cut, report = Edge(0, 1), Edge(0, 1, Channel.REPORTS)
     transport = connect_tensor_parallel(world, (cut, report), torch.device("cpu"), 60.0, (), groups[rank])
     assert isinstance(transport, TensorParallelTransport)
     torch.manual_seed(0)
@@ -240,9 +240,9 @@ def messages_over_lanes() -> tuple[list[str], int]:
                 transport.send(cut, kind, sent)
                 transport.send(report, kind, message)
                 continue
-            tickets = transport.post(cut, kind), transport.post(report, kind)
-            for ticket, expected in zip(tickets, (sent, message), strict=True):
-                found = ticket.wait()
+            receives = transport.post(cut, kind), transport.post(report, kind)
+            for receive, expected in zip(receives, (sent, message), strict=True):
+                found = receive.wait()
                 same = [
                     one is None if other is None else one is not None and _same(one, other)
                     for one, other in zip(found, expected, strict=True)

@@ -1,8 +1,8 @@
-"""Ends a run of tests whose device hangs or has failed, and says all that is known by then: a plugin of pytest.
+"""A plugin of pytest that ends a run whose device hangs or has failed, and reports what is known by then.
 
-What waits for a device inside of PyTorch cannot be interrupted, so the process ends itself. A thread tells which tests
-failed before, and where all threads are. If that thread cannot run, a timer of the interpreter ends the process a bit
-later. After an error on the device all that follows in the process fails too; so the run ends there, at once.
+A wait for a device inside PyTorch cannot be interrupted, so the process ends itself. A thread prints the tests that
+failed before and the stacks of all threads. If that thread cannot run, a timer of the interpreter ends the process a
+little later. After an error on the device all later tests in the process would fail too, so the run ends at once.
 """
 
 import faulthandler
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watches the run. Nothing is captured yet, so that what is said later is seen."""
+    """Registers the watch now, while standard error is not captured yet."""
     config.pluginmanager.register(Deadlines(config))
 
 

@@ -28,8 +28,8 @@ def built_as(build: str, model: nn.Module) -> nn.Module:
 
     From the first mark on, this process traces a model with a mark only if it has not traced one like it.
     """
-    torch.export.export = _export_once
-    model.built_as = build
+    torch.export.export = _export_once  # type: ignore[assignment]
+    model.built_as = build  # type: ignore[assignment]
     return model
 
 

@@ -3,11 +3,12 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from penstock.timelines.timelines import Timeline
 
 
-def page_of(path: Path, timeline: Timeline, **options: object) -> str:
+def page_of(path: Path, timeline: Timeline, **options: Any) -> str:
     timeline.save_html(path / "page.html", **options)  # type: ignore[arg-type]
     return (path / "page.html").read_text(encoding="utf-8")
 

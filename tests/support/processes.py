@@ -1,11 +1,11 @@
-"""A pool of real processes that the tests share.
+"""A pool of processes that the tests share.
 
-Starting a process and importing torch takes seconds, so the pool starts once and runs many jobs, and its processes are
-copies of one that has imported what most jobs need. Each job gets a process group of its own over Gloo, which is gone
-when the job ends. Jobs are functions of importable modules, which a file of tests is not.
+Starting a process and importing torch takes seconds. So the pool starts once and runs many jobs, and its processes are
+forks of one that has imported what most jobs need. Each job gets a process group of its own over Gloo, which is
+destroyed when the job ends. A job is a function of an importable module, so it cannot be in a file of tests.
 
-A job that fails, ends its process or takes too long leaves nothing to the next one: its processes are replaced. All of
-them end with the one that started them, even if it is killed.
+After a job that fails, ends its process or takes too long, its processes are replaced. All processes end with the one
+that started them, even if it is killed.
 """
 
 import faulthandler
@@ -26,18 +26,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Pool"]
+__all__ = ["IMPORTED", "Pool"]
 
 _AFTER_SECONDS = 60.0
-"""How long the others may still take when one has failed."""
+"""How long the other processes may still take after one has failed."""
 _TOLD_SECONDS = 1.0
-"""How long a process has to say where it is."""
-_IMPORTED = ["torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft"]
+"""How long a process may take to write its stacks."""
+IMPORTED = ("torch", "penstock.pipeline", "transformers.models.gpt2.modeling_gpt2", "peft")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A process of the pool; `stacks` is where it says where it is when it is asked."""
+    """A process of the pool. It writes its stacks to the file `stacks` on request."""
 
     process: BaseProcess
     connection: Connection
@@ -49,11 +49,11 @@ _Answer: TypeAlias = tuple[bool, Any]
 
 
 class Pool:
-    """`size` processes that run jobs together, each of which may take so many `seconds`."""
+    """`size` processes that run jobs together. A job may take `seconds`; the processes have `imported` the modules."""
 
-    def __init__(self, size: int, seconds: float = 240.0) -> None:
+    def __init__(self, size: int, seconds: float = 240.0, imported: Sequence[str] = IMPORTED) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+        self._context.set_forkserver_preload(list(imported))
         self._directory = tempfile.TemporaryDirectory()
         self._seconds = seconds
         self._jobs = self._started = 0
@@ -91,7 +91,7 @@ class Pool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(there, str(stacks)), daemon=True)
         process.start()
-        # Who holds the other end as well would not see it closed.
+        # As long as this process also held the other end, it would not see it close.
         there.close()
         return _Member(process, here, stacks)
 

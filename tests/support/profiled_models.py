@@ -5,6 +5,7 @@ The profiles are those of tests/data/pipedream, their nodes joined to the layers
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +114,7 @@ def run_reference(run: Run) -> Outcome:
     return Outcome(reference.losses, reference.state, [])
 
 
-def _options(run: Run) -> dict[str, object]:
+def _options(run: Run) -> dict[str, Any]:
     return {"loss_fn": loss_fn, "optimizer": models.momentum, "plan": run.plan, "seed": 2}
 
 

@@ -46,7 +46,7 @@ class Web(nn.Module):
 def build_web(reads: tuple[tuple[int, ...], ...]) -> Web:
     """With the same weights each time."""
     torch.manual_seed(5)
-    return built_as(f"web of {reads}", Web(reads).double())
+    return built_as(f"web of {reads}", Web(reads).double())  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

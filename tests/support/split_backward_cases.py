@@ -35,7 +35,7 @@ class Bench:
         for k in range(MICROBATCHES):
             received = [torch.randn(shape, dtype=self.dtype, generator=generator) for shape in self.received]
             leaves = [tensor.requires_grad_() for tensor in received]
-            outputs = executor.forward(k, leaves, lambda values, k=k: tuple(self.compute(k, values)))
+            outputs = executor.forward(k, leaves, lambda values, k=k: tuple(self.compute(k, values)))  # type: ignore[misc]
             gradients = [
                 torch.randn(output.shape, dtype=output.dtype, generator=generator) if output.requires_grad else None
                 for output in outputs

@@ -1,7 +1,4 @@
-"""The pool of processes that tests share: whatever a job does, the next one has processes that are as new.
-
-And the end of a run of tests whose device hangs, which is tried with a test that only sleeps.
-"""
+"""The pool of processes: whatever a job does, the next job gets working processes. And the end of a run that hangs."""
 
 import os
 import subprocess
@@ -16,6 +13,8 @@ import pytest
 from support.jobs.pool_jobs import FragileArgument, end, find_process, hang, raise_error, return_what_cannot_be_read
 from support.paths import ROOT
 from support.processes import Pool
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 HANGING = """
 import time
@@ -38,8 +37,12 @@ def test_after_it(): ...
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Pool]:
-    """A pool that waits for no longer than a busy machine needs to start processes."""
-    pool = Pool(3, seconds=10.0)
+    """A pool whose jobs may take no longer than a busy machine needs to fork processes."""
+    # The fork server of this process is the same for all pools. The first one waits for its imports.
+    first = Pool(1)
+    first.run(1, find_process)
+    first.close()
+    pool = Pool(3, seconds=5.0)
     yield pool
     pool.close()
 
@@ -57,7 +60,7 @@ def is_alive(process: int) -> bool:
     [
         (raise_error, (1,), r"rank 1:\nTraceback[^$]*ValueError: the job is broken"),
         (end, (7,), "rank 0:\nits process ended, with exit code 7\nrank 1:\nits process ended, with exit code 7"),
-        (hang, (600.0,), r"rank 0:\ndid not answer within 10 s[^$]*in hang[^$]*rank 1:[^$]*in hang"),
+        (hang, (600.0,), r"rank 0:\ndid not answer within 5 s[^$]*in hang[^$]*rank 1:[^$]*in hang"),
         (find_process, (FragileArgument(),), r"rank 1:\nTraceback[^$]*ValueError: cannot be read here"),
         (return_what_cannot_be_read, (), r"rank 1:\nwhat it answered cannot be read[^$]*ValueError: cannot be read"),
     ],
@@ -87,7 +90,7 @@ from support.processes import Pool
 from support.jobs.pool_jobs import find_process, hang
 
 if __name__ == "__main__":
-    pool = Pool(2)
+    pool = Pool(2, imported=["torch"])
     print(*pool.run(2, find_process), flush=True)
     pool.run(2, hang, 600.0)
 """

@@ -67,7 +67,7 @@ class Case:
         return sum(self.replicas) or self.ranks
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """The arguments that the pipeline and the oracle share."""
         subject = find_subject(self.subject)
         plan = penstock.Plan.uniform(

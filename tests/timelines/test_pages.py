@@ -12,7 +12,7 @@ from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile
 from support.page_contents import data_of, page_of
-from support.pictured import SPANS, large_timeline, remembered, shifted
+from support.sample_timelines import SPANS, large_timeline, shifted, timeline_with_memory
 
 KINDS = {"F": "forward", "B": "backward", "U": "update", "A": "reduce", "S": "send", "R": "receive"}
 
@@ -38,7 +38,7 @@ def read_spans(data: dict, panel: int = 0) -> list[tuple[int, str, float, float,
 
 
 def test_page_holds_every_span(tmp_path: Path) -> None:
-    data = data_of(page_of(tmp_path, remembered()))
+    data = data_of(page_of(tmp_path, timeline_with_memory()))
     found = sorted(read_spans(data))
     expected = sorted(
         (s.rank, s.action[1], s.start_seconds - 1, s.stop_seconds - 1, s.stage, s.number, s.reference) for s in SPANS
@@ -61,7 +61,7 @@ def test_tied_gradients_and_several_stages_are_told_apart(tmp_path: Path) -> Non
 
 def test_hover_says_what_happens(tmp_path: Path) -> None:
     """The words of the page with a span's numbers in them, as its script fills them in."""
-    page = page_of(tmp_path, remembered())
+    page = page_of(tmp_path, timeline_with_memory())
     data = data_of(page)
     told = {}
     for rank, kind, _, _, stage, number, reference in read_spans(data):
@@ -85,7 +85,7 @@ def test_hover_says_what_happens(tmp_path: Path) -> None:
 
 
 def test_page_holds_the_memory(tmp_path: Path) -> None:
-    timeline = remembered()
+    timeline = timeline_with_memory()
     data = data_of(page_of(tmp_path, timeline))
     for found, memory in zip(data["panels"][0]["memory"], timeline.memory, strict=True):
         assert (found["peak"], found["held"]) == (memory.peak_bytes, memory.constant_bytes)
@@ -111,7 +111,7 @@ def test_bubble_is_written_in_total_and_per_rank(tmp_path: Path) -> None:
 
 
 def test_prediction_and_measurement_share_one_axis(tmp_path: Path) -> None:
-    timeline = remembered()
+    timeline = timeline_with_memory()
     page = page_of(tmp_path, timeline, measured=shifted(timeline, 1e6, 1.25), title="both")
     data = data_of(page)
     lines = [line.text for line in body_of(page).iter("p") if line.get("class") == "figures"]
@@ -156,7 +156,7 @@ def test_lighter_shades_are_explained_where_a_rank_has_several_stages(tmp_path: 
 
 
 def test_page_needs_no_other_file(tmp_path: Path) -> None:
-    page = page_of(tmp_path, remembered())
+    page = page_of(tmp_path, timeline_with_memory())
 
     assert re.findall(r"https?:|\bsrc\s*=|\bhref\s*=|@import|url\(|\bfetch\(|XMLHttpRequest", page) == []
     assert "prefers-color-scheme: dark" in page
@@ -172,7 +172,7 @@ def test_hostile_titles_are_harmless(tmp_path: Path) -> None:
 
 
 def test_page_is_operable_without_a_mouse(tmp_path: Path) -> None:
-    body = body_of(page_of(tmp_path, remembered()))
+    body = body_of(page_of(tmp_path, timeline_with_memory()))
     frame = next(element for element in body.iter("div") if element.get("id") == "frame")
 
     assert frame.get("tabindex") == "0"
@@ -182,7 +182,7 @@ def test_page_is_operable_without_a_mouse(tmp_path: Path) -> None:
 
 
 def test_every_element_that_the_script_asks_for_is_there(tmp_path: Path) -> None:
-    page = page_of(tmp_path, remembered())
+    page = page_of(tmp_path, timeline_with_memory())
     found = {element.get("id") for element in body_of(page).iter()} - {None} | {"data"}
     listed = re.search(r"\[([^\]]*)\]\.map\(\(id\)", page)
     buttons = re.search(r"const buttons = \{(.*?)\};", page)

@@ -18,8 +18,8 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
-from support.pictured import SPANS as PICTURED
-from support.pictured import classes, elements, large_timeline, remembered, shifted
+from support.sample_timelines import SPANS as PICTURED
+from support.sample_timelines import classes, elements, large_timeline, shifted, timeline_with_memory
 
 # As in `pictured`, but without the sum of gradients: the update follows the backward.
 SPANS = tuple(span for span in (*PICTURED[:4], Span(0, "0U1<0", 8.0, 8.25), *PICTURED[6:]))
@@ -89,7 +89,10 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Span(-1, "0F0@0", 0, 1), "span of 0F0@0: expected a rank from 0, found -1"),
+        (
+            lambda: Span(-1, "0F0@0", 0, 1),
+            "span of 0F0@0: expected a rank of 0 or more, found -1: pass the global rank",
+        ),
         (
             lambda: Span(0, "F0", 0, 1),
             "span of rank 0: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, "
@@ -105,7 +108,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
             "span of 0F0@0 on rank 0: expected a finite start and a stop not before it, found 0.0 to nan seconds: "
             "read both from one clock",
         ),
-        (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0"),
+        (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0: pass the number of ranks"),
         (
             lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0),)),
             "timeline of 2 ranks: expected the memory of each rank or of none, found that of 1: give one "
@@ -222,7 +225,7 @@ def test_sum_of_gradients_is_no_computation() -> None:
 
 
 def test_trace_is_read_back(tmp_path: Path) -> None:
-    timeline = remembered()
+    timeline = timeline_with_memory()
     timeline.save_trace(tmp_path / "trace.json")
     again = Timeline.load_trace(tmp_path / "trace.json")
     key = {(span.rank, span.action): span for span in again.spans}
@@ -267,7 +270,7 @@ def test_another_trace_is_refused(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_trace_counts_the_memory_of_every_rank(tmp_path: Path) -> None:
-    remembered().save_trace(tmp_path / "trace.json")
+    timeline_with_memory().save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     totals = [
         (event["ts"], sum(event["args"].values())) for event in events if event["ph"] == "C" and event["pid"] == 0
@@ -302,7 +305,7 @@ def test_svg_marks_what_is_idle(tmp_path: Path) -> None:
 
 def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
     """The curve's points, read back as seconds and bytes, are those of the timeline."""
-    timeline = remembered()
+    timeline = timeline_with_memory()
     timeline.save_svg(tmp_path / "timeline.svg")
     text = (tmp_path / "timeline.svg").read_text()
     curves = list(classes(text, "path", "memory"))
@@ -317,7 +320,7 @@ def test_svg_draws_the_memory_below(tmp_path: Path) -> None:
         per_byte = float(base.get("height", "")) / 4e9
         drawn = [((x - left) / pixels + 1, (foot - y) / per_byte) for y, x in steps]
         for until, size in drawn:
-            now = [held for at, held in memory.course() if at < until - 0.01]
+            now = [held for at, held in memory.total_curve() if at < until - 0.01]
             assert size == pytest.approx(now[-1] if now else 4e9, abs=2e7)
         assert drawn[-1][0] == pytest.approx(8.5, abs=0.01)
     assert curves[0][0].text == (

@@ -88,7 +88,7 @@ def test_no_order_has_less_crossing_bytes(random_graph):
                     * (
                         len(order) - place[t.producer]
                         if t.output
-                        else max(map(place.get, t.readers)) - place[t.producer]
+                        else max(map(place.get, t.readers)) - place[t.producer]  # type: ignore[type-var]
                     )
                     for t in random_graph.tensors
                 )

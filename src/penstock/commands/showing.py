@@ -128,7 +128,7 @@ def _equal(plan: "Plan") -> str:
     """What `_play` takes to be equally long."""
     from penstock.scheduling import schedule
 
-    return "forward, input part and weight part" if schedule(plan).guarantees.splits else "forward and backward"
+    return "forward, input backward and weight backward" if schedule(plan).guarantees.splits else "forward and backward"
 
 
 def _show_timeline(timeline: "Timeline", measured: "Timeline | None", arguments: argparse.Namespace, title: str) -> str:

@@ -1,6 +1,6 @@
 """Planners: from a profile and a cluster to a plan.
 
-A planner has a room of its own; here is what they share, and the search that asks all of them.
+Each planner has a package of its own; the modules here are shared, and `search` runs all planners.
 """
 
 from penstock.planning.pipedream import noam, partition

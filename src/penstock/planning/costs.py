@@ -1,7 +1,7 @@
-"""What a stage and a cut cost, for every choice of layers at once.
+"""The costs of stages and cuts, for every choice of layers at once.
 
-The planners choose among all intervals of layers; these matrices answer for every interval, so that the choice is a few
-numpy operations. Index ``[i, j]`` means layers i up to and without j. Times are seconds per microbatch.
+The planners choose among all intervals of layers. These matrices cover all of them, so that a choice takes a few numpy
+operations. Index ``[i, j]`` means the layers i up to and without j. Times are seconds per microbatch.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 AllReduce: TypeAlias = Literal["ring", "shared", "released"]
-"""``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas through one
-medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it. ``released``: as the
-authors' program counts, 4 (r-1)/r of the weights, added to the compute and not beside it. (That program also leaves
-activations out unless asked for them; here they count. A profile with ``cut_bytes`` of 0 leaves them out.)"""
+"""``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas send through one
+medium, 2 (r-1) times the weights in total, as the recurrence in [PipeDream 2019, section 3.1] prints it. ``released``:
+as the authors' program counts, 4 (r-1)/r of the weights, added to the compute and not overlapped with it. (By default
+that program ignores activations, which count here; a profile with ``cut_bytes`` of 0 ignores them, too.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainCosts:
-    """The sums of a chain of N layers over all intervals."""
+    """Holds the sums over all intervals of a chain of N layers."""
 
     seconds: Matrix
     """(N+1, N+1): forward and backward; infinite where the interval is empty."""
@@ -50,11 +50,11 @@ class ChainCosts:
     saved_bytes: Matrix
     """(N+1, N+1): what each microbatch in flight keeps until its backward."""
     working_bytes: Matrix
-    """(N+1, N+1): what the one microbatch at work takes beside that: the workspace of a layer, with recomputation all
-    that the stage saves, and what is set aside for messages. It grows with the interval."""
+    """(N+1, N+1): what the one microbatch that is computed on takes in addition: the workspace of a layer, with
+    recomputation all that the stage saves, and the memory reserved for messages. It grows with the interval."""
     exchanged_bytes: Matrix
-    """(N+1,): activations forward and gradients back over the cut before layer i, twice the cut's bytes; once, if both
-    pass at the same time."""
+    """(N+1,): activations forward and gradients back over the cut before layer i: twice the cut's bytes, or once if
+    both are sent at the same time."""
 
     @property
     def layers(self) -> int:
@@ -62,7 +62,7 @@ class ChainCosts:
         return len(self.exchanged_bytes) - 1
 
     def exchange_seconds(self, bandwidth: float) -> Matrix:
-        """(N+1,): the time of each cut at `bandwidth` bytes per second; zero at both ends, where nothing is cut."""
+        """(N+1,): the time of each cut at `bandwidth` bytes per second; zero at the start and the end of the chain."""
         seconds = self.exchanged_bytes / bandwidth
         seconds[[0, -1]] = 0.0
         return seconds
@@ -73,21 +73,21 @@ def chain_costs(
 ) -> ChainCosts:
     """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept.
 
-    SOSP'19 counts both directions of a cut one after the other, which `full_duplex` does not. `buffers`: memory is set
-    aside for so many messages over the cuts on either side; for the one behind, as large as the largest cut inside the
-    stage, so that a longer stage never needs less.
+    [PipeDream 2019] counts both directions of a cut one after the other; `full_duplex` does not. `buffers` is the
+    number of messages on either side of a stage that memory is reserved for; those behind it have the size of the
+    largest cut inside the stage, so that a longer stage never needs less.
     """
     layers = profile.layers
     seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
     saved = _sums([layer.saved_bytes for layer in layers])
     crossing = np.array([0.0, *(layer.cut_bytes for layer in layers)])
     empty = np.tri(len(layers) + 1, dtype=bool)
-    # Each layer at work takes its workspace and gives it back: a stage takes the largest.
+    # A layer frees its workspace when it has run, so that a stage needs the largest.
     working = _largest([0.0, *(layer.workspace_bytes for layer in layers)])
     if recompute:
         saved, working = np.broadcast_to(crossing[:, None], saved.shape), saved + working
     if buffers:
-        # Nothing passes over the ends of the chain.
+        # Nothing is sent before the first and after the last layer.
         cuts = np.append(crossing[:-1], 0.0)
         working = working + buffers * (cuts[:, None] + _largest(cuts))
     return ChainCosts(
@@ -102,7 +102,7 @@ def chain_costs(
 def replicated_seconds(
     below: Matrix, parameter_bytes: Matrix, replicas: int | Counts, bandwidth: float, allreduce: AllReduce
 ) -> Matrix:
-    """``T^k(i -> j, r)`` of SOSP'19 section 3.1, element by element: one stage on `replicas` components of level k-1.
+    """``T^k(i -> j, r)`` of [PipeDream 2019, section 3.1] by element: one stage on `replicas` components of level k-1.
 
     `below` is ``A^(k-1)(i -> j, m_(k-1))``. The r replicas work on r microbatches while one all-reduce runs.
     """
@@ -120,13 +120,13 @@ def replicated_seconds(
 
 
 def simulator_options(allreduce: AllReduce, optimizer_copies: float) -> Options:
-    """What planners assume, as the simulator's keywords; it does not know `released`, and takes a ring then."""
+    """The planners' assumptions as keywords of the simulator, which has no `released` and takes a ring instead."""
     known: Literal["ring", "shared"] = "shared" if allreduce == "shared" else "ring"
     return {"allreduce": known, "optimizer_copies": optimizer_copies}
 
 
 def require_allreduce(name: str) -> AllReduce:
-    """`name` if it is a model of the all-reduce; `PlanError` else."""
+    """`name` if it is a model of the all-reduce; raises `PlanError` otherwise."""
     known: tuple[AllReduce, ...] = get_args(AllReduce)
     for model in known:
         if name == model:
@@ -146,7 +146,7 @@ def _sums(values: Sequence[float]) -> Matrix:
 
 
 def _largest(values: Sequence[float] | Matrix) -> Matrix:
-    """``[i, j]``: the largest of values i + 1 to j; 0 where there is none."""
+    """``[i, j]``: the largest of values i + 1 to j; 0 if there are none."""
     inside = ~np.tri(len(values), dtype=bool)
     largest: Matrix = np.maximum.accumulate(np.where(inside, np.array(values)[None, :], 0.0), axis=1)
     return largest

@@ -1,4 +1,4 @@
-"""The front door of planning: one function, from a profile and a cluster to the best plan there is."""
+"""The entry point of planning: one function, from a profile and a cluster to the best plan."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -9,7 +9,7 @@ from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import explain_search
-from penstock.planning.search.infeasibility import describe_needs
+from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.searches import compare_plans
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
@@ -42,27 +42,28 @@ def plan(
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
 
-    `Plan.explain` gives the ranked table of what was considered. What is not given is tried:
+    `Plan.explain` shows the ranked table of candidates. Options that are not given are searched:
 
-    `planner`: `pipedream` (the fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas),
-    `2bw` (equal parallel pipelines of repeated blocks), `interleaved` (parallel pipelines of several stages per rank,
-    `zb-v` too), `uniform` (equally many layers per stage; asked by name only). `schedule`: one of
-    `penstock.values.SCHEDULES`; `synchronous` leaves those that train as one device does. `microbatches` of a
-    minibatch, over all replicas, or else its `batch_size` in samples; by default four microbatches for every device
-    (one under `pipedream`, whose microbatches have updates of their own). Several profiles of one model, measured at
-    different microbatch sizes, let the search choose the size; a single one is taken at its own. `stages`: so many,
-    on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both are
-    tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
+    `planner`: `pipedream` (fastest slowest stage, replicas in turn), `spp` (microbatches split over replicas), `2bw`
+    (equal parallel pipelines of repeated blocks), `interleaved` (parallel pipelines with several stages per rank, also
+    for `zb-v`), `uniform` (equally many layers per stage; used by name only). `schedule`: one of
+    `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
+    their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
+    four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
+    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`: their
+    number, on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both
+    are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `whole_backwards` leaves out `zb-h1` and `zb-v`. `progress` shows a line
-    on stderr; None shows it on a terminal.
+    default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on
+    stderr; None shows it on a terminal.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
 
-    Raises `PlanError` for choices that make no sense, and if nothing fits in memory: then it says what would be needed.
+    Raises `PlanError` for options that contradict each other, and if nothing fits in memory: then the error says what
+    would be enough.
     """
-    wishes = PlanConstraints(
+    constraints = PlanConstraints(
         planner=planner,
         schedule=schedule,
         microbatches=microbatches,
@@ -79,41 +80,41 @@ def plan(
         whole_backwards=whole_backwards,
     )
     if isinstance(profile, Transformer):
-        return _plan_transformer(profile, cluster, wishes)
+        return _plan_transformer(profile, cluster, constraints)
     profiles = _check_profiles(profile)
-    found = compare_plans(profiles, cluster, wishes, progress=progress)
+    found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
-        raise PlanError(describe_needs(profiles, cluster, wishes, found))
+        raise explain_infeasibility(profiles, cluster, constraints, found)
     return replace(found.ranked[0], explanation=explain_search(found))
 
 
-def _plan_transformer(transformer: Transformer, cluster: Cluster, wishes: PlanConstraints) -> Plan:
+def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:
     understood = PlanConstraints(
-        batch_size=wishes.batch_size, stages_per_rank=wishes.stages_per_rank, recompute=wishes.recompute
+        batch_size=constraints.batch_size, stages_per_rank=constraints.stages_per_rank, recompute=constraints.recompute
     )
-    if wishes != understood:
+    if constraints != understood:
         different = [
             field.name
             for field in fields(PlanConstraints)
-            if getattr(wishes, field.name) != getattr(understood, field.name)
+            if getattr(constraints, field.name) != getattr(understood, field.name)
         ]
         raise PlanError(
-            f"{', '.join(different)}: expected batch_size, stages_per_rank or recompute for a transformer, found "
-            "others: use penstock.planning.plan_three_d, which fixes each dimension by name, or plan a profile"
+            f"{', '.join(different)}: expected batch_size, stages_per_rank or recompute for a transformer, found other "
+            "options: use penstock.planning.plan_three_d, which fixes each dimension by name, or plan a profile"
         )
-    if wishes.batch_size is None:
+    if constraints.batch_size is None:
         raise PlanError("batch_size: expected the samples of a minibatch for a transformer, found nothing: give it")
     return plan_three_d(
         transformer,
         cluster,
-        batch_size=wishes.batch_size,
-        stages_per_rank=wishes.stages_per_rank,
-        recompute=wishes.recompute,
+        batch_size=constraints.batch_size,
+        stages_per_rank=constraints.stages_per_rank,
+        recompute=constraints.recompute,
     )
 
 
 def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
-    """The profiles, of one model, at different microbatch sizes."""
+    """The profiles as a tuple; raises `PlanError` unless they are of one model, at different microbatch sizes."""
     profiles = (given,) if isinstance(given, Profile) else tuple(given)
     if not profiles:
         raise PlanError("profile: expected one profile or more, found none: measure the model with penstock.profile")

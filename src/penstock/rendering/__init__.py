@@ -1,4 +1,4 @@
-"""Rendering: schedules and timelines as text that people read at a glance, and plans as pictures."""
+"""Rendering: schedules and timelines as text pictures, and plans as SVG pictures."""
 
 from penstock.rendering.pictures import render
 from penstock.rendering.plan_drawings import draw_plan

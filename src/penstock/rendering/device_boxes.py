@@ -1,7 +1,6 @@
 """Devices as boxes within the boxes of their machines, each with its stage, its replica and its memory.
 
-In a large cluster the boxes that hold the same are drawn once, with a count: 3,072 devices in 384 equal servers are one
-server, "x 384".
+In a large cluster equal boxes are drawn once, with a count: 3,072 devices in 384 equal servers are one server, "x 384".
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.quantities import bandwidth_text, bytes_text
 
-__all__ = ["STYLE", "Box", "Tenancy", "draw_devices", "draw_levels", "speed_words", "stage_colours"]
+__all__ = ["STYLE", "Box", "DeviceAssignment", "bandwidth_words", "draw_devices", "draw_levels", "stage_colors"]
 
 _CELL, _TALL, _FLAT, _GAP, _PAD, _TITLE = 104, 74, 52, 10, 12, 24
 _SMALL = 128
-"""Up to so many devices are all drawn, alike or not."""
+"""Up to this many devices are all drawn, even if they are equal."""
 
 STYLE = """
   svg { background: #ffffff; --ink: #1b1f24; --soft: #59636e; --edge: #c3cad3; --free: #f4f6f8; --well: #e3e7ec;
@@ -37,31 +36,31 @@ STYLE = """
 """.strip("\n")
 
 _ANCHORS = ((59, 66, 140), (38, 120, 178), (38, 150, 132), (139, 187, 74), (242, 200, 75))
-"""From dark to light, so that the order shows without colour too."""
+"""From dark to light, so that the order is visible without color, too."""
 
 
 @lru_cache(maxsize=8)
-def stage_colours(stages: int) -> tuple[tuple[str, str], ...]:
-    """The colour of every stage and that of a text on it."""
-    colours = []
+def stage_colors(stages: int) -> tuple[tuple[str, str], ...]:
+    """The color of every stage and the color of a text on it."""
+    colors = []
     for stage in range(stages):
         at = stage / max(1, stages - 1) * (len(_ANCHORS) - 1)
         index = min(int(at), len(_ANCHORS) - 2)
         low, high = _ANCHORS[index], _ANCHORS[index + 1]
         red, green, blue = (round(a + (b - a) * (at - index)) for a, b in zip(low, high, strict=True))
         bright = 0.299 * red + 0.587 * green + 0.114 * blue
-        colours.append((f"#{red:02x}{green:02x}{blue:02x}", "#14171c" if bright > 118 else "#ffffff"))
-    return tuple(colours)
+        colors.append((f"#{red:02x}{green:02x}{blue:02x}", "#14171c" if bright > 118 else "#ffffff"))
+    return tuple(colors)
 
 
-def speed_words(bandwidth: float) -> str:
-    """``12 GB/s``; an infinite bandwidth is no limit."""
+def bandwidth_words(bandwidth: float) -> str:
+    """``12 GB/s``; ``any speed`` for an infinite bandwidth."""
     return "any speed" if isinf(bandwidth) else bandwidth_text(bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a picture with its upper left corner at 0, 0."""
+    """An element of a picture with its upper left corner at 0, 0."""
 
     width: float
     height: float
@@ -72,8 +71,8 @@ _Signature: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
-    """Who lives where: of every device its stages, its place among the replicas, and its peak memory."""
+class DeviceAssignment:
+    """Holds the stages of every device, its position among their replicas, and its peak memory."""
 
     plan: Plan
     memory_bytes: float | None
@@ -81,8 +80,8 @@ class Tenancy:
     """Per device: (stage, position among the stage's ranks)."""
 
     @classmethod
-    def of(cls, plan: Plan, cluster: Cluster) -> "Tenancy":
-        """Reads the stages of `plan` device by device."""
+    def of(cls, plan: Plan, cluster: Cluster) -> "DeviceAssignment":
+        """The assignment of `plan` on `cluster`."""
         held: list[list[tuple[int, int]]] = [[] for _ in range(cluster.devices)]
         for index, stage in enumerate(plan.stages):
             for position, rank in enumerate(stage.ranks):
@@ -91,51 +90,55 @@ class Tenancy:
 
     @property
     def devices(self) -> int:
-        """Of the cluster, used or not."""
+        """The number of devices of the cluster, used or not."""
         return len(self.held)
 
     def peak(self, device: int) -> float | None:
-        """Predicted bytes; None if there is no prediction for it."""
+        """The predicted bytes; None without a prediction for the device."""
         expected = self.plan.predicted
         return expected.peak_bytes[device] if expected is not None and device < len(expected.peak_bytes) else None
 
     def signature(self, device: int) -> _Signature:
-        """Equal for devices that differ in nothing but their number and that of their replica."""
+        """Equal for devices that differ only in their number and that of their replica."""
         peak = self.peak(device)
         return (*(stage for stage, _ in self.held[device]), None if peak is None else bytes_text(peak))
 
 
-def draw_devices(tenancy: Tenancy, width: float) -> Box:
+def draw_devices(assignment: DeviceAssignment, width: float) -> Box:
     """All devices side by side, in rows of at most `width` pixels."""
-    return _grid(_alike([(tenancy.signature(rank), rank, 1) for rank in range(tenancy.devices)], tenancy), width)
+    return _grid(
+        _alike([(assignment.signature(rank), rank, 1) for rank in range(assignment.devices)], assignment), width
+    )
 
 
-def draw_levels(levels: Sequence[tuple[int, float]], tenancy: Tenancy, width: float) -> Box:
-    """The devices within their machines, level by level; `width` is what the outermost box should take."""
-    return _level(levels, len(levels), 0, tenancy, width)
+def draw_levels(levels: Sequence[tuple[int, float]], assignment: DeviceAssignment, width: float) -> Box:
+    """The devices within their machines, level by level, in an outermost box of about `width` pixels."""
+    return _level(levels, len(levels), 0, assignment, width)
 
 
-_Part: TypeAlias = tuple[_Signature, int, int]
-"""What is in it, its first rank, how many equal ones it stands for."""
+_BoxGroup: TypeAlias = tuple[_Signature, int, int]
+"""Its signature, its first rank, and how many equal boxes it represents."""
 
 
-def _level(levels: Sequence[tuple[int, float]], depth: int, first: int, tenancy: Tenancy, width: float) -> Box:
-    """The box of a component of level `depth` (0 is a device) whose first rank is `first`."""
+def _level(
+    levels: Sequence[tuple[int, float]], depth: int, first: int, assignment: DeviceAssignment, width: float
+) -> Box:
+    """The box of the component of level `depth` (0 is a device) whose first rank is `first`."""
     count, bandwidth = levels[depth - 1]
     size = prod(count for count, _ in levels[: depth - 1])
     inner = width - 2 * _PAD
     starts = [first + index * size for index in range(count)]
-    signed = [(_signature(start, size, tenancy), start, 1) for start in starts]
-    parts = _merged(signed) if tenancy.devices > _SMALL else signed
+    signed = [(_signature(start, size, assignment), start, 1) for start in starts]
+    groups = _merged(signed) if assignment.devices > _SMALL else signed
     if depth == 1:
-        content = _grid(_cells(parts, tenancy), inner)
+        content = _grid(_cells(groups, assignment), inner)
     else:
-        boxes = [_counted(_level(levels, depth - 1, start, tenancy, inner), copies) for _, start, copies in parts]
+        boxes = [_counted(_level(levels, depth - 1, start, assignment, inner), copies) for _, start, copies in groups]
         content = _grid(boxes, inner)
     words = f"{count} {'device' if depth == 1 else 'group'}{'s' if count > 1 else ''}"
-    words += f", {speed_words(bandwidth)} between them" if count > 1 else ""
+    words += f", {bandwidth_words(bandwidth)} between them" if count > 1 else ""
     wide, high = (
-        max(content.width, 6 * len(words) + (36 if tenancy.devices > _SMALL else 0)) + 2 * _PAD,
+        max(content.width, 6 * len(words) + (36 if assignment.devices > _SMALL else 0)) + 2 * _PAD,
         content.height + _TITLE + _PAD,
     )
     lines = [
@@ -148,42 +151,42 @@ def _level(levels: Sequence[tuple[int, float]], depth: int, first: int, tenancy:
     return Box(wide + 1, high + 1, lines)
 
 
-def _signature(first: int, size: int, tenancy: Tenancy) -> _Signature:
-    return tuple(tenancy.signature(rank) for rank in range(first, first + size))
+def _signature(first: int, size: int, assignment: DeviceAssignment) -> _Signature:
+    return tuple(assignment.signature(rank) for rank in range(first, first + size))
 
 
-def _alike(parts: Sequence[_Part], tenancy: Tenancy) -> list[Box]:
-    return _cells(_merged(parts) if tenancy.devices > _SMALL else parts, tenancy)
+def _alike(groups: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
+    return _cells(_merged(groups) if assignment.devices > _SMALL else groups, assignment)
 
 
-def _merged(parts: Sequence[_Part]) -> list[_Part]:
-    """The first of each kind, with the number of its kind."""
+def _merged(groups: Sequence[_BoxGroup]) -> list[_BoxGroup]:
+    """The first box of each signature, with the number of its equals."""
     found: dict[_Signature, tuple[int, int]] = {}
-    for signature, first, copies in parts:
+    for signature, first, copies in groups:
         start, before = found.get(signature, (first, 0))
         found[signature] = start, before + copies
     return [(signature, first, copies) for signature, (first, copies) in found.items()]
 
 
-def _cells(parts: Sequence[_Part], tenancy: Tenancy) -> list[Box]:
-    colours = stage_colours(len(tenancy.plan.stages))
-    return [_counted(_cell(rank, tenancy, colours), copies) for _, rank, copies in parts]
+def _cells(groups: Sequence[_BoxGroup], assignment: DeviceAssignment) -> list[Box]:
+    colors = stage_colors(len(assignment.plan.stages))
+    return [_counted(_cell(rank, assignment, colors), copies) for _, rank, copies in groups]
 
 
 def _counted(box: Box, copies: int) -> Box:
-    """The box with its number at the upper right, where it stands for several."""
+    """The box, with a count at the upper right if it represents several."""
     if copies == 1:
         return box
-    mark = f'<text class="copies" x="{box.width - 8:g}" y="17">\N{MULTIPLICATION SIGN} {copies}</text>'
-    return Box(box.width, box.height, [*box.lines, mark])
+    entry = f'<text class="copies" x="{box.width - 8:g}" y="17">\N{MULTIPLICATION SIGN} {copies}</text>'
+    return Box(box.width, box.height, [*box.lines, entry])
 
 
-def _cell(rank: int, tenancy: Tenancy, colours: Sequence[tuple[str, str]]) -> Box:
-    """One device: its rank, its stages in their colours, its replica and layers, its memory."""
-    held = tenancy.held[rank]
-    height = _FLAT if tenancy.plan.predicted is None else _TALL
+def _cell(rank: int, assignment: DeviceAssignment, colors: Sequence[tuple[str, str]]) -> Box:
+    """One device: its rank, its stages in their colors, its replica and layers, its memory."""
+    held = assignment.held[rank]
+    height = _FLAT if assignment.plan.predicted is None else _TALL
     lines = [
-        f'<g class="tenant"><title>{escape(_words(rank, tenancy))}</title>',
+        f'<g class="tenant"><title>{escape(_tooltip(rank, assignment))}</title>',
         f'<rect class="device" x="0.5" y="0.5" width="{_CELL - 1}" height="{height - 1}" rx="5"/>',
         f'<text class="small" x="8" y="17">rank {rank}</text>',
     ]
@@ -191,30 +194,30 @@ def _cell(rank: int, tenancy: Tenancy, colours: Sequence[tuple[str, str]]) -> Bo
         return Box(_CELL, height, [*lines, '<text class="soft" x="8" y="38">not used</text></g>'])
     wide = (_CELL - 12) / len(held)
     for index, (stage, position) in enumerate(held):
-        paint, ink = colours[stage]
+        paint, ink = colors[stage]
         x = 6 + index * wide
         lines.append(f'<rect x="{x:g}" y="24" width="{wide - 1:g}" height="20" rx="3" fill="{paint}"/>')
-        text = _short(stage, position, tenancy, len(held))
+        text = _short(stage, position, assignment, len(held))
         if 6.2 * len(text) < wide:
             lines.append(f'<text class="small middle" x="{x + wide / 2:g}" y="38" style="fill:{ink}">{text}</text>')
-    return Box(_CELL, height, [*lines, *_memory_bar(rank, tenancy), "</g>"])
+    return Box(_CELL, height, [*lines, *_memory_bar(rank, assignment), "</g>"])
 
 
-def _short(stage: int, position: int, tenancy: Tenancy, stages: int) -> str:
+def _short(stage: int, position: int, assignment: DeviceAssignment, stages: int) -> str:
     if stages > 1:
         return str(stage)
-    replicas = tenancy.plan.replicas[stage]
-    replica = position // tenancy.plan.tensor_parallel
-    # A box that stands for several shows none of their replicas.
-    return f"stage {stage}" + (f" #{replica}" if replicas > 1 and tenancy.devices <= _SMALL else "")
+    replicas = assignment.plan.replicas[stage]
+    replica = position // assignment.plan.tensor_parallel
+    # A box that represents several devices shows no replica.
+    return f"stage {stage}" + (f" #{replica}" if replicas > 1 and assignment.devices <= _SMALL else "")
 
 
-def _memory_bar(rank: int, tenancy: Tenancy) -> list[str]:
-    peak = tenancy.peak(rank)
+def _memory_bar(rank: int, assignment: DeviceAssignment) -> list[str]:
+    peak = assignment.peak(rank)
     if peak is None:
         return []
-    predicted = tenancy.plan.predicted
-    limit = tenancy.memory_bytes
+    predicted = assignment.plan.predicted
+    limit = assignment.memory_bytes
     most = limit if limit is not None else max(predicted.peak_bytes if predicted else (peak,)) or 1.0
     wide = _CELL - 12
     name = "over" if limit is not None and peak > limit else "full"
@@ -226,25 +229,25 @@ def _memory_bar(rank: int, tenancy: Tenancy) -> list[str]:
     ]
 
 
-def _words(rank: int, tenancy: Tenancy) -> str:
+def _tooltip(rank: int, assignment: DeviceAssignment) -> str:
     """The tooltip of a device."""
-    plan = tenancy.plan
-    lines = [f"rank {rank}" if tenancy.held[rank] else f"rank {rank}: not used"]
-    for index, position in tenancy.held[rank]:
+    plan = assignment.plan
+    lines = [f"rank {rank}" if assignment.held[rank] else f"rank {rank}: not used"]
+    for index, position in assignment.held[rank]:
         stage, replicas = plan.stages[index], plan.replicas[index]
-        replica, part = divmod(position, plan.tensor_parallel)
+        replica, tp_rank = divmod(position, plan.tensor_parallel)
         copy = f", replica {replica} of {replicas}" if replicas > 1 else ""
-        copy += f", part {part} of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
+        copy += f", tensor-parallel rank {tp_rank} of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
         lines.append(f"stage {index}: layers [{stage.start}, {stage.stop}){copy}")
-    if (peak := tenancy.peak(rank)) is not None:
-        limit = tenancy.memory_bytes
+    if (peak := assignment.peak(rank)) is not None:
+        limit = assignment.memory_bytes
         room = "" if limit is None else f", {peak / limit:.0%} of {bytes_text(limit)}"
         lines.append(f"peak memory {bytes_text(peak)}{room}")
     return "\n".join(lines)
 
 
 def _grid(boxes: Sequence[Box], width: float) -> Box:
-    """Boxes in rows of equal columns: as wide as fits, but rather a compact block than one long row."""
+    """Boxes in rows of equal columns, within `width`; a compact block rather than one long row."""
     cell_wide, cell_high = max(box.width for box in boxes), max(box.height for box in boxes)
     fitting = max(1, int((width + _GAP) // (cell_wide + _GAP)))
     square = ceil(sqrt(len(boxes) * cell_high / cell_wide * 2.4))

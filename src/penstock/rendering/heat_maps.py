@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from math import ceil, inf, isfinite, log
 
-from penstock.rendering.device_boxes import Box, speed_words
+from penstock.rendering.device_boxes import Box, bandwidth_words
 
 __all__ = ["draw_heat_map"]
 
 _SIDE, _LEFT, _TOP = 400, 58, 40
 _MOST = 96
-"""More ranks than this share squares, which show the slowest of their links."""
+"""With more ranks, several share a square, which shows the slowest of their links."""
 _NAMED = 24
-"""Up to so many ranks have their number, and their links have tooltips."""
+"""Up to this many ranks are numbered, and their links have tooltips."""
 
 
 def draw_heat_map(rows: Sequence[Sequence[float]]) -> Box:
-    """The map of the matrix `rows` (bytes per second); the diagonal stays empty."""
+    """The heat map of the matrix `rows` (bytes per second) without its diagonal."""
     ranks = len(rows)
     block = ceil(ranks / _MOST)
     squares = ceil(ranks / block)
@@ -24,7 +24,7 @@ def draw_heat_map(rows: Sequence[Sequence[float]]) -> Box:
     least, most = min(values, default=1.0), max(values, default=1.0)
     lines = [
         '<text class="title" x="0" y="14">bandwidth from rank (row) to rank (column)</text>',
-        f'<text class="soft" x="0" y="30">dark {speed_words(least)} to light {speed_words(most)}'
+        f'<text class="soft" x="0" y="30">dark {bandwidth_words(least)} to light {bandwidth_words(most)}'
         + (f"; a square is the slowest of {block} \N{MULTIPLICATION SIGN} {block} links" if block > 1 else "")
         + "</text>",
     ]
@@ -35,7 +35,7 @@ def draw_heat_map(rows: Sequence[Sequence[float]]) -> Box:
                 continue
             red, green, blue = _shade(value, least, most)
             x, y = _LEFT + b * side, _TOP + 16 + a * side
-            tooltip = f"<title>rank {a} to rank {b}: {speed_words(value)}</title>" if ranks <= _NAMED else ""
+            tooltip = f"<title>rank {a} to rank {b}: {bandwidth_words(value)}</title>" if ranks <= _NAMED else ""
             lines.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{side * 0.96:.1f}" height="{side * 0.96:.1f}" '
                 f'fill="#{red:02x}{green:02x}{blue:02x}"' + (f">{tooltip}</rect>" if tooltip else "/>")
@@ -48,7 +48,7 @@ def draw_heat_map(rows: Sequence[Sequence[float]]) -> Box:
 
 
 def _slowest(rows: Sequence[Sequence[float]], first: int, second: int, block: int) -> float:
-    """Of the links between two blocks of ranks; infinite where there is none but the diagonal."""
+    """The slowest link between two blocks of ranks; infinite if there are only diagonal elements."""
     stop = len(rows)
     pairs = (
         rows[a][b]
@@ -60,10 +60,10 @@ def _slowest(rows: Sequence[Sequence[float]], first: int, second: int, block: in
 
 
 def _shade(value: float, least: float, most: float) -> tuple[int, int, int]:
-    """On a scale of ratios: a link twice as fast is one step lighter wherever it stands."""
+    """The color on a logarithmic scale: a link that is twice as fast is always one step lighter."""
     share = 1.0 if value >= most or most <= least else log(value / least) / log(most / least)
     dark, light = (44, 45, 110), (247, 214, 120)
     middle = (43, 135, 155)
-    low, high, part = (dark, middle, share * 2) if share < 0.5 else (middle, light, share * 2 - 1)
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    low, high, position = (dark, middle, share * 2) if share < 0.5 else (middle, light, share * 2 - 1)
+    red, green, blue = (round(a + (b - a) * position) for a, b in zip(low, high, strict=True))
     return red, green, blue

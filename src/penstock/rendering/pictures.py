@@ -1,9 +1,9 @@
-"""The text picture of a schedule or a timeline: what the pipeline figures of the papers show, in plain characters.
+"""The text picture of a schedule or a timeline, like the pipeline figures of the papers, in plain characters.
 
-A schedule has no time in it. Its picture is what the simulator makes of it when every forward and every backward takes
-one unit and the links are instant, so the picture shows the program that runs. (The papers draw backwards twice as
-long; one unit keeps the picture narrow, and the bubble's share is the same.) Where a schedule has backwards in two
-parts, each of these takes one unit and a whole backward two.
+A schedule contains no times. Its picture is its simulation with forwards and backwards of one unit and instant links,
+so the picture shows the program that runs. (The papers draw backwards twice as long; one unit keeps the picture narrow,
+and the bubble's share is the same.) Where a schedule splits backwards, each half takes one unit and a whole backward
+two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from statistics import median
 from typing import assert_never
 
 from penstock.errors import ScheduleError
-from penstock.rendering.strips import Mark, Strip, draw_strips, last_column, read_marks
+from penstock.rendering.strips import LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
-from penstock.simulating.simulator import execute, telling_minibatches
+from penstock.simulating.simulator import default_minibatches, execute
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import seconds_text
 
@@ -24,22 +24,22 @@ __all__ = ["render"]
 _PANELS = 4
 """A picture that needs more panels of full width than this is cut short."""
 _RANKS = 64
-"""Of more ranks only these are drawn: nobody reads a thousand lines."""
+"""Only the first ranks are drawn, up to this many."""
 _MICROBATCHES = ("forward", "backward", "backward input", "backward weight")
 """The kinds of spans whose number is a microbatch."""
 
 
 def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None = None, width: int = 120) -> str:
-    """The picture, at most `width` columns wide; what is longer continues in up to four panels below.
+    """The picture, at most `width` columns wide; a longer one continues in up to four panels below.
 
-    `minibatches`: how many steps of a schedule are drawn, with the drain; by default as many as show what it does. It
-    has no meaning for a timeline. `ScheduleError` if a number makes no sense.
+    `minibatches`: how many steps of a schedule are drawn, with the drain; by default `default_minibatches`. It is
+    ignored for a timeline. Raises `ScheduleError` if a number is invalid.
     """
     if width < 40:
-        raise ScheduleError(f"render: expected a width of 40 columns or more, found {width}: nothing fits into less")
+        raise ScheduleError(f"render: expected a width of 40 columns or more, found {width}: give a larger width")
     match schedule_or_timeline:
         case Schedule():
-            return _render_schedule(schedule_or_timeline, telling_minibatches(schedule_or_timeline, minibatches), width)
+            return _render_schedule(schedule_or_timeline, default_minibatches(schedule_or_timeline, minibatches), width)
         case Timeline():
             return _render_timeline(schedule_or_timeline, width)
         case _:
@@ -50,14 +50,14 @@ def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
     splits = schedule.guarantees.splits
     costs = Costs.unit(schedule.stages, split=splits)
     timeline = execute(schedule.program(minibatches), schedule.shape.placement, costs)
-    marks = read_marks(timeline)
-    # A slot takes three columns or more, so that nothing after this is ever drawn.
+    entries = label_spans(timeline)
+    # A slot takes three columns or more, so that nothing after the horizon is drawn.
     horizon = _PANELS * width / 3
-    slot = 2 + max(len(mark.label) for mark in marks if mark.span.start_seconds < horizon)
-    head = [_title(schedule, minibatches), _bubble(schedule, timeline), *_promises(schedule, marks)]
+    slot = 2 + max(len(entry.label) for entry in entries if entry.span.start_seconds < horizon)
+    head = [_title(schedule, minibatches), _bubble(schedule, timeline), *_memory_lines(schedule, entries)]
     layout = _Layout(1 / slot, unit=slot, dot_columns=slot, width=width)
-    equal = "forward, input part and weight part" if splits else "forward and backward"
-    return "\n".join([*head, *_panels(marks, schedule.ranks, layout, f"{equal} drawn equally long")])
+    equal = "forward, input backward and weight backward" if splits else "forward and backward"
+    return "\n".join([*head, *_panels(entries, schedule.ranks, layout, f"{equal} drawn equally long")])
 
 
 def _render_timeline(timeline: Timeline, width: int) -> str:
@@ -66,17 +66,19 @@ def _render_timeline(timeline: Timeline, width: int) -> str:
         f"timeline: {_count(timeline.ranks, 'rank')}, {seconds_text(timeline.seconds)}",
         f"bubble: {whole} of wall time" + ("" if steady == whole else f"; {steady} without fill and drain"),
     ]
-    marks = read_marks(timeline)
-    lengths = [mark.span.seconds for mark in marks if mark.span.kind == "forward" and mark.span.seconds > 0]
-    lengths = lengths or [mark.span.seconds for mark in marks if mark.span.seconds > 0]
+    entries = label_spans(timeline)
+    lengths = [entry.span.seconds for entry in entries if entry.span.kind == "forward" and entry.span.seconds > 0]
+    lengths = lengths or [entry.span.seconds for entry in entries if entry.span.seconds > 0]
     if not lengths:
         return "\n".join([*head, "nothing in it takes any time"])
     head.append(f"busy, rank by rank: {_listed([1 - idle for idle in timeline.idle_shares], '.0%')}")
-    # Room for the number in the shortest forward, unless it is so short that it would stretch everything else.
+    # Space for the number in the shortest forward, unless it is so short that it would stretch everything else.
     shortest = max(min(lengths), median(lengths) / 2)
-    column_seconds = shortest / (2 + max(len(mark.label) for mark in marks))
+    column_seconds = shortest / (2 + max(len(entry.label) for entry in entries))
     layout = _Layout(column_seconds, unit=1, dot_columns=3, width=width)
-    return "\n".join([*head, *_panels(marks, timeline.ranks, layout, f"one column is {seconds_text(column_seconds)}")])
+    return "\n".join(
+        [*head, *_panels(entries, timeline.ranks, layout, f"one column is {seconds_text(column_seconds)}")]
+    )
 
 
 def _title(schedule: Schedule, minibatches: int) -> str:
@@ -100,14 +102,14 @@ def _bubble(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
-    """What every rank must hold: the most microbatches in flight that the picture has, and the weight versions."""
-    if all(mark.span.kind == "forward" for mark in marks):
+def _memory_lines(schedule: Schedule, entries: Sequence[LabeledSpan]) -> Iterator[str]:
+    """The memory of every rank: the most microbatches in flight in the picture, and the weight versions."""
+    if all(entry.span.kind == "forward" for entry in entries):
         return
     held, peaks = [0] * schedule.ranks, [0] * schedule.ranks
-    for mark in marks:
-        rank = mark.span.rank
-        held[rank] += {"forward": 1, "backward": -1, "backward weight": -1}.get(mark.span.kind, 0)
+    for entry in entries:
+        rank = entry.span.rank
+        held[rank] += {"forward": 1, "backward": -1, "backward weight": -1}.get(entry.span.kind, 0)
         peaks[rank] = max(peaks[rank], held[rank])
     versions = [max(map(schedule.versions, schedule.stages_of(rank))) for rank in range(schedule.ranks)]
     where = " over its stages" if schedule.stages_per_rank > 1 else ""
@@ -115,15 +117,15 @@ def _promises(schedule: Schedule, marks: Sequence[Mark]) -> Iterator[str]:
     yield f"weight versions, rank by rank: {_listed(versions)}"
 
 
-def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: int) -> list[str]:
-    """What the signs of this picture mean; those that it does not use are left out."""
-    kinds = {mark.span.kind for mark in marks}
+def _legend(entries: Sequence[LabeledSpan], strips: Sequence[Strip], scale: str, width: int) -> list[str]:
+    """The meaning of the signs that this picture uses."""
+    kinds = {entry.span.kind for entry in entries}
     text = "".join(strip.text for strip in strips)
-    number = max((mark.span.number for mark in marks if mark.span.kind in _MICROBATCHES), default=0)
+    number = max((entry.span.number for entry in entries if entry.span.kind in _MICROBATCHES), default=0)
     signs = [f" {number}  forward of microbatch {number}"]
     if "backward input" in kinds:
-        whole = "its backward, or " if "backward" in kinds else ""
-        signs += [f"[{number}]  {whole}the input part of its backward", f"{{{number}}}  the weight part"]
+        whole = "its backward or " if "backward" in kinds else "its "
+        signs += [f"[{number}]  {whole}input backward", f"{{{number}}}  its weight backward"]
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
     signs += ["U  update"] if "update" in kinds else []
@@ -134,7 +136,7 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: i
     for sign in (*signs[1:], f"({scale})"):
         longer = f"{lines[-1]}   {sign}"
         lines[-1:] = [longer] if len(longer) <= width else [lines[-1], f" {sign}"]
-    old = next((mark for mark in marks if "@" in mark.label), None)
+    old = next((entry for entry in entries if "@" in entry.label), None)
     if old is not None:
         version = old.label.partition("@")[2]
         lines.append(
@@ -145,7 +147,7 @@ def _legend(marks: Sequence[Mark], strips: Sequence[Strip], scale: str, width: i
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """`column_seconds`: the time of a column. `unit`: the columns that are not parted. `width`: of the page."""
+    """The sizes of a picture: seconds per column, columns that stay together (`unit`), and the width of the page."""
 
     column_seconds: float
     unit: int
@@ -153,20 +155,20 @@ class _Layout:
     width: int
 
 
-def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> Iterator[str]:
-    """The lines of the strips, broken at multiples of the layout's unit, and of the legend."""
+def _panels(entries: Sequence[LabeledSpan], ranks: int, layout: _Layout, scale: str) -> Iterator[str]:
+    """The lines of the strips, broken at multiples of the layout's unit, and those of the legend."""
     unit, whole = layout.unit, ranks
     if ranks > _RANKS:
-        ranks, marks = _RANKS, [mark for mark in marks if mark.span.rank < _RANKS]
-    units = -(-last_column(marks, layout.column_seconds) // unit)
-    labels = _labels(draw_strips(marks, ranks, layout.column_seconds, 0, layout.dot_columns))
+        ranks, entries = _RANKS, [entry for entry in entries if entry.span.rank < _RANKS]
+    units = -(-last_column(entries, layout.column_seconds) // unit)
+    labels = _labels(draw_strips(entries, ranks, layout.column_seconds, 0, layout.dot_columns))
     room = max(1, (layout.width - len(labels[0]) - 1) // unit)  # one column is for a last update
     panels = -(-units // room)
     shown = min(panels, _PANELS)
     # Panels of equal length look better than a last one with three columns.
     size = unit * (room if panels > shown else -(-units // shown))
-    strips = draw_strips(marks, ranks, layout.column_seconds, min(units * unit, shown * size), layout.dot_columns)
-    drawn = min(mark.span.start_seconds for mark in marks) + (len(strips[0].text) - 1) * layout.column_seconds
+    strips = draw_strips(entries, ranks, layout.column_seconds, min(units * unit, shown * size), layout.dot_columns)
+    drawn = min(entry.span.start_seconds for entry in entries) + (len(strips[0].text) - 1) * layout.column_seconds
     for panel in range(shown):
         stop = None if panel == shown - 1 else (panel + 1) * size
         yield ""
@@ -177,28 +179,28 @@ def _panels(marks: Sequence[Mark], ranks: int, layout: _Layout, scale: str) -> I
     if whole > ranks:
         yield from ("", f"... ranks {ranks} to {whole - 1} are not drawn")
     yield ""
-    yield from _legend([mark for mark in marks if mark.span.stop_seconds <= drawn], strips, scale, layout.width)
+    yield from _legend([entry for entry in entries if entry.span.stop_seconds <= drawn], strips, scale, layout.width)
 
 
 def _labels(strips: Sequence[Strip]) -> list[str]:
-    """``rank 0  ``, and the stage where it is not the rank's own number."""
-    told = any(strip.stage not in (None, strip.rank) for strip in strips)
+    """``rank 0  ``, and the stage where its number is not the rank's."""
+    named = any(strip.stage not in (None, strip.rank) for strip in strips)
     widest = max(strip.rank for strip in strips)
     names = ["" if strip.stage is None else f"stage {strip.stage}" for strip in strips]
     labels = []
     for index, strip in enumerate(strips):
         first = index == 0 or strips[index - 1].rank != strip.rank
         name = f"rank {strip.rank:<{len(str(widest))}}" if first else " " * (5 + len(str(widest)))
-        labels.append(f"{name} {names[index]:<{max(map(len, names))}} " if told else f"{name} ")
+        labels.append(f"{name} {names[index]:<{max(map(len, names))}} " if named else f"{name} ")
     return labels
 
 
-def _listed(values: Sequence[float], form: str = "") -> str:
-    """One for each rank, or their range if that would be too many."""
+def _listed(values: Sequence[float], format_spec: str = "") -> str:
+    """The value of each rank, or their range if there are too many."""
     if len(values) > _RANKS:
-        least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+        least, most = f"{min(values):{format_spec}}", f"{max(values):{format_spec}}"
         return f"{least} each" if least == most else f"{least} to {most}"
-    return " ".join(f"{value:{form}}" for value in values)
+    return " ".join(f"{value:{format_spec}}" for value in values)
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,7 +1,8 @@
-"""The SVG picture of a plan over a cluster: which device holds what, over which links, and how full it is.
+"""The SVG picture of a plan on a cluster: the stages of each device, its links and its memory.
 
-At the top the stages in their order, with the bytes that cross each cut; below them the machines. It stands alone and
-follows the reader's light or dark setting. Equal parts of a large cluster are drawn once, with their number.
+At the top are the stages in their order, with the bytes that cross each cut, and below them the machines. The picture
+needs no other file and follows the reader's light or dark setting. Equal machines of a large cluster are drawn once,
+with their number.
 
     [stage 0: layers 0-4] 1.2 MB > [stage 1: layers 5-7 x 2] > ...
     +- 2 of these at 1.25 GB/s ------------------------------------+
@@ -16,7 +17,7 @@ from math import lcm
 from typing import assert_never
 
 from penstock.errors import PlanError
-from penstock.rendering.device_boxes import STYLE, Box, Tenancy, draw_devices, draw_levels, stage_colours
+from penstock.rendering.device_boxes import STYLE, Box, DeviceAssignment, draw_devices, draw_levels, stage_colors
 from penstock.rendering.heat_maps import draw_heat_map
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
@@ -28,26 +29,26 @@ __all__ = ["draw_plan"]
 _WIDTH, _MARGIN = 1120, 20
 _CHIP, _CHIP_HEIGHT, _ARROW = 128, 58, 66
 _PAIRS = 4_096
-"""So many pairs of replicas are looked at for the slowest transfer of a cut."""
+"""The number of pairs of replicas that are examined for the slowest transfer of a cut."""
 
 
 def draw_plan(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> str:
-    """The picture as the text of an SVG document.
+    """The SVG document of the picture.
 
-    With a profile it also says what each stage takes and what crosses each cut, for one microbatch of the plan's size.
-    `PlanError` if the plan has more ranks than the cluster devices, or other layers than the profile.
+    With a profile it also shows the seconds of each stage and the bytes over each cut, for one microbatch of the plan's
+    size. Raises `PlanError` if the plan has more ranks than the cluster has devices, or other layers than the profile.
     """
     _check(plan, cluster, profile)
     if profile is not None and plan.microbatch_size is not None:
         profile = profile.scaled(plan.microbatch_size)
-    stages = _Chain(plan, cluster, profile)
+    stages = _StageChain(plan, cluster, profile)
     top = 74 + stages.height
-    tenancy = Tenancy.of(plan, cluster)
+    assignment = DeviceAssignment.of(plan, cluster)
     match cluster.links:
         case LinkLevels(levels):
-            machines = draw_levels(levels, tenancy, _WIDTH - 2 * _MARGIN)
+            machines = draw_levels(levels, assignment, _WIDTH - 2 * _MARGIN)
         case LinkMatrix(rows):
-            machines = _beside(draw_devices(tenancy, _WIDTH // 2 - 2 * _MARGIN), draw_heat_map(rows))
+            machines = _side_by_side(draw_devices(assignment, _WIDTH // 2 - 2 * _MARGIN), draw_heat_map(rows))
         case _:
             assert_never(cluster.links)
     width = max(_WIDTH, machines.width + 2 * _MARGIN)
@@ -106,8 +107,8 @@ def _figures(plan: Plan) -> str:
     )
 
 
-class _Chain:
-    """The stages one after the other, broken into rows like text."""
+class _StageChain:
+    """Draws the stages one after the other, broken into rows like text."""
 
     def __init__(self, plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
         self.plan, self.cluster, self.profile = plan, cluster, profile
@@ -115,11 +116,11 @@ class _Chain:
         self.height = -(-len(plan.stages) // self.columns) * (_CHIP_HEIGHT + 12)
 
     def draw(self, top: int) -> Iterator[str]:
-        colours = stage_colours(len(self.plan.stages))
+        colors = stage_colors(len(self.plan.stages))
         for index, stage in enumerate(self.plan.stages):
             row, column = divmod(index, self.columns)
             x, y = _MARGIN + column * (_CHIP + _ARROW), top + row * (_CHIP_HEIGHT + 12)
-            paint, ink = colours[index]
+            paint, ink = colors[index]
             words = escape(f"stage {index}: {stage}{self._names(stage)}")
             yield f'<g class="stage"><title>{words}</title>'
             yield f'<rect x="{x}" y="{y}" width="{_CHIP}" height="{_CHIP_HEIGHT}" rx="6" fill="{paint}"/>'
@@ -145,7 +146,7 @@ class _Chain:
         return f"{seconds_text(seconds)}, {bytes_text(weights)}"
 
     def _arrow(self, index: int, x: int, y: int) -> Iterator[str]:
-        """To the next stage, with what crosses the cut and how long that takes where it takes longest."""
+        """The arrow to the next stage, with the bytes over the cut and the seconds of their slowest transfer."""
         yield f'<path class="arrow" d="M{x + 6} {y}h{_ARROW - 12}m-5 -4l5 4l-5 4"/>'
         if self.profile is None:
             return
@@ -166,7 +167,7 @@ def _layers(stage: Stage) -> str:
     )
 
 
-def _beside(left: Box, right: Box) -> Box:
+def _side_by_side(left: Box, right: Box) -> Box:
     gap = 40
     moved = [f'<g transform="translate({left.width + gap:g} 0)">', *right.lines, "</g>"]
     return Box(left.width + gap + right.width, max(left.height, right.height), [*left.lines, *moved])

@@ -1,10 +1,10 @@
-"""Simulating: the timeline of a schedule, predicted from measured layers and links."""
+"""Simulating: predicts the timeline of a schedule from measured layers and links."""
 
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
 from penstock.simulating.critical_paths import critical_path
 from penstock.simulating.outcomes import Outcome, evaluate
-from penstock.simulating.simulator import execute, simulate, telling_minibatches
+from penstock.simulating.simulator import default_minibatches, execute, simulate
 
 __all__ = [
     "Assumptions",
@@ -12,9 +12,9 @@ __all__ = [
     "Options",
     "Outcome",
     "critical_path",
+    "default_minibatches",
     "evaluate",
     "execute",
     "plan_costs",
     "simulate",
-    "telling_minibatches",
 ]

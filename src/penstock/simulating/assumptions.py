@@ -1,4 +1,4 @@
-"""What the simulator takes for granted of a machine and a runtime, beside the profile and the cluster."""
+"""The simulator's assumptions about the machine and the runtime, beyond the profile and the cluster."""
 
 import math
 from dataclasses import dataclass, fields
@@ -10,12 +10,12 @@ from penstock.values.documents import suggestion, text_of
 __all__ = ["AllReduce", "Assumptions", "Options"]
 
 AllReduce: TypeAlias = Literal["ring", "shared"]
-"""``ring``: each replica sends 2 (r-1)/r of the weights over its own links. ``shared``: all r replicas through one
-medium, 2 (r-1) times the weights in total, as the recurrence of SOSP'19 section 3.1 prints it."""
+"""``ring``: each replica sends 2 (r-1)/r of the weights over its own links. ``shared``: all r replicas send through one
+medium, 2 (r-1) times the weights in total, as the recurrence in [PipeDream 2019, section 3.1] prints it."""
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `simulate` and `evaluate`; `Assumptions` says what each means and what it is if left out."""
+    """The keywords of `simulate` and `evaluate`; `Assumptions` documents each of them and its default."""
 
     update_seconds_per_byte: float
     overlap: bool
@@ -31,15 +31,15 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Each has a default; `PlanError` if one makes no sense."""
+    """The simulator's assumptions, each with a default; raises `PlanError` for an invalid one."""
 
     update_seconds_per_byte: float = 0.0
     """Seconds of an update per byte of the stage's parameters; profiles do not measure updates."""
     overlap: bool = True
     """Whether ranks compute while they send and receive. If not, the sender is busy while its message is on the link,
-    and the receiver spends as long on taking it (thesis, section 3.4: communication is added to computation)."""
+    and the receiver is busy for as long ([Narayanan 2021, section 3.4]: communication is added to computation)."""
     overlap_reduce: bool = True
-    """Whether the all-reduce of gradients begins during the last backward before it, bucket by bucket."""
+    """Whether the all-reduce of gradients starts during the last backward before it, bucket by bucket."""
     allreduce: AllReduce = "ring"
     shared_nic: bool = False
     """Whether all ranks of a server (a group of the cluster's innermost level) share one link to each other server."""
@@ -51,11 +51,11 @@ class Assumptions:
     """One version of the weights in units of those that the profile measured: 0.5 for bfloat16 versions of float32
     weights (`Pipeline(version_dtype=...)`), beside 1 of `master_copies`."""
     slowdowns: tuple[float, ...] = ()
-    """Of ranks on one host, which share its cores: with k of them computing, each takes ``slowdowns[k - 1]`` times as
-    long as alone. Empty: every rank has a device of its own."""
+    """How ranks that share the cores of one host slow each other down: while k of them compute, each takes
+    ``slowdowns[k - 1]`` times as long as alone. Empty: every rank has a device of its own."""
 
     split_seconds: float = 3e-4
-    """What a backward in two parts takes longer than a whole one, for each microbatch on each stage. Measured on a CPU
+    """How much longer a split backward takes than a whole one, for each microbatch on each stage. Measured on a CPU
     core, stages of 2 to 9 small layers: 200 to 570 us."""
 
     def __post_init__(self) -> None:

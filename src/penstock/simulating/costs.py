@@ -1,7 +1,7 @@
-"""What the actions of a schedule cost: seconds and bytes, stage by stage.
+"""The costs of the actions of a schedule: seconds and bytes, stage by stage.
 
-The simulator asks nothing else about a model or a machine, so a unit-time picture and a prediction for measured layers
-are one computation with two sets of costs.
+The simulator uses nothing else about a model or a machine, so a picture in unit time and a prediction for measured
+layers are the same computation with different costs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,15 +25,15 @@ _DEFAULT = Assumptions()
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of every stage on one replica; microbatches that are split cost a replica its share of the seconds and bytes.
+    """The costs of every stage on one replica; where microbatches are split, the replica's share of them.
 
-    `forward_seconds`, `backward_seconds`, `saved_bytes`, `workspace_bytes`: of a microbatch. `weight_seconds`: of a
-    backward's weight part, a share of `backward_seconds`; half of them if it is left out. `split_seconds`: what every
-    weight part takes beside that. `update_seconds`, `reduce_seconds`: of one update and of its all-reduce.
-    `cut_bytes[s]`: of a whole microbatch, between stages s and s + 1, each way; cuts within a rank are never asked
-    for. With `recompute` a backward takes a forward more, unless it directly follows its forward. Without a `cluster`
-    the links are instant. What is left out is zero. `skips`: of a whole microbatch, what goes directly between two
-    stages that are no neighbours, each way, and is in no cut.
+    `forward_seconds`, `backward_seconds`, `saved_bytes` and `workspace_bytes` are those of one microbatch.
+    `weight_seconds` is the share of `backward_seconds` that the weight backward takes, half of it by default;
+    `split_seconds` is added to every weight backward. `update_seconds` and `reduce_seconds` are those of one update
+    and of its all-reduce. `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
+    within a rank are not used. With `recompute` a backward takes one forward more, unless it directly follows its
+    forward. Without a `cluster` the links are instant. `skips` holds what a whole microbatch sends each way directly
+    between two stages that are not neighbours; it is in no cut. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -76,14 +76,12 @@ class Costs:
 
     @classmethod
     def unit(cls, stages: int, *, split: bool = False) -> "Costs":
-        """One second for a forward, one for a backward (or if `split` for each of its two parts), none for updates and
-        transfers.
-        """
+        """Costs of one second per forward and backward (with `split`, per half of a backward); the rest is free."""
         return cls((1.0,) * stages, (2.0 if split else 1.0,) * stages)
 
     @property
     def input_seconds(self) -> tuple[float, ...]:
-        """Of the input part of a backward in two parts: what its weight part leaves of it."""
+        """The seconds of an input backward: what the weight backward leaves of the whole one."""
         return tuple(map(sub, self.backward_seconds, self.weight_seconds))
 
 
@@ -95,27 +93,27 @@ def plan_costs(
     assumptions: Assumptions = _DEFAULT,
     skips: Iterable[Skip] = (),
 ) -> Costs:
-    """The costs of the stages of `plan` where `placement` has them.
+    """The costs of the stages of `plan` under `placement`.
 
     A stage takes the sum of its layers' seconds. What crosses a cut is the ``cut_bytes`` of the layer before it, and as
-    much comes back (thesis, section 2.4), without what the `skips` of the schedule take past it. What a stage relays
-    without reading it is held until the backward, as far as the profile tells. With tensor parallelism the profile is
-    that of one rank of a group: its seconds, with what the group exchanges meanwhile, and its bytes. `PlanError` if
-    plan, profile and cluster do not fit each other.
+    many bytes come back [Narayanan 2021, section 2.4]; `skips` of the schedule bypass the cut and are left out. What a
+    stage relays without reading it is held until the backward, if the profile has it. With tensor parallelism the
+    profile is that of one rank of a group: its seconds include the group's communication, and its bytes are its own.
+    Raises `PlanError` if plan, profile and cluster do not match.
     """
     require_fit(plan, profile, cluster)
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
 
     def shares(name: str) -> tuple[float, ...]:
-        return tuple(_sum(own, name) / count for own, count in zip(layers, parts, strict=True))
+        return tuple(_sum(own, name) / count for own, count in zip(layers, sharers, strict=True))
 
     parameters = tuple(_sum(own, "parameter_bytes") for own in layers)
     groups = [stage.ranks for stage in plan.stages]
     parallel = plan.tensor_parallel
     traffic = find_traffic(profile.crossings, [stage.start for stage in plan.stages], skips)
-    # With recomputation it is part of the stage's input, which is kept anyway.
+    # With recomputation the relayed tensors are part of the stage's input, which is kept anyway.
     relayed = [0.0 if plan.recompute else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
-    parts = plan.replicas if placement.split else (1,) * len(layers)
+    sharers = plan.replicas if placement.split else (1,) * len(layers)
     return Costs(
         forward_seconds=shares("forward_seconds"),
         backward_seconds=shares("backward_seconds"),
@@ -124,7 +122,8 @@ def plan_costs(
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(
-                _reduce_seconds(size, ranks[lane::parallel], cluster, assumptions.allreduce) for lane in range(parallel)
+                _reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
+                for tp_rank in range(parallel)
             )
             for size, ranks in zip(parameters, groups, strict=True)
         ),
@@ -133,10 +132,10 @@ def plan_costs(
         ),
         skips=tuple(traffic.direct.items()),
         saved_bytes=tuple(
-            size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, parts, strict=True)
+            size + more / count for size, more, count in zip(shares("saved_bytes"), relayed, sharers, strict=True)
         ),
         workspace_bytes=tuple(
-            _workspace(own, plan.recompute) / count for own, count in zip(layers, parts, strict=True)
+            _workspace(own, plan.recompute) / count for own, count in zip(layers, sharers, strict=True)
         ),
         parameter_bytes=parameters,
         recompute=plan.recompute,
@@ -151,11 +150,11 @@ def _sum(layers: Sequence[LayerProfile], name: str) -> float:
 
 
 def _workspace(layers: Sequence[LayerProfile], recompute: bool) -> float:
-    """The most that a stage takes for a moment beyond all that it saves for a microbatch.
+    """The most that a stage takes temporarily beyond all that it saves for a microbatch.
 
-    While a layer is at work the layers behind it have saved nothing yet, or given it back, and in that room lies the
-    gradient of what the layer hands on (behind the stage it is a message, which counts as such). A forward that is
-    computed again later saves nothing, so that the workspaces are all there is.
+    While a layer runs, the layers behind it have saved nothing yet, or have freed it. That space holds the gradient of
+    the layer's output (behind the last layer the gradient is a message and counts as one). A forward that is recomputed
+    later saves nothing, so that only the workspaces count.
     """
     most = behind = 0.0
     for index, layer in reversed(list(enumerate(layers, 1))):
@@ -167,7 +166,7 @@ def _workspace(layers: Sequence[LayerProfile], recompute: bool) -> float:
 
 
 def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
-    """SPP (INFOCOM 2022), equation 1, with 2(r-1) latencies for the messages of a ring; 0 for one rank."""
+    """[SPP 2022, equation 1] with 2(r-1) latencies for the messages of a ring; 0 for one rank."""
     replicas = len(ranks)
     if replicas == 1:
         return 0.0
@@ -183,7 +182,7 @@ def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, a
 
 
 def require_fit(plan: Plan, profile: Profile, cluster: Cluster) -> None:
-    """Raises `PlanError` if plan, profile and cluster do not fit each other."""
+    """Raises `PlanError` if plan, profile and cluster do not match."""
     if plan.stages[-1].stop != len(profile.layers):
         raise PlanError(
             f"the plan has layers 0 to {plan.stages[-1].stop - 1} and the profile {profile.name!r} has "

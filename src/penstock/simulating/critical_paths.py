@@ -1,9 +1,10 @@
-"""The critical path of a timeline: the chain of spans that its length hangs on, from the first start to the last stop.
+"""The critical path of a timeline: the chain of spans that determines its length.
 
-From the span that stops last one goes back, each time to the span that it waited for: a receive to the send of its
-message, if that came later than the rank did; an all-reduce to what the last replica did before it; a send to what made
-its message, or to the message before it on the link if it had to wait for that; anything else to what its rank did
-before. Measured timelines are read in the same way, though their clocks differ a little.
+It is found backwards, from the span that stops last, each time to the span that the current one waited for: from a
+receive to the send of its message, if the message arrived after the rank began to wait; from an all-reduce to what the
+last replica did before it; from a send to the span that produced its message, or to the previous message on the link if
+it was queued behind that; from anything else to what its rank did before. Measured timelines are read in the same way,
+although their clocks differ a little.
 """
 
 from collections import defaultdict
@@ -17,11 +18,11 @@ __all__ = ["critical_path"]
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """The spans of the critical path, first to last; each is one of ``timeline.spans``. Empty if there are none.
+    """The spans of the critical path, first to last; each is one of ``timeline.spans``. Empty if there are no spans.
 
-    Each starts when the one before it stops, but for two things: a receive starts when its rank began to wait, and
-    a message on the link follows the one before it by less than that one's latency. The spans of a rank must be in the
-    order in which they were done.
+    Each starts when the one before it stops, with two exceptions: a receive starts when its rank begins to wait, and
+    a message that was queued on a link starts before the latency of the previous one has passed. The spans of a rank
+    must be in the order in which they ran.
     """
     if not timeline.spans:
         return ()
@@ -38,20 +39,20 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 
 
 class _Index:
-    """The spans by what others wait for. Sends do not block: they are no part of their rank's row here."""
+    """Finds the spans that a span may have waited for. Sends do not block, so they are not in their rank's row here."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._rows: defaultdict[int, list[Span]] = defaultdict(list)
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._sends: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
         """By sending stage, receiving stage, number, and topic."""
         self._made: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
-        """The sends of what a forward or backward made, by its rank, stage, microbatch and kind."""
+        """The sends of what a forward or backward produced, by its rank, stage, microbatch and kind."""
         self._makers: dict[tuple[int, int, int, str], Span] = {}
         """Forwards and backwards by rank, stage, microbatch and kind."""
         self._queued: dict[int, Span] = {}
-        """For a send the one before it from the same stage to the same."""
-        self._meetings: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+        """The previous send between the same two stages, by send."""
+        self._reduces: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         """All-reduces by stage and version."""
         latest: dict[tuple[int, int, int], Span] = {}
         for span in sorted(timeline.spans, key=attrgetter("start_seconds")):
@@ -67,19 +68,19 @@ class _Index:
                 latest[link] = span
                 continue
             row = self._rows[span.rank]
-            self._places[id(span)] = len(row)
+            self._positions[id(span)] = len(row)
             row.append(span)
             self._makers[span.rank, stage, number, _made_by(kind)] = span
             if kind == "reduce":
-                self._meetings[stage, number].append(span)
+                self._reduces[stage, number].append(span)
 
     def final(self) -> Span:
         """The span that stops last, in the order of its row."""
-        ends = [row[-1] for row in self._rows.values()] + [spans[-1] for spans in self._sends.values()]
-        return max(ends, key=attrgetter("stop_seconds"))
+        last = [row[-1] for row in self._rows.values()] + [spans[-1] for spans in self._sends.values()]
+        return max(last, key=attrgetter("stop_seconds"))
 
     def before(self, span: Span) -> Iterator[Span]:
-        """What `span` may have waited for; of several, it did wait for the one that stops last."""
+        """The spans that `span` may have waited for; it did wait for the one of them that stops last."""
         match span.kind:
             case "send":
                 yield from self._before_send(span)
@@ -89,7 +90,7 @@ class _Index:
                 if span.seconds > 0 or not own:
                     yield from self._sends[span.reference, span.stage, span.number, span.topic]
             case "reduce":
-                for other in self._meetings[span.stage, span.number]:
+                for other in self._reduces[span.stage, span.number]:
                     yield from self._previous(other)
             case _:
                 yield from self._previous(span)
@@ -110,16 +111,16 @@ class _Index:
             yield self._queued[id(span)]
 
     def _previous(self, span: Span) -> Iterator[Span]:
-        """What its rank did before; the send after that, if that kept the rank busy."""
-        place = self._places[id(span)]
-        if not place:
+        """The previous span of its rank, and the send after that if it kept the rank busy."""
+        position = self._positions[id(span)]
+        if not position:
             return
-        own = self._rows[span.rank][place - 1]
+        own = self._rows[span.rank][position - 1]
         yield own
         if own.stop_seconds < span.start_seconds:
             yield from self._made.get((span.rank, own.stage, own.number, _made_by(own.kind)), ())
 
 
 def _made_by(kind: str) -> str:
-    """The kind as which what makes a message is known: gradients leave after a backward or after its input part."""
+    """The kind under which a span that produces a message is indexed: an input backward sends gradients, too."""
     return "backward" if kind == "backward input" else kind

@@ -1,13 +1,13 @@
-"""The rows of a schedule as the player reads them: what each action costs and which way its message takes.
+"""The rows of a schedule as the player reads them: what each action costs and which path its message takes.
 
-Costs and ways are looked up here, once for every action, so that the player's loop has none of that to do.
+Costs and paths are looked up here, once for every action, and not in the player's loop.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import add
-from typing import Any, TypeAlias, assert_never
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -35,29 +35,48 @@ from penstock.simulating.routes import Link, Route, find_route
 
 __all__ = [
     "COMPUTE",
+    "MULTICAST",
     "RECEIVE",
     "REDUCE",
     "SEND",
-    "SHARED",
-    "SPREAD",
+    "SHARED_COMPUTE",
     "Instructions",
-    "Mark",
-    "Meeting",
-    "Way",
+    "MemoryEffect",
+    "MessagePath",
+    "Multicast",
+    "ReduceInstruction",
     "Writer",
     "content_stages",
     "content_text",
 ]
 
-COMPUTE, SEND, RECEIVE, REDUCE, SHARED, SPREAD = range(6)
+COMPUTE, SEND, RECEIVE, REDUCE, SHARED_COMPUTE, MULTICAST = range(6)
 
-NORM_BYTES = 8.0
-"""What a message of norms holds of every stage."""
+_NORM_BYTES = 8.0
+"""The bytes of a message of norms for every stage in it."""
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-Way: TypeAlias = tuple[int, int, float, float, tuple[tuple[int, float], ...]]
-"""Edge (the queue between two ranks), link, seconds on the link, latency seconds; all legs if there are several, and
-the link is then -1."""
+
+
+class MessagePath(NamedTuple):
+    """The path of a message from one rank to another."""
+
+    edge: int
+    """The queue between the two ranks."""
+    link: int
+    """The link that the message occupies; -1 if there are several."""
+    seconds: float
+    """How long it occupies the link; the longest of several."""
+    latency_seconds: float
+    legs: tuple[tuple[int, float], ...]
+    """All links with their seconds."""
+
+
+class Multicast(NamedTuple):
+    """One message to any number of ranks."""
+
+    content: int
+    paths: tuple[MessagePath, ...]
 
 
 _TOPICS = ("", "tied gradients for version ", "norms for version ")
@@ -66,43 +85,43 @@ _TIED, _NORMS = 1, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instructions:
-    """The instructions of one rank, in flat lists, which cost the least time and memory.
+    """The instructions of one rank, in flat lists, which take the least time and memory.
 
-    `kinds` and `details` have an entry for each: seconds of a COMPUTE, or of a SHARED one where ranks share a host, the
-    `Way` of a SEND or RECEIVE, the `Meeting` of a REDUCE; for a SPREAD, a message to any number of ranks, what it is
-    and all its ways. `marks`, too: a `Mark` times the number of stages, plus the stage. `contents`: what each message
-    of a SEND or RECEIVE is, in the order of the row, as a number that `content_text` explains.
+    `kinds`, `details` and `effects` have one entry per instruction. The detail is the seconds of a COMPUTE (of a
+    SHARED_COMPUTE where ranks share a host), the `MessagePath` of a SEND or RECEIVE, the `ReduceInstruction` of a
+    REDUCE, or a `Multicast`. The effect is a `MemoryEffect` times the number of stages, plus the stage. `contents` has
+    the content of each SEND and RECEIVE, in the order of the row, as a number that `content_text` explains.
     """
 
     kinds: list[int]
     details: list[Any]
-    marks: list[int]
+    effects: list[int]
     contents: list[int]
 
 
-class Mark(IntEnum):
-    """What an action is to the memory of its rank. Kept: a backward that directly follows the forward of the same."""
+class MemoryEffect(IntEnum):
+    """How an action changes the memory of its rank. KEPT: the backward directly follows the forward."""
 
     FORWARD = 0
     FORWARD_KEPT = 1
     BACKWARD = 2
     BACKWARD_KEPT = 3
-    INPUT_PART = 4
-    INPUT_PART_KEPT = 5
-    WEIGHT_PART = 6
-    SEND_ON = 7
-    SEND_BACK = 8
-    RECEIVE_ON = 9
-    RECEIVE_BACK = 10
+    BACKWARD_INPUT = 4
+    BACKWARD_INPUT_KEPT = 5
+    BACKWARD_WEIGHT = 6
+    SEND_ACTIVATION = 7
+    SEND_GRADIENT = 8
+    RECEIVE_ACTIVATION = 9
+    RECEIVE_GRADIENT = 10
     REDUCE = 11
     UPDATE = 12
     OTHER = 13
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """An all-reduce of `stage` for the update to `version`; `backward`: the place in the row of the last backward (or
-    weight part) of the stage before it, or -1."""
+class ReduceInstruction:
+    """An all-reduce of `stage` for the update to `version`; `backward` is the index in the row of the stage's last
+    backward (or weight backward) before it, or -1."""
 
     stage: int
     version: int
@@ -111,91 +130,93 @@ class Meeting:
 
 
 class Writer:
-    """Writes the instructions of the ranks of one simulation, and numbers its edges and links."""
+    """Writes the instructions of all ranks of one simulation, and numbers its edges and links."""
 
     def __init__(self, placement: Placement, costs: Costs) -> None:
         self.edges: dict[tuple[int, int], int] = {}
-        """Number of each directed pair of ranks."""
+        """The number of each directed pair of ranks."""
         self.links: dict[Link, int] = {}
-        """Number of each link."""
+        """The number of each link."""
         self.cuts: dict[tuple[int, tuple[int, int]], float] = {}
-        """(link, stages before and behind a cut, or those of a skip): seconds that one message occupies the link."""
+        """By link and the two stages of a cut or skip: the seconds that one message occupies the link."""
         self._placement = placement
         self._costs = costs
         self._skips = dict(costs.skips)
         self._stages = len(placement.stages)
-        self._compute = SHARED if costs.assumptions.slowdowns else COMPUTE
-        self._routes: dict[tuple[int, int, int, int], Way] = {}
+        self._compute = SHARED_COMPUTE if costs.assumptions.slowdowns else COMPUTE
+        self._routes: dict[tuple[int, int, int, int], MessagePath] = {}
         self._kinds = len(_TOPICS) * self._stages**2
-        """Of messages: from each stage to each other one, on each topic; the number of one is below it."""
+        """How many kinds of messages there are: from each stage to each other one, on each topic."""
         more = costs.forward_seconds if costs.recompute else (0.0,) * self._stages
         self._seconds = (
             costs.forward_seconds,
-            # Of what directly follows its forward, and what does not.
+            # Without and with the recomputation of the forward.
             (costs.backward_seconds, tuple(map(add, costs.backward_seconds, more))),
             (costs.input_seconds, tuple(map(add, costs.input_seconds, more))),
             [seconds + costs.split_seconds for seconds in costs.weight_seconds],
             costs.update_seconds,
         )
+        self._effects = [effect * self._stages for effect in MemoryEffect]
+        """The number of each effect for stage 0, in the order of `MemoryEffect`."""
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
-        forwards, (backwards, again), (inputs, inputs_again), weights, updates = self._seconds
-        forward, kept, backward, direct, input_part, input_direct, weight_part, *rest = (mark * stages for mark in Mark)
-        send_on, send_back, receive_on, receive_back, reduce, update, other = rest
-        ways: dict[int, list[Way]] = {}
+        forwards, (backwards, recomputing), (inputs, inputs_recomputing), weights, updates = self._seconds
+        forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
+        send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = self._effects[7:]
+        paths: dict[int, list[MessagePath]] = {}
         last: dict[int, int] = {}
-        at_once = find_direct(row)
+        direct = find_direct(row)
         written = Instructions([], [], [], [])
-        kinds, details, marks, contents = written.kinds, written.details, written.marks, written.contents
+        kinds, details, effects, contents = written.kinds, written.details, written.effects, written.contents
         for action in row:
             match action:
                 case Forward(stage=stage, microbatch=number):
                     kinds.append(compute)
                     details.append(forwards[stage])
-                    marks.append((kept if (stage, number) in at_once else forward) + stage)
+                    effects.append((forward_kept if (stage, number) in direct else forward) + stage)
                 case Backward(stage=stage, microbatch=number):
                     last[stage] = len(kinds)
                     kinds.append(compute)
-                    kept_before = (stage, number) in at_once
-                    details.append((backwards if kept_before else again)[stage])
-                    marks.append((direct if kept_before else backward) + stage)
+                    kept = (stage, number) in direct
+                    details.append((backwards if kept else recomputing)[stage])
+                    effects.append((backward_kept if kept else backward) + stage)
                 case BackwardInput(stage=stage, microbatch=number):
                     kinds.append(compute)
-                    kept_before = (stage, number) in at_once
-                    details.append((inputs if kept_before else inputs_again)[stage])
-                    marks.append((input_direct if kept_before else input_part) + stage)
+                    kept = (stage, number) in direct
+                    details.append((inputs if kept else inputs_recomputing)[stage])
+                    effects.append((input_kept if kept else backward_input) + stage)
                 case BackwardWeight(stage=stage):
                     last[stage] = len(kinds)
                     kinds.append(compute)
                     details.append(weights[stage])
-                    marks.append(weight_part + stage)
+                    effects.append(backward_weight + stage)
                 case Send(stage=stage, microbatch=number, target=target):
                     key = stage * stages + target
-                    choice = ways.get(key) or ways.setdefault(key, self._choose(rank, stage, target, sends=True))
+                    choice = paths.get(key) or paths.setdefault(key, self._paths_to(rank, stage, target, sends=True))
                     kinds.append(SEND)
                     details.append(choice[number % len(choice)])
-                    marks.append((send_on if target > stage else send_back) + stage)
+                    effects.append((send_activation if target > stage else send_gradient) + stage)
                     contents.append(number * self._kinds + key)
                 case Receive(stage=stage, microbatch=number, source=source):
                     key = source * stages + stage
-                    choice = ways.get(-key) or ways.setdefault(-key, self._choose(rank, stage, source, sends=False))
+                    choice = paths.get(-key) or paths.setdefault(-key, self._paths_to(rank, stage, source, sends=False))
                     kinds.append(RECEIVE)
                     details.append(choice[number % len(choice)])
-                    marks.append((receive_on if source < stage else receive_back) + stage)
+                    effects.append((receive_activation if source < stage else receive_gradient) + stage)
                     contents.append(number * self._kinds + key)
                 case Update(stage=stage):
                     kinds.append(compute)
                     details.append(updates[stage])
-                    marks.append(update + stage)
+                    effects.append(update + stage)
                 case Reduce(stage=stage, version=number):
                     kinds.append(REDUCE)
-                    details.append(Meeting(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
-                    marks.append(reduce + stage)
+                    details.append(ReduceInstruction(stage, number, costs.reduce_seconds[stage], last.get(stage, -1)))
+                    effects.append(reduce + stage)
                 case SendTied() | ReceiveTied() | SendNorms() | ReceiveNorms():
                     self._write_exchange(written, rank, action)
-                    marks.append(other + action.stage)
+                    effects.append(other + action.stage)
                 case _:
                     assert_never(action)
         return written
@@ -203,7 +224,7 @@ class Writer:
     def _write_exchange(
         self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms
     ) -> None:
-        """A message that an update waits for."""
+        """Writes a message that an update waits for."""
         there = peer(action, rank, self._placement)
         match action:
             case SendTied(stage, version, target):
@@ -213,14 +234,14 @@ class Writer:
                 kind, detail = RECEIVE, self._direct(there, rank, 0.0)
                 content = self._content(_TIED, version, source, stage)
             case SendNorms(stage, version, target):
-                # Of replicas that do the same one is played.
+                # Of replicas that do the same, only one is simulated.
                 others = (there,) if self._placement.split else peers(action, rank, self._placement)
-                ways = [self._direct(rank, other, NORM_BYTES * self._stages) for other in others]
-                written.kinds.append(SPREAD)
-                written.details.append((self._content(_NORMS, version, stage, target), ways))
+                paths = tuple(self._direct(rank, other, _NORM_BYTES * self._stages) for other in others)
+                written.kinds.append(MULTICAST)
+                written.details.append(Multicast(self._content(_NORMS, version, stage, target), paths))
                 return
             case ReceiveNorms(stage, version, source):
-                kind, detail = RECEIVE, self._direct(there, rank, NORM_BYTES * self._stages)
+                kind, detail = RECEIVE, self._direct(there, rank, _NORM_BYTES * self._stages)
                 content = self._content(_NORMS, version, source, stage)
             case _:
                 assert_never(action)
@@ -231,13 +252,16 @@ class Writer:
     def _content(self, topic: int, number: int, source: int, target: int) -> int:
         return number * self._kinds + topic * self._stages**2 + source * self._stages + target
 
-    def _choose(self, rank: int, stage: int, other: int, *, sends: bool) -> list[Way]:
-        """The ways between `rank`, for `stage`, and each replica of `other` in the order of the microbatches."""
+    def _paths_to(self, rank: int, stage: int, other: int, *, sends: bool) -> list[MessagePath]:
+        """The paths between `rank`, for `stage`, and each replica of `other`, in the order of the microbatches."""
         placement = self._placement
-        peers = [placement.rank_of(other, turn) for turn in range(1 if placement.split else placement.replicas(other))]
-        return [self._way(stage, rank, other, peer) if sends else self._way(other, peer, stage, rank) for peer in peers]
+        count = 1 if placement.split else placement.replicas(other)
+        peers = [placement.rank_of(other, microbatch) for microbatch in range(count)]
+        if sends:
+            return [self._path(stage, rank, other, peer) for peer in peers]
+        return [self._path(other, peer, stage, rank) for peer in peers]
 
-    def _way(self, stage: int, rank: int, target: int, peer: int) -> Way:
+    def _path(self, stage: int, rank: int, target: int, peer: int) -> MessagePath:
         key = stage, rank, target, peer
         if key not in self._routes:
             split, stages = self._placement.split, self._placement.stages
@@ -249,24 +273,24 @@ class Writer:
         return self._routes[key]
 
     def _route(self, size_bytes: float, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Route:
-        """With tensor parallelism rank i of a group passes everything to rank i of the other group, side by side."""
+        """With tensor parallelism rank i of a group sends to rank i of the other group, all at the same time."""
         costs, width = self._costs, self._costs.tensor_parallel
         shared = costs.assumptions.shared_nic
         if width == 1:
             return find_route(costs.cluster, size_bytes, senders, receivers, shared=shared)
-        lanes = [
+        routes = [
             find_route(
                 costs.cluster,
                 size_bytes,
-                [rank * width + lane for rank in senders],
-                [rank * width + lane for rank in receivers],
+                [rank * width + tp_rank for rank in senders],
+                [rank * width + tp_rank for rank in receivers],
                 shared=shared,
             )
-            for lane in range(width)
+            for tp_rank in range(width)
         ]
-        return _join(lanes, (senders[0] * width, receivers[0] * width))
+        return _join_routes(routes, (senders[0] * width, receivers[0] * width))
 
-    def _number(self, rank: int, peer: int, route: Route, cut: tuple[int, int] | None) -> Way:
+    def _number(self, rank: int, peer: int, route: Route, cut: tuple[int, int] | None) -> MessagePath:
         edge = self.edges.setdefault((rank, peer), len(self.edges))
         legs = tuple((self.links.setdefault(link, len(self.links)), seconds) for link, seconds in route.legs)
         for link, seconds in legs:
@@ -274,11 +298,11 @@ class Writer:
                 self.cuts[link, cut] = seconds
         if len(legs) == 1:
             ((link, seconds),) = legs
-            return edge, link, seconds, route.latency_seconds, legs
-        return edge, -1, max(seconds for _, seconds in legs), route.latency_seconds, legs
+            return MessagePath(edge, link, seconds, route.latency_seconds, legs)
+        return MessagePath(edge, -1, max(seconds for _, seconds in legs), route.latency_seconds, legs)
 
-    def _direct(self, rank: int, peer: int, size_bytes: float) -> Way:
-        """Of a message that belongs to no cut. A profile does not know what is tied: such gradients have no bytes."""
+    def _direct(self, rank: int, peer: int, size_bytes: float) -> MessagePath:
+        """The path of a message that crosses no cut. Tied gradients have no bytes: a profile does not have them."""
         key = -1, rank, int(size_bytes), peer
         if key not in self._routes:
             route = self._route(size_bytes, (rank,), (peer,))
@@ -286,16 +310,16 @@ class Writer:
         return self._routes[key]
 
 
-def _join(lanes: list[Route], link: Link) -> Route:
-    """Transfers side by side as one message: on links of their own the slowest decides, on shared ones they add up."""
+def _join_routes(routes: list[Route], link: Link) -> Route:
+    """Simultaneous transfers as one message: separate links take the slowest's time, shared links the sum."""
     loads: dict[Link, float] = {}
-    for lane in lanes:
-        for leg, seconds in lane.legs:
+    for route in routes:
+        for leg, seconds in route.legs:
             if leg[0] < 0:
                 loads[leg] = loads.get(leg, 0.0) + seconds
             else:
                 loads[link] = max(loads.get(link, 0.0), seconds)
-    return Route(tuple(loads.items()), max(lane.latency_seconds for lane in lanes))
+    return Route(tuple(loads.items()), max(route.latency_seconds for route in routes))
 
 
 def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbers, _Numbers]:
@@ -306,7 +330,7 @@ def content_stages(contents: npt.NDArray[np.int64], stages: int) -> tuple[_Numbe
 
 
 def content_text(content: int, stages: int) -> str:
-    """What a message carries, for an error."""
+    """The content of a message, for an error."""
     number, key = divmod(content, len(_TOPICS) * stages**2)
     topic, pair = divmod(key, stages**2)
     source, target = divmod(pair, stages)

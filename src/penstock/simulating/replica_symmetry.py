@@ -1,9 +1,9 @@
-"""Which ranks are played: replicas that do the same at the same times are simulated once.
+"""Which ranks are simulated: of replicas that do the same at the same times, only one.
 
-- Replicas that split every microbatch run in step: the first of each stage stands for all.
+- Replicas that split every microbatch run in step: the first of each stage represents all.
 - Where every stage has d replicas that take turns, and d divides the minibatch, they form d pipelines that do the same
-  d microbatches apart. If their links are equal too, the pipeline of the first replicas stands for all.
-- Otherwise every rank is played.
+  d microbatches apart. If their links are equal, too, the pipeline of the first replicas represents all.
+- Otherwise every rank is simulated.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from penstock.simulating.costs import Costs
 from penstock.simulating.routes import slowest_link
 from penstock.values.clusters import Cluster
 
-__all__ = ["Folding", "fold"]
+__all__ = ["ReplicaSymmetry", "find_symmetry"]
 
 
 @dataclass(frozen=True, slots=True)
-class Folding:
-    """`played`: the ranks that are simulated, ascending. `stands[rank]`: which of them stands for a rank."""
+class ReplicaSymmetry:
+    """The ranks that are simulated, ascending, and for every rank the one of them that represents it."""
 
-    played: tuple[int, ...]
-    stands: tuple[int, ...]
+    simulated: tuple[int, ...]
+    representatives: tuple[int, ...]
 
 
-def fold(placement: Placement, costs: Costs, microbatches: int | None) -> Folding:
-    """The folding of a schedule with so many microbatches in a minibatch; None if that is not known."""
+def find_symmetry(placement: Placement, costs: Costs, microbatches: int | None) -> ReplicaSymmetry:
+    """The symmetry of a schedule with `microbatches` per minibatch; None if their number is not known."""
     if placement.split and costs.assumptions.slowdowns:
         raise PlanError(
             "slowdowns: expected none where replicas split microbatches, found some: all replicas of a stage compute "
@@ -35,10 +35,10 @@ def fold(placement: Placement, costs: Costs, microbatches: int | None) -> Foldin
         )
     if not (placement.split or _runs_in_pipelines(placement, costs, microbatches)):
         every = tuple(range(placement.ranks))
-        return Folding(every, every)
+        return ReplicaSymmetry(every, every)
     first = {rank: ranks[0] for ranks in placement.stages for rank in ranks}
-    stands = tuple(first[rank] for rank in range(placement.ranks))
-    return Folding(tuple(sorted(set(stands))), stands)
+    representatives = tuple(first[rank] for rank in range(placement.ranks))
+    return ReplicaSymmetry(tuple(sorted(set(representatives))), representatives)
 
 
 def _runs_in_pipelines(placement: Placement, costs: Costs, microbatches: int | None) -> bool:
@@ -59,10 +59,10 @@ def _runs_in_pipelines(placement: Placement, costs: Costs, microbatches: int | N
 def _links_are_equal(cluster: Cluster, here: tuple[int, ...], there: tuple[int, ...], width: int) -> bool:
     kinds = {
         (
-            slowest_link(cluster, (a * width + lane,), (b * width + lane,)),
-            slowest_link(cluster, (b * width + lane,), (a * width + lane,)),
+            slowest_link(cluster, (a * width + tp_rank,), (b * width + tp_rank,)),
+            slowest_link(cluster, (b * width + tp_rank,), (a * width + tp_rank,)),
         )
         for a, b in zip(here, there, strict=True)
-        for lane in range(width)
+        for tp_rank in range(width)
     }
     return len(kinds) == 1

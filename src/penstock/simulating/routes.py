@@ -1,8 +1,8 @@
-"""The way of a message: which links it occupies, for how long, and how much later it arrives.
+"""The route of a message: which links it occupies, for how long, and how much later it arrives.
 
-A link is busy for bytes / bandwidth and the message arrives a latency later, so that the latency of one message and
-the bytes of the next overlap. Where several ranks together send one message (a split microbatch, a group of tensor
-parallel ranks), all their transfers run at once and the slowest decides (SPP, INFOCOM 2022, section III).
+A link is busy for bytes / bandwidth, and the message arrives one latency later: the latency of one message and the
+bytes of the next overlap. Where several ranks send one message together (a split microbatch, a group of tensor-parallel
+ranks), all their transfers run at once and the slowest decides [SPP 2022, section III].
 """
 
 from collections import defaultdict
@@ -15,45 +15,45 @@ from typing import TypeAlias, assert_never
 from penstock.errors import PlanError
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 
-__all__ = ["INSTANT", "Link", "Route", "find_route", "server_size", "slowest_link"]
+__all__ = ["Link", "Route", "find_route", "slowest_link"]
 
 Link: TypeAlias = tuple[int, int]
-"""A directed pair of ranks, the first ones of each side where several send together; a pair of servers a and b that
-share their link is (-1 - a, -1 - b)."""
+"""A directed pair of ranks; the first of each side where several send together. Where all ranks of two servers a and b
+share one link, it is (-1 - a, -1 - b)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`legs`: each link that the message occupies, and the seconds for which it does."""
+    """The links that a message occupies, each with its seconds, and the latency."""
 
     legs: tuple[tuple[Link, float], ...]
     latency_seconds: float
 
 
-INSTANT = (inf, 0.0)
-"""Bandwidth and latency of a link that takes no time."""
+_INSTANT = (inf, 0.0)
+"""The bandwidth and latency of a link that takes no time."""
 
 
 def find_route(
     cluster: Cluster | None, size_bytes: float, senders: Sequence[int], receivers: Sequence[int], *, shared: bool
 ) -> Route:
-    """The route of `size_bytes` from `senders` to `receivers`, each of which passes an equal part to each of these.
+    """The route of `size_bytes` from `senders` to `receivers`; each sender sends an equal share to each receiver.
 
     `shared`: all pairs of ranks on two servers share the link between the servers. Without a cluster links are instant.
     """
     link = senders[0], receivers[0]
-    part = size_bytes / (len(senders) * len(receivers))
+    share_bytes = size_bytes / (len(senders) * len(receivers))
     if cluster is None:
         return Route(((link, 0.0),), 0.0)
     if not shared:
         bandwidth, latency = slowest_link(cluster, senders, receivers)
-        return Route(((link, part / bandwidth),), latency)
-    size = server_size(cluster)
+        return Route(((link, share_bytes / bandwidth),), latency)
+    size = _server_size(cluster)
     latency = 0.0
     loads: defaultdict[Link, float] = defaultdict(float)
     for a, b in product(senders, receivers):
         here, there = a // size, b // size
-        seconds = part / cluster.bandwidth(a, b)
+        seconds = share_bytes / cluster.bandwidth(a, b)
         latency = max(latency, cluster.latency(a, b))
         if here == there:
             loads[link] = max(loads[link], seconds)
@@ -62,14 +62,14 @@ def find_route(
     return Route(tuple(loads.items()), latency)
 
 
-def server_size(cluster: Cluster) -> int:
-    """How many ranks a server has: the innermost level of `cluster`. `PlanError` if its links are a matrix."""
+def _server_size(cluster: Cluster) -> int:
+    """The ranks of a server, the innermost level of `cluster`. Raises `PlanError` if its links are a matrix."""
     match cluster.links:
         case LinkLevels(levels=levels):
             return levels[0][0]
         case LinkMatrix():
             raise PlanError(
-                "shared_nic: the links of this cluster are a matrix, which does not say what a server is: describe the "
+                "shared_nic: expected a cluster with servers, found links as a matrix, which has none: describe the "
                 "cluster with Cluster.hierarchical, or measure its links while all ranks send at once"
             )
         case _:
@@ -77,9 +77,9 @@ def server_size(cluster: Cluster) -> int:
 
 
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:
-    """(Least bandwidth, largest latency) from any of `senders` to any of `receivers` but itself; `INSTANT` if none.
+    """(Least bandwidth, largest latency) from any of `senders` to any other rank of `receivers`; `_INSTANT` if none.
 
-    In a hierarchy it takes time in proportion to the number of ranks, not of pairs.
+    In a hierarchy the cost is proportional to the number of ranks, not of pairs.
     """
     links = cluster.links
     if len(senders) == len(receivers) == 1:
@@ -93,19 +93,19 @@ def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[i
             case _:
                 assert_never(links)
     if not pairs:
-        return INSTANT
+        return _INSTANT
     return min(cluster.bandwidth(a, b) for a, b in pairs), max(cluster.latency(a, b) for a, b in pairs)
 
 
 def _one_pair_per_level(
     links: LinkLevels, senders: Sequence[int], receivers: Sequence[int]
 ) -> Iterable[tuple[int, int]]:
-    """A pair for each level that joins some sender to some receiver."""
+    """One pair for each level that connects a sender to a receiver."""
     size, inner = 1, 1
     for count, _ in links.levels:
         size, inner = size * count, size
-        # Of each component: a sender and a receiver, and for each another one from elsewhere in the component.
-        sending, receiving = _spread(senders, size, inner), _spread(receivers, size, inner)
+        # For each component: up to two senders and two receivers from different parts of it.
+        sending, receiving = _multicast(senders, size, inner), _multicast(receivers, size, inner)
         for component in sending.keys() & receiving.keys():
             pairs = product(sending[component], receiving[component])
             apart = next(((a, b) for a, b in pairs if a // inner != b // inner), None)
@@ -114,8 +114,8 @@ def _one_pair_per_level(
                 break
 
 
-def _spread(ranks: Sequence[int], size: int, inner: int) -> dict[int, list[int]]:
-    """For each component of `size` ranks up to two of `ranks`, in different parts of `inner` ranks."""
+def _multicast(ranks: Sequence[int], size: int, inner: int) -> dict[int, list[int]]:
+    """Up to two of `ranks` in each component of `size` ranks, from different groups of `inner` ranks."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         members = found.setdefault(rank // size, [])

@@ -1,14 +1,15 @@
-"""The simulator: plays a schedule through with the seconds of a profile, and says when everything happens.
+"""The simulator: predicts the timeline of a schedule from the seconds of a profile.
 
 It reads the programs that the worker runs, so a prediction cannot describe another schedule than the one that trains.
-What happens when is `player`'s matter; here a schedule or plan becomes what is played, and this a timeline.
+`player` computes when everything happens; this file turns a schedule or plan into its input and its result into a
+timeline.
 
 Every action becomes one span. A send lasts from when its link is free until its message has arrived, a receive and an
 all-reduce as long as the rank waits.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Unpack, assert_never
 
@@ -20,9 +21,9 @@ from penstock.scheduling.skips import choose_skips
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
 from penstock.simulating.instructions import Writer
-from penstock.simulating.memory_traces import Sizes, hold
+from penstock.simulating.memory_traces import Sizes, trace_memory
 from penstock.simulating.player import Player, Track
-from penstock.simulating.replica_symmetry import Folding, fold
+from penstock.simulating.replica_symmetry import ReplicaSymmetry, find_symmetry
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
@@ -31,7 +32,7 @@ from penstock.values.crossings import find_hops
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["Played", "execute", "planned_schedule", "play", "simulate", "telling_minibatches"]
+__all__ = ["SimulatedRun", "default_minibatches", "execute", "planned_schedule", "play", "simulate"]
 
 
 def simulate(
@@ -43,35 +44,34 @@ def simulate(
 ) -> Timeline:
     """The predicted timeline of `minibatches` steps and the drain, in seconds from the start of the first forward.
 
-    A plan brings its stages; for a bare schedule the layers are split into stages of equal length (`Plan.uniform`).
-    What goes past stages goes as in a `Pipeline`: directly where that costs less, if the profile tells what it is; for
-    a bare schedule, as its skips say.
-    Without a number of minibatches: `telling_minibatches`. Gradients of tied weights wait for their partner but take
-    no time on the link, since a profile does not know what is tied. With tensor parallelism the profile is that of one
-    rank of a group, and all ranks of the group do the same. For an asynchronous schedule `Timeline.bubble` counts the
-    fill and the drain of these minibatches, and `Timeline.steady_bubble` does not.
+    A plan has its stages; for a bare schedule the layers are split into stages of equal length (`Plan.uniform`).
+    Tensors that skip stages are sent as in a `Pipeline`, directly where that is cheaper, if the profile has them; for a
+    bare schedule, as its skips define. `minibatches` defaults to `default_minibatches`. Gradients of tied weights wait
+    for their partner but take no time on the link, since a profile does not contain ties. With tensor parallelism the
+    profile is that of one rank of a group, and all ranks of the group do the same. For an asynchronous schedule
+    `Timeline.bubble` includes the fill and the drain of these minibatches, and `Timeline.steady_bubble` does not.
 
     Keywords are those of `Assumptions`: update_seconds_per_byte (0), overlap (True), overlap_reduce (True), allreduce
     ("ring"), shared_nic (False), optimizer_copies (2), master_copies (0), version_copies (1), slowdowns (none),
     split_seconds (3e-4).
 
-    `PlanError` if plan, profile and cluster do not fit each other; `ScheduleError` if the schedule cannot run.
+    Raises `PlanError` if plan, profile and cluster do not match, and `ScheduleError` if the schedule cannot run.
     """
     match schedule_or_plan:
         case Plan():
-            plan, played = schedule_or_plan, planned_schedule(schedule_or_plan, profile)
+            plan, simulated = schedule_or_plan, planned_schedule(schedule_or_plan, profile)
         case Schedule():
-            plan, played = _uniform(schedule_or_plan, len(profile.layers)), schedule_or_plan
+            plan, simulated = _uniform(schedule_or_plan, len(profile.layers)), schedule_or_plan
         case _:
             assert_never(schedule_or_plan)
-    placement = played.placement
-    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), played.skips)
-    programs = played.program(telling_minibatches(played, minibatches))
-    folding = fold(placement, costs, played.microbatches)
-    result = play({rank: programs[rank] for rank in folding.played}, placement, costs)
+    placement = simulated.placement
+    costs = plan_costs(plan, profile, cluster, placement, Assumptions(**options), simulated.skips)
+    programs = simulated.program(default_minibatches(simulated, minibatches))
+    symmetry = find_symmetry(placement, costs, simulated.microbatches)
+    result = play({rank: programs[rank] for rank in symmetry.simulated}, placement, costs)
     sizes = Sizes.of(costs, placement)
-    memory = _remember(result, played, costs, sizes)
-    return _timeline(programs, result.tracks, folding, sizes, plan.tensor_parallel, memory)
+    memory = {rank: trace_memory(track, sizes, costs, simulated) for rank, track in result.tracks.items()}
+    return _timeline(programs, result.tracks, symmetry, sizes, plan.tensor_parallel, memory)
 
 
 def planned_schedule(plan: Plan, profile: Profile) -> Schedule:
@@ -79,10 +79,9 @@ def planned_schedule(plan: Plan, profile: Profile) -> Schedule:
     return choose_skips(schedule(plan), find_hops(profile.crossings, [stage.start for stage in plan.stages]))
 
 
-def telling_minibatches(schedule: Schedule, minibatches: int | None = None) -> int:
-    """`minibatches` if given, else as many as show what the schedule does.
-
-    One for a schedule that flushes; else enough to fill the pipe twice and to go on after an update.
+def default_minibatches(schedule: Schedule, minibatches: int | None = None) -> int:
+    """`minibatches` if given; else one for a schedule that flushes, and enough to fill the pipe twice and to continue
+    after an update for another.
     """
     if minibatches is None:
         if schedule.flushes:
@@ -91,23 +90,23 @@ def telling_minibatches(schedule: Schedule, minibatches: int | None = None) -> i
         microbatches = max(2 * depth, schedule.microbatches_per_update + 1)
         return -(-microbatches // schedule.microbatches)
     if minibatches < 1:
-        raise ScheduleError(f"minibatches: expected 1 or more, found {minibatches}: there is nothing to play otherwise")
+        raise ScheduleError(f"minibatches: expected 1 or more, found {minibatches}: give how many to simulate")
     return minibatches
 
 
 def execute(programs: Programs, placement: Placement, costs: Costs) -> Timeline:
-    """When everything in `programs` (a row of actions per rank) happens, from second 0.
+    """The timeline of `programs` (a row of actions per rank), from second 0.
 
-    `ScheduleError` if a rank receives another message than the next on its link, or waits for one that never comes.
+    Raises `ScheduleError` if a rank receives another message than the next on its link, or one that is never sent.
     """
-    folding = fold(placement, costs, None)
-    result = play({rank: programs[rank] for rank in folding.played}, placement, costs)
-    return _timeline(programs, result.tracks, folding, Sizes.of(costs, placement))
+    symmetry = find_symmetry(placement, costs, None)
+    result = play({rank: programs[rank] for rank in symmetry.simulated}, placement, costs)
+    return _timeline(programs, result.tracks, symmetry, Sizes.of(costs, placement))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
-    """`rows`: the actions that were played, by rank. `tracks`: when they happened. And what made the times."""
+class SimulatedRun:
+    """The actions that were simulated, by rank (`rows`), their times (`tracks`), and what computed these."""
 
     rows: Mapping[int, Sequence[Action]]
     tracks: Mapping[int, Track]
@@ -120,57 +119,38 @@ class Played:
         return max((track.now for track in self.tracks.values()), default=0.0)
 
 
-def play(rows: Mapping[int, Sequence[Action]], placement: Placement, costs: Costs) -> Played:
-    """Plays the `rows` of some ranks, from second 0. `ScheduleError` as for `execute`."""
+def play(rows: Mapping[int, Sequence[Action]], placement: Placement, costs: Costs) -> SimulatedRun:
+    """Simulates the `rows` of some ranks, from second 0. Raises `ScheduleError` like `execute`."""
     writer = Writer(placement, costs)
     tracks = [Track(rank, writer.write(rank, row)) for rank, row in rows.items()]
     player = Player(tracks, placement, costs.assumptions, len(writer.links), len(writer.edges))
     player.play(rows)
-    return Played(rows, {track.rank: track for track in tracks}, writer, player)
+    return SimulatedRun(rows, {track.rank: track for track in tracks}, writer, player)
 
 
 def _timeline(
     programs: Programs,
     tracks: Mapping[int, Track],
-    folding: Folding,
+    symmetry: ReplicaSymmetry,
     sizes: Sizes,
     width: int = 1,
     memory: Mapping[int, RankMemory] | None = None,
 ) -> Timeline:
-    """The spans of all ranks; rank g of the schedule is `width` ranks here, which do the same."""
+    """The spans of all ranks; each rank of the schedule becomes `width` ranks, which do the same."""
     spans: list[Span] = []
     for rank, row in enumerate(programs):
-        track = tracks[folding.stands[rank]]
+        track = tracks[symmetry.representatives[rank]]
         texts = list(map(str, row))
-        carried = [size or None for size in sizes.carried_by(track.instructions).tolist()]
-        for lane in range(rank * width, rank * width + width):
-            spans += map(_make_span, repeat(lane, len(texts)), texts, track.starts, track.stops, carried)
-    held = () if memory is None else tuple(memory[first] for first in folding.stands for _ in range(width))
+        passed = [size or None for size in sizes.message_bytes(track.instructions).tolist()]
+        for member in range(rank * width, rank * width + width):
+            # Checking every span takes most of the time of a long simulation, and these are valid.
+            spans += map(Span.unchecked, repeat(member, len(texts)), texts, track.starts, track.stops, passed)
+    held = () if memory is None else tuple(memory[first] for first in symmetry.representatives for _ in range(width))
     return Timeline(tuple(spans), len(programs) * width, held)
 
 
-_new = object.__new__
-# Unpacked, so that a field more in Span is an error here at once.
-_set_rank, _set_action, _set_start, _set_stop, _set_size = (Span.__dict__[field.name].__set__ for field in fields(Span))
-
-
-def _make_span(rank: int, action: str, start: float, stop: float, size: float | None) -> Span:
-    """``Span(...)`` without its checks, which take most of the time of a long simulation: these are right as made."""
-    span = _new(Span)
-    _set_rank(span, rank)
-    _set_action(span, action)
-    _set_start(span, start)
-    _set_stop(span, stop)
-    _set_size(span, size)
-    return span
-
-
-def _remember(result: Played, played: Schedule, costs: Costs, sizes: Sizes) -> dict[int, RankMemory]:
-    return {rank: hold(track, sizes, costs, played) for rank, track in result.tracks.items()}
-
-
 def _uniform(schedule: Schedule, layers: int) -> Plan:
-    """Stages of equal length where `schedule` has them; of the plan, only they are used."""
+    """A plan with stages of equal length on the ranks of `schedule`; only its stages are used."""
     placement = schedule.placement
     even = Plan.uniform(layers, schedule.stages)
     stages = tuple(Stage(own.start, own.stop, ranks) for own, ranks in zip(even.stages, placement.stages, strict=True))

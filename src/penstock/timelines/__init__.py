@@ -1,4 +1,4 @@
-"""Timelines: what every rank did and when, predicted or measured, and the pages and traces that show it.
+"""Timelines: what every rank did and when, predicted or measured, and the pages and traces of it.
 
 Imports ``values``, and no torch. Start reading in ``timelines.py``.
 """

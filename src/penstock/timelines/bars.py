@@ -1,7 +1,7 @@
-"""The bars of one rank's row in an SVG picture: every computation and every transfer at its place.
+"""The bars of one rank's row in an SVG picture: every computation and every transfer.
 
-Where there is room each is a rectangle with its tooltip and its microbatch. In a crowded picture those of one colour
-are one path, and what is narrower than a pixel is merged with its neighbour.
+Where there is room each is a rectangle with its tooltip and its microbatch. In a crowded picture all bars of one color
+are one path, and a bar that is narrower than a pixel is merged with its neighbour.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,45 +15,45 @@ from penstock.values.quantities import bytes_text
 __all__ = ["ROOMY", "Geometry", "draw_row", "painted_classes"]
 
 ROOMY = 16
-"""Up to so many ranks have rows of full height."""
+"""Up to this many ranks have rows of full height."""
 _LETTER = 7
 _ORDER = ("wait", "forward", "backward", "weight", "reduce", "update", "send")
-"""What is painted later lies on top."""
-_COLOURS = {"forward": "forward", "backward": "backward", "backward input": "backward", "backward weight": "weight"}
+"""From bottom to top."""
+_COLORS = {"forward": "forward", "backward": "backward", "backward input": "backward", "backward weight": "weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Pixels: per second, and of the parts of a row from top to bottom."""
+    """The sizes of a picture in pixels: per second, and of the elements of a row from top to bottom."""
 
     scale: float
     crowded: bool
     bar: int = 26
-    """The computation."""
+    """The height of computation."""
     strip: int = 5
-    """The transfers below it."""
+    """The height of the transfers below it."""
     curve: int = 24
-    """The memory below them."""
+    """The height of the memory below them."""
     gap: int = 10
     left: int = 64
-    """Where second 0 is."""
+    """The position of second 0."""
 
     def pitch(self, memory: bool) -> int:
-        """From row to row."""
+        """The distance from row to row."""
         return self.bar + self.strip + self.gap + (self.curve + 3 if memory else 0)
 
 
 def painted_classes(row: Sequence[Span]) -> set[str]:
-    """The names of the colours in one row."""
+    """The CSS classes of the bars in one row."""
     stages = held_stages(row)
     return {_class(span, stages) for span in row}
 
 
 def draw_row(row: Sequence[Span], origin: float, geometry: Geometry, top: int) -> Iterator[str]:
-    """The spans of one rank, ascending by start, with the upper edge at `top`."""
+    """Draws the spans of one rank, ascending by start, with the upper edge at `top`."""
     stages = held_stages(row)
     named = [(span, _class(span, stages)) for span in row]
-    named.sort(key=lambda entry: _ORDER.index(entry[1].rstrip("01")))  # stable: by start within each
+    named.sort(key=lambda entry: _ORDER.index(entry[1].rstrip("01")))  # stable: by start within each class
     if geometry.crowded:
         yield from _paths(named, origin, geometry, top)
         return
@@ -63,15 +63,15 @@ def draw_row(row: Sequence[Span], origin: float, geometry: Geometry, top: int) -
 
 def _class(span: Span, stages: list[int]) -> str:
     kind = span.kind
-    if kind in _COLOURS:
-        return f"{_COLOURS[kind]}{stages.index(span.stage) % 2}"
+    if kind in _COLORS:
+        return f"{_COLORS[kind]}{stages.index(span.stage) % 2}"
     return "wait" if kind == "receive" else kind
 
 
 def _bar(span: Span, name: str, origin: float, geometry: Geometry, top: int) -> Iterator[str]:
     """The rectangle of one span with its tooltip, and its microbatch where that fits."""
     x = geometry.left + (span.start_seconds - origin) * geometry.scale
-    y, width, height = _place(span, name, geometry, top)
+    y, width, height = _extent(span, name, geometry, top)
     if width <= 0:
         return
     tooltip = f"<title>{escape(_tooltip(span))}</title>"
@@ -82,33 +82,33 @@ def _bar(span: Span, name: str, origin: float, geometry: Geometry, top: int) -> 
         yield f'<text class="on{name[-1]}" x="{x + width / 2:.2f}" y="{y + height // 2 + 4}">{label}</text>'
 
 
-def _place(span: Span, name: str, geometry: Geometry, top: int) -> tuple[int, float, int]:
+def _extent(span: Span, name: str, geometry: Geometry, top: int) -> tuple[int, float, int]:
     """The upper edge, the width and the height."""
     width = span.seconds * geometry.scale
     if name == "update":
-        return top, max(width, 2.0), geometry.bar  # an update may take no time, and must be seen all the same
+        return top, max(width, 2.0), geometry.bar  # an update that takes no time must be visible, too
     if name == "send":
         return top + geometry.bar + 2, width, geometry.strip
     return top, width, geometry.bar
 
 
 def _paths(named: Sequence[tuple[Span, str]], origin: float, geometry: Geometry, top: int) -> Iterator[str]:
-    """One path for each colour of the row, without waits; pieces narrower than a pixel join what is close to them."""
-    pieces: dict[str, list[list[float]]] = {}
-    places: dict[str, tuple[int, int]] = {}
+    """One path for each class in the row, without waits; segments narrower than a pixel join their neighbours."""
+    segments: dict[str, list[list[float]]] = {}
+    edges: dict[str, tuple[int, int]] = {}
     for span, name in named:
         x = geometry.left + (span.start_seconds - origin) * geometry.scale
-        y, width, height = _place(span, name, geometry, top)
+        y, width, height = _extent(span, name, geometry, top)
         if name == "wait" or width <= 0:
             continue
-        places[name] = y, height
-        own = pieces.setdefault(name, [])
+        edges[name] = y, height
+        own = segments.setdefault(name, [])
         if own and x - own[-1][1] < 0.5 and (width < 1.5 or own[-1][1] - own[-1][0] < 1.5):
             own[-1][1] = max(own[-1][1], x + width)
         else:
             own.append([x, x + width])
-    for name, own in pieces.items():
-        y, height = places[name]
+    for name, own in segments.items():
+        y, height = edges[name]
         steps, at = [f"M{own[0][0]:.1f} {y}"], round(own[0][0], 1)
         for start, stop in own:
             width = max(0.3, stop - start - (0.4 if stop - start > 2 else 0.0))

@@ -1,7 +1,7 @@
 """The SVG picture of a timeline, or of a prediction above a measurement: one row per rank, time to the right.
 
-It stands alone (no script, no font, no other file), so it can lie in a README, a report or a browser tab. Its colours
-follow the reader's light or dark setting. The exact numbers are in the tooltips.
+It needs no script, no font and no other file, so a README, a report or a browser can show it. Its colors follow the
+reader's light or dark setting. The exact numbers are in the tooltips.
 
     rank 0  [0][1][2][3]////////////[0][1] ...    forward, backward, update; hatched: idle      idle 43%
              ==  ==  ==  ==                       transfers that the rank sends
@@ -24,17 +24,17 @@ __all__ = ["axis_step", "timeline_svg"]
 
 _RIGHT, _HEADLINE = 84, 24
 _LETTER = 7
-"""Pixels that a digit of a label takes."""
+"""The width of a digit of a label in pixels."""
 _CROWD = 4_000
-"""A picture with more spans is drawn without tooltips and numbers: a browser would choke on it."""
+"""A picture with more spans is drawn without tooltips and numbers, which would be too slow in a browser."""
 
 _STYLE = """
-  svg { background: #ffffff; --ink: #1b1f24; --soft: #59636e; --faint: #d5dae1; --lane: #f4f6f8; --hatch: #d3d9e0;
+  svg { background: #ffffff; --ink: #1b1f24; --soft: #59636e; --faint: #d5dae1; --band: #f4f6f8; --hatch: #d3d9e0;
     --forward0: #0067a8; --forward1: #62b0e0; --backward0: #c65200; --backward1: #f0a35e; --update: #b0559b;
     --weight0: #6b51b5; --weight1: #ab98e0;
     --reduce: #007d5c; --send: #7d8590; --held: #c3cad3; --memory: #6d7f95 }
   @media (prefers-color-scheme: dark) {
-    svg { background: #14171c; --ink: #e6eaef; --soft: #9aa4b0; --faint: #343b45; --lane: #1b1f26; --hatch: #333a45;
+    svg { background: #14171c; --ink: #e6eaef; --soft: #9aa4b0; --faint: #343b45; --band: #1b1f26; --hatch: #333a45;
       --forward0: #2f8fd0; --forward1: #8cc8f0; --backward0: #dd6a1b; --backward1: #f5b67e; --update: #cf7fbd;
       --weight0: #8b74d6; --weight1: #c3b5f0;
       --reduce: #2fb18c; --send: #8b949e; --held: #3b4450; --memory: #8295ad }
@@ -52,12 +52,12 @@ _STYLE = """
 """.strip("\n")
 _HATCH = (
     '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="6" height="6" fill="var(--lane)"/><rect width="1.5" height="6" fill="var(--hatch)"/></pattern></defs>'
+    '<rect width="6" height="6" fill="var(--band)"/><rect width="1.5" height="6" fill="var(--hatch)"/></pattern></defs>'
 )
 
 
 def timeline_svg(panels: Sequence[Panel]) -> str:
-    """The picture of `panels`, one below the other, as the text of an SVG document."""
+    """The SVG document of `panels`, one below the other."""
     seconds = max(panel.seconds for panel in panels)
     crowded = sum(len(row) for panel in panels for row in panel.rows) > _CROWD
     ranks = max(len(panel.rows) for panel in panels)
@@ -89,13 +89,13 @@ def timeline_svg(panels: Sequence[Panel]) -> str:
 
 
 def axis_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `least`."""
+    """The smallest number of at least `least` that is 1, 2 or 5 times a power of ten."""
     power: float = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _length(panels: Sequence[Panel], seconds: float, crowded: bool) -> int:
-    """Pixels of the time axis: enough for a number in the usual forward, within what a browser shows with ease."""
+    """Pixels of the time axis: enough for a number in the median forward, within what a browser shows quickly."""
     spans = (span for panel in panels for row in panel.rows for span in row)
     forwards = [span.seconds for span in spans if span.kind == "forward" and span.seconds > 0]
     wanted = 20 * seconds / median(forwards) if forwards else 0.0
@@ -105,7 +105,7 @@ def _length(panels: Sequence[Panel], seconds: float, crowded: bool) -> int:
 def _panel(panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[str]:
     pitch = geometry.pitch(bool(panel.memory))
     end = geometry.left + panel.seconds * geometry.scale + 8
-    told = any(row and held_stages(row) != [rank] for rank, row in enumerate(panel.rows))
+    labeled = any(row and held_stages(row) != [rank] for rank, row in enumerate(panel.rows))
     for rank, row in enumerate(panel.rows):
         y = top + rank * pitch
         base = y + geometry.bar / 2 + 4
@@ -117,7 +117,7 @@ def _panel(panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[
             f'height="{geometry.bar}"><title>rank {rank}: idle {idle:.1%} of wall time</title></rect>'
         )
         yield from draw_row(row, panel.origin, geometry, y)
-        if told and row and geometry.bar >= 20:
+        if labeled and row and geometry.bar >= 20:
             stages = held_stages(row)
             label = f"stage {stages[0]}" if len(stages) == 1 else f"{len(stages)} stages"
             yield f'<text class="soft" x="{geometry.left - 8}" y="{base + 14:g}" text-anchor="end">{label}</text>'
@@ -128,7 +128,7 @@ def _panel(panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[
 
 
 def _memory(memory: RankMemory, rank: int, panel: Panel, geometry: Geometry, top: int, peak: float) -> Iterator[str]:
-    """The curve of one rank as an area over what it always holds; all curves of a picture have one scale."""
+    """The memory of one rank as an area above its constant memory; all curves of a picture have one scale."""
     height = geometry.curve
     bottom = top + height
     per_byte = height / peak if peak > 0 else 0.0
@@ -148,11 +148,11 @@ def _memory(memory: RankMemory, rank: int, panel: Panel, geometry: Geometry, top
 
 
 def _thinned(memory: RankMemory, origin: float, geometry: Geometry, width: float) -> list[tuple[float, float]]:
-    """(pixel until which it holds, bytes), in steps of a third of a pixel or more; a shorter peak is widened."""
+    """(right edge in pixels, bytes) of each step, at least a third of a pixel wide; a shorter peak is widened."""
     least, end = 1 / 3, geometry.left + width
     steps: list[tuple[float, float]] = []
     size, reached, missed = memory.constant_bytes, float(geometry.left), 0.0
-    for at, new in (*memory.course(), (origin + width / geometry.scale, 0.0)):
+    for at, new in (*memory.total_curve(), (origin + width / geometry.scale, 0.0)):
         x = min(max(geometry.left + (at - origin) * geometry.scale, reached), end)
         if x - reached >= least:
             if missed > size:
@@ -166,12 +166,12 @@ def _thinned(memory: RankMemory, origin: float, geometry: Geometry, width: float
 
 
 def _critical(panel: Panel, geometry: Geometry, top: int, pitch: int) -> Iterator[str]:
-    """A line along the spans of the critical path, at the foot of their bars, and from each to the next."""
+    """Draws a line along the spans of the critical path, at the foot of their bars."""
     path = ""
     reached = -math.inf
     for span in panel.critical:
         y = top + span.rank * pitch + geometry.bar + (geometry.strip + 1.5 if span.kind == "send" else -0.5)
-        # A wait counts from the end of what it hangs on, not from when its rank began to wait.
+        # A wait counts from the end of what it waits for, not from when its rank began to wait.
         began = min(span.stop_seconds, max(span.start_seconds, reached))
         start, stop = ((at - panel.origin) * geometry.scale for at in (began, span.stop_seconds))
         path += f"{'L' if path else 'M'}{geometry.left + start:.1f} {y:g}H{geometry.left + stop:.1f}"
@@ -181,7 +181,7 @@ def _critical(panel: Panel, geometry: Geometry, top: int, pitch: int) -> Iterato
 
 
 def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], int]:
-    """What the colours of this picture mean, without those that it does not use; and the height of that."""
+    """The legend of the colors that the picture uses, and its height."""
     used = {name for panel in panels for row in panel.rows for name in painted_classes(row)} | {"idle"}
     used |= {"held", "memory"} if any(panel.memory for panel in panels) else set()
     used |= {"critical"} if any(panel.critical for panel in panels) else set()
@@ -190,7 +190,7 @@ def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], 
     entries = (
         (("forward0", "forward1"), "forward"),
         (("backward0", "backward1"), f"backward{lighter}"),
-        (("weight0", "weight1"), "weight part of a backward"),
+        (("weight0", "weight1"), "weight backward"),
         (("update",), "update"),
         (("reduce",), "sum of gradients"),
         (("send",), "sending"),
@@ -220,7 +220,7 @@ def _legend(panels: Sequence[Panel], left: int, width: int) -> tuple[list[str], 
 
 
 def _axis(seconds: float, geometry: Geometry, top: int, bottom: int) -> Iterator[str]:
-    """A rule under the rows with a tick at every 1, 2 or 5 times a power of ten."""
+    """Draws the time axis under the rows, with ticks at multiples of `axis_step`."""
     left, scale = geometry.left, geometry.scale
     yield f'<path class="axis" d="M{left} {bottom}h{seconds * scale:.2f}"/>'
     if seconds <= 0:

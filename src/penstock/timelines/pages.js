@@ -1,4 +1,4 @@
-// The script of a timeline's page: draws what is in sight of the columns in #data, and says what is under the pointer.
+// The script of a timeline's page: draws the visible part of the columns in #data and shows tooltips.
 // Units: ticks for time (data.tick seconds each), pixels of the page for everything on the canvas.
 "use strict";
 (() => {
@@ -10,8 +10,8 @@
   const NAMES = { F: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send" };
   const end = Math.max(1, ...data.panels.map((panel) => panel.length));
   const peak = Math.max(0, ...data.panels.flatMap((panel) => panel.memory.map((memory) => memory.peak)));
-  let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), lanes = [], height = 0;
-  let chosen = null, pointer = null, drag = null, pending = false, colours = {}, hatch = null;
+  let remembered = true, view = { from: 0, to: end }, size = BARS.indexOf(26), bands = [], height = 0;
+  let chosen = null, pointer = null, drag = null, pending = false, colors = {}, hatch = null;
 
   // ---- Reading -----------------------------------------------------------------------------------------------------
   const summed = (steps) => { let at = 0; return Float64Array.from(steps, (step) => (at += step)); };
@@ -48,7 +48,7 @@
     while (low < high) { const middle = (low + high) >> 1; if (reach[middle] > tick) high = middle; else low = middle + 1; }
     return low;
   }
-  const held = (course, tick) => { const i = first(course.at, tick); return i ? course.bytes[i - 1] : 0; };
+  const held = (total_curve, tick) => { const i = first(total_curve.at, tick); return i ? total_curve.bytes[i - 1] : 0; };
 
   // ---- Words -------------------------------------------------------------------------------------------------------
   const scaled = (value, scales) => {
@@ -73,12 +73,12 @@
   // ---- Layout ------------------------------------------------------------------------------------------------------
   function arrange() {
     const bar = BARS[size], strip = bar < 9 ? 2 : Math.min(6, Math.round(bar / 4));
-    lanes = []; height = AXIS + 4;
+    bands = []; height = AXIS + 4;
     for (const panel of data.panels) {
       panel.top = height; height += panel.name ? HEAD : 4;
       const curve = remembered && panel.memory.length ? Math.max(4, Math.round(bar * 0.85)) : 0;
       const pitch = bar + 1 + strip + (curve ? curve + 2 : 0) + Math.max(2, Math.min(10, Math.round(bar / 3)));
-      panel.rows.forEach((row, rank) => lanes.push({ panel, row, rank, top: height + rank * pitch, bar, strip, curve, pitch }));
+      panel.rows.forEach((row, rank) => bands.push({ panel, row, rank, top: height + rank * pitch, bar, strip, curve, pitch }));
       height += panel.rows.length * pitch + 10;
     }
     space.style.height = `${Math.max(0, height - frame.clientHeight)}px`;
@@ -101,15 +101,15 @@
   }
   function dress() {
     const style = getComputedStyle(document.documentElement);
-    colours = new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
-    colours = Object.fromEntries(["paper", "ink", "soft", "faint", "lane", "hatch", "forward", "forward1", "backward", "backward1",
+    colors = new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
+    colors = Object.fromEntries(["paper", "ink", "soft", "faint", "band", "hatch", "forward", "forward1", "backward", "backward1",
       "weight", "weight1",
-      "update", "reduce", "send", "held", "activations", "buffers", "on", "on1", "critical", "halo"].map((name) => [name, colours[name]]));
+      "update", "reduce", "send", "held", "activations", "buffers", "on", "on1", "critical", "halo"].map((name) => [name, colors[name]]));
     const tile = document.createElement("canvas");
     tile.width = tile.height = 6;
     const brush = tile.getContext("2d");
-    brush.fillStyle = colours.lane; brush.fillRect(0, 0, 6, 6);
-    brush.strokeStyle = colours.hatch; brush.lineWidth = 1.1;
+    brush.fillStyle = colors.band; brush.fillRect(0, 0, 6, 6);
+    brush.strokeStyle = colors.hatch; brush.lineWidth = 1.1;
     brush.beginPath();
     for (const shift of [-6, 0, 6]) { brush.moveTo(shift - 1, 7); brush.lineTo(shift + 7, -1); }
     brush.stroke();
@@ -119,8 +119,8 @@
 
   // ---- Drawing -----------------------------------------------------------------------------------------------------
   const FONT = 'ui-sans-serif, system-ui, "Segoe UI", "DejaVu Sans", sans-serif';
-  function text(words, px, py, { colour = colours.ink, align = "left", points = 12, bold = "" } = {}) {
-    pen.fillStyle = colour; pen.textAlign = align; pen.textBaseline = "middle"; pen.font = `${bold} ${points}px ${FONT}`;
+  function text(words, px, py, { color = colors.ink, align = "left", points = 12, bold = "" } = {}) {
+    pen.fillStyle = color; pen.textAlign = align; pen.textBaseline = "middle"; pen.font = `${bold} ${points}px ${FONT}`;
     pen.fillText(words, px, py);
   }
   function redraw() {
@@ -129,12 +129,12 @@
   function draw() {
     const ratio = devicePixelRatio || 1, wide = frame.clientWidth, high = frame.clientHeight, down = frame.scrollTop;
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.fillStyle = colours.paper; pen.fillRect(0, 0, wide, high);
-    const seen = lanes.filter((lane) => lane.top + lane.pitch > down && lane.top < down + high);
+    pen.fillStyle = colors.paper; pen.fillRect(0, 0, wide, high);
+    const seen = bands.filter((band) => band.top + band.pitch > down && band.top < down + high);
     pen.save();
     pen.beginPath(); pen.rect(LEFT, 0, width() + 2, high); pen.clip();
     pen.translate(0, -down);
-    seen.forEach(drawLane);
+    seen.forEach(drawBand);
     data.panels.forEach(drawPath);
     pen.restore();
     pen.save(); pen.translate(0, -down);
@@ -143,50 +143,50 @@
     pen.restore();
     drawAxis(wide, high);
   }
-  function drawLane(lane) {
-    const { row, top, bar, strip, panel } = lane, left = x(0), right = x(panel.length);
+  function drawBand(band) {
+    const { row, top, bar, strip, panel } = band, left = x(0), right = x(panel.length);
     pen.fillStyle = hatch; pen.fillRect(left, top, right - left, bar);
     const labels = [];
     each(row.busy, (span) => {
       const start = x(span.start), wide = Math.max(x(span.stop) - start, span.kind === "U" ? 2 : 0.4);
       const shaded = span.shade && "FBIW".includes(span.kind);
-      pen.fillStyle = colours[NAMES[span.kind] + (shaded ? "1" : "")];
+      pen.fillStyle = colors[NAMES[span.kind] + (shaded ? "1" : "")];
       pen.fillRect(start, top, wide > 3 ? wide - 0.7 : wide, bar);
       if (wide > 8 && bar >= 12 && span.kind !== "U") labels.push([span, start, wide, shaded]);
     });
-    pen.fillStyle = colours.send;
+    pen.fillStyle = colors.send;
     each(row.sends, (span) => pen.fillRect(x(span.start), top + bar + 1, Math.max(x(span.stop) - x(span.start), 0.4), strip));
     const points = Math.min(13, Math.max(9, bar - 8));
     for (const [span, start, wide, shaded] of labels) {
       const label = span.kind === "A" ? "\u03a3" : String(span.number);
       const low = Math.max(start, LEFT), high = Math.min(start + wide, LEFT + width());
       if (high - low > label.length * points * 0.62 + 3)
-        text(label, (low + high) / 2, top + bar / 2 + 1, { colour: shaded ? colours.on1 : colours.on, align: "center", points });
+        text(label, (low + high) / 2, top + bar / 2 + 1, { color: shaded ? colors.on1 : colors.on, align: "center", points });
     }
-    if (chosen && chosen.lane.panel === panel && chosen.lane.rank === lane.rank) outline(lane, chosen.span);
-    if (lane.curve) drawMemory(lane);
+    if (chosen && chosen.band.panel === panel && chosen.band.rank === band.rank) outline(band, chosen.span);
+    if (band.curve) drawMemory(band);
   }
   function each(list, act) {
     for (let i = first(list.reach, view.from); i < list.spans.length && list.spans[i].start <= view.to; i++) act(list.spans[i]);
   }
-  function outline(lane, span) {
+  function outline(band, span) {
     const start = x(span.start), sends = "STN".includes(span.kind);
-    pen.strokeStyle = colours.ink; pen.lineWidth = 2;
-    pen.strokeRect(start, sends ? lane.top + lane.bar : lane.top, Math.max(2, x(span.stop) - start), sends ? lane.strip + 2 : lane.bar);
+    pen.strokeStyle = colors.ink; pen.lineWidth = 2;
+    pen.strokeRect(start, sends ? band.top + band.bar : band.top, Math.max(2, x(span.stop) - start), sends ? band.strip + 2 : band.bar);
   }
-  function drawMemory(lane) {
-    const memory = lane.panel.memory[lane.rank], { curve } = lane, bottom = lane.top + lane.bar + lane.strip + 3 + curve;
-    const from = Math.max(0, view.from), to = Math.min(lane.panel.length, view.to);
+  function drawMemory(band) {
+    const memory = band.panel.memory[band.rank], { curve } = band, bottom = band.top + band.bar + band.strip + 3 + curve;
+    const from = Math.max(0, view.from), to = Math.min(band.panel.length, view.to);
     if (to <= from || peak === 0) return;
     const per = curve / peak;
-    area(memory.activations, memory.held, memory.buffers, colours.buffers);
-    area(memory.activations, memory.held, null, colours.activations);
-    pen.fillStyle = colours.held;
+    area(memory.activations, memory.held, memory.buffers, colors.buffers);
+    area(memory.activations, memory.held, null, colors.activations);
+    pen.fillStyle = colors.held;
     pen.fillRect(x(from), bottom - memory.held * per, x(to) - x(from), memory.held * per);
-    function area(course, base, more, colour) {
-      const moments = more ? [...window_(course), ...window_(more)].sort((a, b) => a - b) : window_(course);
-      const total = (tick) => base + held(course, tick) + (more ? held(more, tick) : 0);
-      pen.fillStyle = colour; pen.beginPath(); pen.moveTo(x(from), bottom);
+    function area(total_curve, base, more, color) {
+      const moments = more ? [...window_(total_curve), ...window_(more)].sort((a, b) => a - b) : window_(total_curve);
+      const total = (tick) => base + held(total_curve, tick) + (more ? held(more, tick) : 0);
+      pen.fillStyle = color; pen.beginPath(); pen.moveTo(x(from), bottom);
       let level = total(from), last = x(from), most = level;
       pen.lineTo(last, bottom - level * per);
       for (const tick of moments) {
@@ -198,57 +198,57 @@
       }
       pen.lineTo(last, bottom - level * per); pen.lineTo(x(to), bottom - level * per); pen.lineTo(x(to), bottom); pen.fill();
     }
-    function window_(course) { return Array.from(course.at.subarray(first(course.at, from), first(course.at, to))); }
+    function window_(total_curve) { return Array.from(total_curve.at.subarray(first(total_curve.at, from), first(total_curve.at, to))); }
   }
   function drawPath(panel) {
     if (!panel.path.length) return;
-    const lane = lanes.find((lane) => lane.panel === panel);
-    const foot = (span) => lane.top + span.rank * lane.pitch + lane.bar + ("STN".includes(span.kind) ? lane.strip + 1 : -1);
+    const band = bands.find((band) => band.panel === panel);
+    const foot = (span) => band.top + span.rank * band.pitch + band.bar + ("STN".includes(span.kind) ? band.strip + 1 : -1);
     pen.beginPath();
     panel.path.forEach((span, index) => {
-      // A wait counts from the end of what it hangs on, not from when its rank began to wait.
+      // A wait counts from the end of what it waits for, not from when its rank began to wait.
       const began = index ? Math.min(span.stop, Math.max(span.start, panel.path[index - 1].stop)) : span.start;
       const start = Math.max(-1e4, Math.min(1e5, x(began))), stop = Math.max(-1e4, Math.min(1e5, x(span.stop)));
       if (index) pen.lineTo(start, foot(span)); else pen.moveTo(start, foot(span));
       pen.lineTo(stop, foot(span));
     });
     pen.lineJoin = "round";
-    const thin = lane.bar < 20;
-    for (const [colour, line] of [[colours.halo, thin ? 3 : 5], [colours.critical, thin ? 1.5 : 2.5]]) {
-      pen.strokeStyle = colour; pen.lineWidth = line; pen.stroke();
+    const thin = band.bar < 20;
+    for (const [color, line] of [[colors.halo, thin ? 3 : 5], [colors.critical, thin ? 1.5 : 2.5]]) {
+      pen.strokeStyle = color; pen.lineWidth = line; pen.stroke();
     }
   }
-  function drawMargins(lane) {
-    const small = lane.pitch < 13, points = lane.bar < 12 ? 10 : 12;
-    const every = Math.ceil(12 / lane.pitch);
-    if (lane.rank % every) return;
-    const middle = lane.top + (small ? lane.pitch / 2 : Math.max(lane.bar, 10) / 2), right = LEFT + width() + 8;
-    text(`rank ${lane.rank}`, LEFT - 8, middle, { align: "right", points });
-    text(`idle ${lane.row.idle}`, right, middle, { colour: colours.soft, points });
-    const below = middle + Math.max(12, lane.bar / 2 + 2 + lane.strip + lane.curve / 2);
-    if (below + 6 > lane.top + lane.pitch) return;
-    if (lane.row.stage && lane.curve >= 10) text(lane.row.stage, LEFT - 8, below, { align: "right", points: 11, colour: colours.soft });
-    if (lane.curve >= 10) text(bytes(lane.panel.memory[lane.rank].peak), right, below, { colour: colours.soft, points: 11 });
+  function drawMargins(band) {
+    const small = band.pitch < 13, points = band.bar < 12 ? 10 : 12;
+    const every = Math.ceil(12 / band.pitch);
+    if (band.rank % every) return;
+    const middle = band.top + (small ? band.pitch / 2 : Math.max(band.bar, 10) / 2), right = LEFT + width() + 8;
+    text(`rank ${band.rank}`, LEFT - 8, middle, { align: "right", points });
+    text(`idle ${band.row.idle}`, right, middle, { color: colors.soft, points });
+    const below = middle + Math.max(12, band.bar / 2 + 2 + band.strip + band.curve / 2);
+    if (below + 6 > band.top + band.pitch) return;
+    if (band.row.stage && band.curve >= 10) text(band.row.stage, LEFT - 8, below, { align: "right", points: 11, color: colors.soft });
+    if (band.curve >= 10) text(bytes(band.panel.memory[band.rank].peak), right, below, { color: colors.soft, points: 11 });
   }
   function drawAxis(wide, high) {
-    pen.fillStyle = colours.paper; pen.fillRect(0, 0, wide, AXIS);
+    pen.fillStyle = colors.paper; pen.fillRect(0, 0, wide, AXIS);
     const least = (view.to - view.from) * 90 / width(), power = 10 ** Math.floor(Math.log10(least * data.tick)) / data.tick;
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * (1 - 1e-9));
     const digits = (ticks) => {
-      // As many digits as tell neighbours apart, in the unit of the largest.
+      // Enough digits to distinguish neighbours, in the unit of the largest.
       const unit = UNITS.find(([scale]) => Math.abs(view.to) * data.tick >= scale) || UNITS[3];
       const places = Math.max(0, Math.min(12, Math.ceil(-Math.log10(step * data.tick / unit[0]) - 1e-9)));
       return `${(ticks * data.tick / unit[0]).toFixed(places)} ${unit[1]}`;
     };
-    pen.strokeStyle = colours.faint; pen.lineWidth = 1; pen.beginPath();
+    pen.strokeStyle = colors.faint; pen.lineWidth = 1; pen.beginPath();
     for (let index = Math.ceil(view.from / step); index * step <= view.to; index++) {
       const px = Math.round(x(index * step)) + 0.5;
       pen.moveTo(px, AXIS - 5); pen.lineTo(px, AXIS);
-      text(index === 0 ? "0" : digits(index * step), px, AXIS / 2 - 2, { colour: colours.soft, align: "center", points: 11 });
+      text(index === 0 ? "0" : digits(index * step), px, AXIS / 2 - 2, { color: colors.soft, align: "center", points: 11 });
     }
     pen.moveTo(0, AXIS + 0.5); pen.lineTo(wide, AXIS + 0.5); pen.stroke();
     if (pointer && pointer.x >= LEFT && pointer.x <= LEFT + width()) {
-      pen.strokeStyle = colours.soft; pen.setLineDash([3, 3]); pen.beginPath();
+      pen.strokeStyle = colors.soft; pen.setLineDash([3, 3]); pen.beginPath();
       pen.moveTo(pointer.x + 0.5, AXIS); pen.lineTo(pointer.x + 0.5, high); pen.stroke(); pen.setLineDash([]);
     }
   }
@@ -256,10 +256,10 @@
   // ---- Asking ------------------------------------------------------------------------------------------------------
   function laneAt(py) {
     const inner = py + frame.scrollTop;
-    return py < AXIS ? undefined : lanes.find((lane) => inner >= lane.top && inner < lane.top + lane.pitch);
+    return py < AXIS ? undefined : bands.find((band) => inner >= band.top && inner < band.top + band.pitch);
   }
-  function spanAt(lane, px, py) {
-    const within = py + frame.scrollTop - lane.top, tick = tickAt(px), near = 2 * (view.to - view.from) / width();
+  function spanAt(band, px, py) {
+    const within = py + frame.scrollTop - band.top, tick = tickAt(px), near = 2 * (view.to - view.from) / width();
     const find = (list) => {
       let best;
       for (let i = first(list.reach, tick - near - 1e-9); i < list.spans.length && list.spans[i].start <= tick + near; i++) {
@@ -268,20 +268,20 @@
       }
       return best && best.span;
     };
-    if (within <= lane.bar) return find(lane.row.busy) || find(lane.row.waits);
-    return within <= lane.bar + lane.strip + 2 ? find(lane.row.sends) : undefined;
+    if (within <= band.bar) return find(band.row.busy) || find(band.row.waits);
+    return within <= band.bar + band.strip + 2 ? find(band.row.sends) : undefined;
   }
   function ask(px, py) {
-    const lane = laneAt(py);
-    if (!lane || px < LEFT || px > LEFT + width()) return "";
+    const band = laneAt(py);
+    if (!band || px < LEFT || px > LEFT + width()) return "";
     const tick = tickAt(px);
-    if (tick < 0 || tick > lane.panel.length) return "";
-    const span = spanAt(lane, px, py), within = py + frame.scrollTop - lane.top;
+    if (tick < 0 || tick > band.panel.length) return "";
+    const span = spanAt(band, px, py), within = py + frame.scrollTop - band.top;
     if (span) return words(span);
-    if (within <= lane.bar) return `idle\nrank ${lane.rank} at ${moment(tick)}; idle ${lane.row.idle} of wall time`;
-    if (lane.curve && within > lane.bar + lane.strip) {
-      const memory = lane.panel.memory[lane.rank], now = held(memory.activations, tick), waiting = held(memory.buffers, tick);
-      return `${bytes(memory.held + now + waiting)} on rank ${lane.rank} at ${moment(tick)}\n`
+    if (within <= band.bar) return `idle\nrank ${band.rank} at ${moment(tick)}; idle ${band.row.idle} of wall time`;
+    if (band.curve && within > band.bar + band.strip) {
+      const memory = band.panel.memory[band.rank], now = held(memory.activations, tick), waiting = held(memory.buffers, tick);
+      return `${bytes(memory.held + now + waiting)} on rank ${band.rank} at ${moment(tick)}\n`
         + `always held ${bytes(memory.held)}, activations ${bytes(now)}, messages and gradients ${bytes(waiting)}\n${memory.words}`;
     }
     return "";
@@ -318,30 +318,30 @@
     if (button) button.setAttribute("aria-pressed", String(remembered));
     resize();
   }
-  function choose(lane, span) {
+  function choose(band, span) {
     if (!span) return;
-    chosen = { lane, span };
+    chosen = { band, span };
     if (span.start < view.from || span.stop > view.to) {
       const room = view.to - view.from;
       look((span.start + span.stop - room) / 2, (span.start + span.stop + room) / 2);
     }
-    const top = lane.top - AXIS - HEAD, bottom = lane.top + lane.pitch - frame.clientHeight;
+    const top = band.top - AXIS - HEAD, bottom = band.top + band.pitch - frame.clientHeight;
     frame.scrollTop = Math.max(Math.min(frame.scrollTop, top), bottom);
     said.textContent = words(span);
     redraw();
     // After the scrolling, which hides it.
-    requestAnimationFrame(() => show(words(span), x(Math.max(view.from, span.start)), lane.top - frame.scrollTop + lane.bar));
+    requestAnimationFrame(() => show(words(span), x(Math.max(view.from, span.start)), band.top - frame.scrollTop + band.bar));
   }
   function step(way) {
-    if (!chosen) return choose(lanes[0], lanes[0].row.busy.spans[0]);
-    const own = chosen.lane.row.busy.spans, index = own.indexOf(chosen.span);
-    choose(chosen.lane, own[Math.min(own.length - 1, Math.max(0, index + way))]);
+    if (!chosen) return choose(bands[0], bands[0].row.busy.spans[0]);
+    const own = chosen.band.row.busy.spans, index = own.indexOf(chosen.span);
+    choose(chosen.band, own[Math.min(own.length - 1, Math.max(0, index + way))]);
   }
   function hop(way) {
     if (!chosen) return step(0);
-    for (let index = lanes.indexOf(chosen.lane) + way; lanes[index]; index += way) {
-      const list = lanes[index].row.busy;
-      if (list.spans.length) return choose(lanes[index], list.spans[Math.min(first(list.reach, chosen.span.start), list.spans.length - 1)]);
+    for (let index = bands.indexOf(chosen.band) + way; bands[index]; index += way) {
+      const list = bands[index].row.busy;
+      if (list.spans.length) return choose(bands[index], list.spans[Math.min(first(list.reach, chosen.span.start), list.spans.length - 1)]);
     }
   }
   const place = (event) => { const box = canvas.getBoundingClientRect(); return { x: event.clientX - box.left, y: event.clientY - box.top }; };
@@ -373,7 +373,7 @@
   canvas.addEventListener("pointercancel", release);
   canvas.addEventListener("pointerleave", () => { pointer = null; if (!drag) show(""); redraw(); });
   canvas.addEventListener("dblclick", (event) => {
-    const at = place(event), lane = laneAt(at.y), span = lane && spanAt(lane, at.x, at.y);
+    const at = place(event), band = laneAt(at.y), span = band && spanAt(band, at.x, at.y);
     if (!span) return look(0, end);
     const room = Math.max(1, span.stop - span.start) * 4;
     look((span.start + span.stop) / 2 - room, (span.start + span.stop) / 2 + room);
@@ -397,7 +397,7 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dress);
   addEventListener("resize", resize);
 
-  // The tallest rows of which all are in sight, but none too flat to read.
+  // The tallest rows with which all are visible, but none too flat to read.
   const room = innerHeight - frame.getBoundingClientRect().top - 92;
   for (size = BARS.indexOf(34); size > BARS.indexOf(9); size--) { arrange(); if (height <= room) break; }
   dress();

@@ -1,8 +1,8 @@
-"""The HTML page of a timeline, or of a prediction above a measurement: a picture to zoom, to move and to ask.
+"""The HTML page of a timeline, or of a prediction above a measurement: a picture to zoom, pan and inspect.
 
-One file that needs no other: the spans are columns of numbers in one JSON document, the script (`pages.js`, beside this
-file) draws those that are in sight on a canvas. So tens of thousands of spans make a page of a megabyte that moves
-smoothly. The words of the tooltips are here, in `_WORDS`; the script only fills in the numbers.
+The page needs no other file: the spans are columns of numbers in one JSON document, and the script (`pages.js`, in this
+directory) draws the visible ones on a canvas. So a page of tens of thousands of spans is a megabyte and pans smoothly.
+The words of the tooltips are here, in `_WORDS`; the script only fills in the numbers.
 """
 
 import json
@@ -19,13 +19,13 @@ from penstock.values.quantities import bytes_text, seconds_text
 __all__ = ["timeline_page"]
 
 _TICKS = 10_000_000
-"""At least so many ticks make the longest panel; times in the document are whole ticks."""
+"""The longest panel has at least this many ticks; times in the document are whole ticks."""
 
 _WORDS = {
     "F": ("forward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "B": ("backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
-    "I": ("input part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
-    "W": ("weight part of the backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "I": ("input backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
+    "W": ("weight backward of microbatch {number}", "stage {stage}, weights of version {reference}"),
     "U": ("update to version {number}", "stage {stage}, from gradients at version {reference}"),
     "A": ("sum of gradients for version {number}", "over the replicas of stage {stage}"),
     "S": ("send microbatch {number} to stage {reference}", "from stage {stage}"),
@@ -43,7 +43,7 @@ _HELP = (
 
 
 def timeline_page(panels: Sequence[Panel], title: str) -> str:
-    """The page of `panels`, one below the other on one time axis, as the text of an HTML document."""
+    """The HTML document of `panels`, one below the other on one time axis."""
     directory = files("penstock.timelines")
     style = directory.joinpath("pages.css").read_text(encoding="utf-8")
     script = directory.joinpath("pages.js").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def timeline_page(panels: Sequence[Panel], title: str) -> str:
 
 
 def _difference(panels: Sequence[Panel]) -> Iterator[str]:
-    """How far a measurement is from the prediction above it."""
+    """The difference between a measurement and the prediction above it."""
     if len(panels) == 2 and panels[0].seconds > 0:
         ratio = panels[1].seconds / panels[0].seconds - 1
         word = "longer" if ratio >= 0 else "shorter"
@@ -91,7 +91,7 @@ def _difference(panels: Sequence[Panel]) -> Iterator[str]:
 
 
 def _bar(panels: Sequence[Panel]) -> Iterator[str]:
-    """The legend, and the buttons for those who have neither wheel nor keys."""
+    """The legend, and buttons as an alternative to the wheel and the keys."""
     letters = {_letter(span) for panel in panels for row in panel.rows for span in row}
     yield '<div class="bar"><ul class="legend">'
     for word, kinds in (
@@ -103,7 +103,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
         ("send", "STN"),
     ):
         if letters & set(kinds):
-            text = {"reduce": "sum of gradients", "weight": "weight part of a backward"}.get(word, word)
+            text = {"reduce": "sum of gradients", "weight": "weight backward"}.get(word, word)
             yield f'<li><span class="swatch {word}"></span>{text}</li>'
     if any(len(held_stages(row)) > 1 for panel in panels for row in panel.rows):
         shades = '<span class="swatch forward1"></span><span class="swatch backward1"></span>'
@@ -130,7 +130,7 @@ def _bar(panels: Sequence[Panel]) -> Iterator[str]:
 
 
 def _table(panels: Sequence[Panel]) -> Iterator[str]:
-    """The figures of every rank as text: for those who do not see the picture, and to copy."""
+    """The figures of every rank as text, for screen readers and to copy."""
     yield "<details><summary>Figures, rank by rank</summary>"
     for panel in panels:
         yield f"<table><caption>{escape(panel.headline)}</caption>"
@@ -168,7 +168,7 @@ def _panel(panel: Panel, tick: float) -> dict[str, object]:
 
 
 def _row(row: Sequence[Span], idle: float, origin: float, tick: float) -> dict[str, object]:
-    """The columns of one rank's spans. Starts are written as the distance from the start before."""
+    """The columns of one rank's spans. Starts are written as the distance from the previous start."""
     starts = [round((span.start_seconds - origin) / tick) for span in row]
     stops = [round((span.stop_seconds - origin) / tick) for span in row]
     stages = [span.stage for span in row]
@@ -191,17 +191,17 @@ def _memory(memory: RankMemory, origin: float, tick: float) -> dict[str, object]
         "peak": memory.peak_bytes,
         "held": memory.constant_bytes,
         "words": peak_words(memory),
-        "activations": _course(memory.activations, origin, tick),
-        "buffers": _course(memory.buffers, origin, tick),
+        "activations": _curve_columns(memory.activations, origin, tick),
+        "buffers": _curve_columns(memory.buffers, origin, tick),
     }
 
 
-def _course(course: MemoryCurve, origin: float, tick: float) -> dict[str, list[int]]:
+def _curve_columns(curve: MemoryCurve, origin: float, tick: float) -> dict[str, list[int]]:
     """Distances in ticks, and whole bytes."""
-    times = [round((at - origin) / tick) for at, _ in course]
+    times = [round((at - origin) / tick) for at, _ in curve]
     return {
-        "at": [moment - before for before, moment in zip([0, *times], times, strict=False)],
-        "bytes": [round(size) for _, size in course],
+        "at": [time - before for before, time in zip([0, *times], times, strict=False)],
+        "bytes": [round(size) for _, size in curve],
     }
 
 

@@ -1,4 +1,4 @@
-"""A panel of a picture: one timeline with all that the picture says about it, sorted rank by rank.
+"""A panel of a picture: one timeline with everything that the picture shows of it, sorted by rank.
 
 A picture has one panel, or two above each other (predicted and measured) on one time axis that starts at 0.
 """
@@ -15,10 +15,10 @@ __all__ = ["Panel", "held_stages", "peak_words"]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn of one timeline. Seconds in `rows` and `memory` count from any origin, which `origin` is."""
+    """Holds what is drawn of one timeline. Times in `rows` and `memory` are relative to `origin`."""
 
     name: str
-    """``predicted``, ``measured``, or nothing if there is but one panel."""
+    """``predicted`` or ``measured``; empty if there is only one panel."""
     rows: tuple[tuple[Span, ...], ...]
     """The spans of every rank, ascending by start."""
     origin: float
@@ -27,7 +27,7 @@ class Panel:
     idle_shares: tuple[float, ...]
     memory: tuple[RankMemory, ...]
     critical: tuple[Span, ...]
-    """The longest chain of spans of which each waits for the one before it, if it is known."""
+    """The spans of the critical path, if known."""
 
     @property
     def headline(self) -> str:
@@ -48,13 +48,13 @@ def held_stages(row: Sequence[Span]) -> list[int]:
 
 
 def peak_words(memory: RankMemory) -> str:
-    """What a rank holds at most, and its parts."""
-    parts = {
+    """The peak memory of a rank, and what it consists of."""
+    sizes = {
         "weights": memory.weight_bytes,
         "optimizer": memory.optimizer_bytes,
         "master weights": memory.master_bytes,
         "activations up to": max((size for _, size in memory.activations), default=0.0),
         "messages and gradients up to": max((size for _, size in memory.buffers), default=0.0),
     }
-    told = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
-    return f"peak {bytes_text(memory.peak_bytes)}" + (f": {told}" if told else "")
+    text = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size > 0)
+    return f"peak {bytes_text(memory.peak_bytes)}" + (f": {text}" if text else "")

@@ -1,12 +1,12 @@
 """A span: one action of one rank, from a start to a stop in seconds.
 
-The simulator predicts spans and the runtime measures them; whoever draws them must not care which. So a span holds the
-text form of its action, which this file can read without the scheduling room: values know nothing of schedules.
+The simulator predicts spans, the runtime measures them, and both are drawn alike. A span holds the text form of its
+action, which this file parses without importing `scheduling`.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from penstock.errors import ScheduleError
@@ -15,9 +15,9 @@ __all__ = ["Span"]
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
 # 3T1<0, 2N3>1, 1N3<2.
-_FORM = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
-_MARKS = re.compile(r"[FBIWUASRTN@<>]")
-_WORDS = {
+_ACTION_TEXT = re.compile(r"[0-9]+(?:(?:[FBIW][0-9]+@|[URTN][0-9]+<|[STN][0-9]+>)[0-9]+|A[0-9]+)")
+_SEPARATORS = re.compile(r"[FBIWUASRTN@<>]")
+_KINDS = {
     "F": "forward",
     "B": "backward",
     "I": "backward input",
@@ -31,10 +31,10 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rank `rank` was busy with `action`, in its text form such as ``2F0@1``, from start to stop (seconds, any origin).
+    """Records that `rank` ran `action`, in its text form such as ``2F0@1``, from start to stop (seconds, any origin).
 
-    A send lasts as long as its transfer, a receive as long as the rank waited for it, a reduction until
-    the sum is there. `ScheduleError` if the action cannot be read or the span ends before it starts.
+    A send lasts as long as its transfer, a receive as long as the rank waits for it, a reduction until the sum is
+    complete. Raises `ScheduleError` if the action cannot be parsed or the span ends before it starts.
     """
 
     rank: int
@@ -42,12 +42,14 @@ class Span:
     start_seconds: float
     stop_seconds: float
     size_bytes: float | None = None
-    """What a transfer or a sum of gradients carries, where that is known."""
+    """The bytes of a transfer or a sum of gradients, where known."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise ScheduleError(f"span of {self.action}: expected a rank from 0, found {self.rank}")
-        if _FORM.fullmatch(self.action) is None:
+            raise ScheduleError(
+                f"span of {self.action}: expected a rank of 0 or more, found {self.rank}: pass the global rank"
+            )
+        if _ACTION_TEXT.fullmatch(self.action) is None:
             raise ScheduleError(
                 f"span of rank {self.rank}: expected an action like 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, "
                 f"3R0<2, 0T1>3, 3T1<0, 2N3>1 or 1N3<2, found {self.action!r}: pass str(action)"
@@ -57,6 +59,17 @@ class Span:
                 f"span of {self.action} on rank {self.rank}: expected a finite start and a stop not before it, found "
                 f"{self.start_seconds!r} to {self.stop_seconds!r} seconds: read both from one clock"
             )
+
+    @staticmethod
+    def unchecked(rank: int, action: str, start: float, stop: float, size: float | None) -> "Span":
+        """``Span(...)`` without its checks, for values that are valid by construction."""
+        span = _new(Span)
+        _set_rank(span, rank)
+        _set_action(span, action)
+        _set_start(span, start)
+        _set_stop(span, stop)
+        _set_size(span, size)
+        return span
 
     @property
     def seconds(self) -> float:
@@ -72,35 +85,34 @@ class Span:
 
     @property
     def topic(self) -> str:
-        """What a transfer passes: ``tied gradients``, ``norms``, or nothing special: ''."""
+        """``tied gradients`` or ``norms`` for a transfer of these, else an empty string."""
         return "tied gradients" if "T" in self.action else "norms" if "N" in self.action else ""
 
     @property
     def computes(self) -> bool:
-        """Whether the device computes (forward, backward, update) rather than communicates."""
+        """Whether it is computation (forward, backward, update) and not communication."""
         return self.kind not in ("send", "receive", "reduce")
 
     @property
     def stage(self) -> int:
-        """The stage whose action it is."""
+        """The stage of the action."""
         return _read(self.action)[1]
 
     @property
     def number(self) -> int:
-        """The microbatch; for an update, and what is sent or summed for it, the version that it makes."""
+        """The microbatch; for an update, and for transfers and reductions that serve one, the version it creates."""
         return _read(self.action)[2]
 
     @property
     def reference(self) -> int:
-        """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer.
-
-        A reduction has none: its own number.
+        """The version of a forward or backward, the gradients' version of an update, the other stage of a transfer;
+        the `number` again for a reduction.
         """
         return _read(self.action)[3]
 
     @property
     def words(self) -> str:
-        """What happens, for people: ``forward 0``, ``update 3``, ``send 0 to stage 3``."""
+        """The action in words: ``forward 0``, ``update 3``, ``send 0 to stage 3``."""
         what = f"{self.topic} for version {self.number}" if self.topic else str(self.number)
         match self.kind:
             case "send":
@@ -110,13 +122,13 @@ class Span:
             case "reduce":
                 return f"sum of gradients for version {self.number}"
             case "backward input" | "backward weight" as kind:
-                return f"{kind.removeprefix('backward ')} part of backward {self.number}"
+                return f"{kind.removeprefix('backward ')} backward {self.number}"
             case kind:
                 return f"{kind} {self.number}"
 
     @property
     def details(self) -> dict[str, int | str]:
-        """The action and its parts by name."""
+        """The action and its fields by name."""
         match self.kind:
             case "reduce":
                 return {"action": self.action, "stage": self.stage, "version": self.number}
@@ -131,12 +143,17 @@ class Span:
         return {"action": self.action, "stage": self.stage, names[0]: self.number, names[1]: self.reference}
 
 
+_new = object.__new__
+# The setters of the slots, since the class is frozen. Unpacked, so that another field in Span is an error here.
+_set_rank, _set_action, _set_start, _set_stop, _set_size = (Span.__dict__[field.name].__set__ for field in fields(Span))
+
+
 @lru_cache(maxsize=1 << 16)
 def _read(action: str) -> tuple[str, int, int, int]:
-    """Kind, stage, number and reference; a picture asks for them often."""
-    stage, number, *reference = map(int, _MARKS.split(action))
+    """Kind, stage, number and reference; cached, since a picture needs them often."""
+    stage, number, *reference = map(int, _SEPARATORS.split(action))
     if "T" in action or "N" in action:
         kind = "send" if ">" in action else "receive"
     else:
-        kind = _WORDS[action.lstrip("0123456789")[0]]
+        kind = _KINDS[action.lstrip("0123456789")[0]]
     return kind, stage, number, reference[0] if reference else number

@@ -1,7 +1,7 @@
 """A timeline: what every rank did, and when, in seconds; predicted by the simulator or measured by the runtime.
 
-One type for both, so that a prediction and a measurement are drawn, compared and saved by the same code. The bubble is
-defined here and nowhere else.
+Both have the same type, so that the same code draws, compares and saves predictions and measurements. The bubble is
+defined only here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ __all__ = ["Span", "Timeline"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """Spans of ranks ``0 .. ranks-1``, in any order. `ScheduleError` if a span lies on no such rank.
+    """Holds the spans of ranks ``0 .. ranks-1``, in any order. Raises `ScheduleError` for a span of another rank.
 
     Only forwards, backwards and updates count as busy: a rank that waits for a transfer is idle. Spans of computation
     that overlap (rounding of a device's clock) count once, so that the bubble stays between 0 and 1.
@@ -31,11 +31,11 @@ class Timeline:
     spans: tuple[Span, ...]
     ranks: int
     memory: tuple[RankMemory, ...] = ()
-    """What every rank holds over time, rank by rank; empty where that is not known."""
+    """The memory of every rank over time; empty if unknown."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise ScheduleError(f"timeline: expected at least 1 rank, found {self.ranks}")
+            raise ScheduleError(f"timeline: expected at least 1 rank, found {self.ranks}: pass the number of ranks")
         for span in self.spans:
             if span.rank >= self.ranks:
                 raise ScheduleError(
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of wall time: 1 - busy seconds / (ranks * seconds). 0 if no time passes.
+        """Idle share of wall time: 1 - busy seconds / (ranks * seconds). 0 for an empty timeline.
 
         It includes the fill and the drain of the pipeline; `steady_bubble` does not. The papers' ``(p-1)/m`` is
         relative to ideal time instead: that is ``bubble / (1 - bubble)``.
@@ -69,10 +69,10 @@ class Timeline:
 
     @property
     def steady_bubble(self) -> float:
-        """Idle share while the first rank both admits and retires microbatches: the fill and the drain do not count.
+        """Idle share without fill and drain: from the start of rank 0's first backward to the stop of its last forward.
 
-        The stretch from the start of rank 0's first backward to the stop of its last forward; for an asynchronous
-        schedule, what a long run comes to. Equal to `bubble` where there is no such stretch (one GPipe minibatch).
+        For an asynchronous schedule it is the limit of a long run. Equal to `bubble` where there is no such interval
+        (one GPipe minibatch).
         """
         own = [span for span in self.spans if span.rank == 0]
         start = min((span.start_seconds for span in own if span.kind.startswith("backward")), default=0.0)
@@ -85,7 +85,7 @@ class Timeline:
         return self._idle_shares(*self._extent)
 
     def busy_seconds(self, rank: int) -> float:
-        """Seconds in which `rank` computes."""
+        """The seconds during which `rank` computes."""
         return _covered(span for span in self.spans if span.rank == rank)
 
     def save_trace(self, path: str | Path) -> None:
@@ -94,17 +94,17 @@ class Timeline:
 
     @classmethod
     def load_trace(cls, path: str | Path) -> "Timeline":
-        """Reads what `save_trace` wrote; its times count from 0, rounded to a float of microseconds.
+        """Reads a file of `save_trace`; its times start at 0, rounded to a float of microseconds.
 
-        `ScheduleError` if the file is another one.
+        Raises `ScheduleError` for any other file.
         """
         return cls(*read_trace(path))
 
     def save_svg(self, path: str | Path, *, measured: "Timeline | None" = None, critical: Sequence[Span] = ()) -> None:
-        """Writes a picture that any browser opens: one row per rank, readable on light and dark pages.
+        """Writes an SVG picture: one row per rank, readable on light and dark pages.
 
-        `measured`: drawn below this timeline, which is then called the prediction, on one time axis. `critical`: the
-        spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
+        `measured` is drawn below this timeline, which is then called the prediction, on one time axis. `critical` holds
+        the spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
         """
         write_text(path, timeline_svg(self._panels(measured, critical)), ScheduleError)
 
@@ -116,7 +116,7 @@ class Timeline:
         critical: Sequence[Span] = (),
         title: str = "Timeline",
     ) -> None:
-        """Writes a page that stands alone, to zoom, to move and to ask every span what it is.
+        """Writes a self-contained HTML page to zoom and pan, with a tooltip for every span.
 
         `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
         """
@@ -173,7 +173,7 @@ class Timeline:
 
 
 def _covered(spans: Iterable[Span], start: float = float("-inf"), stop: float = float("inf")) -> float:
-    """Seconds between `start` and `stop` in which at least one of `spans` computes."""
+    """The seconds between `start` and `stop` during which at least one of `spans` computes."""
     intervals = sorted((span.start_seconds, span.stop_seconds) for span in spans if span.computes)
     total = 0.0
     reached = start

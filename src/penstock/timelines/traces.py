@@ -1,9 +1,9 @@
 """The trace file of a timeline: Chrome's JSON format, which chrome://tracing and ui.perfetto.dev open.
 
 Each rank is a process of the trace. Its computation is one track; its transfers, which overlap the computation and each
-other, lie on as many tracks below as they need, since the events of one track must not overlap. An event is named
-``forward 3``: Perfetto leaves the digits out when it picks a colour, so all forwards look alike. An arrow leads from
-every send to its receive. The memory of a rank, where it is known, is a counter of its process.
+other, are on as many tracks below as they need, since the events of one track must not overlap. An event is named
+``forward 3``: Perfetto ignores the digits when it picks a color, so all forwards look alike. An arrow leads from
+every send to its receive. The memory of a rank, where known, is a counter of its process.
 
 Source of the format: "Trace Event Format", Google, sections "Complete Events", "Flow Events" and "Counter Events".
 """
@@ -25,47 +25,47 @@ __all__ = ["read_trace", "trace_json"]
 _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
 _CONSTANTS = ("weight", "optimizer", "master")
-_COURSES = ("activations", "buffers")
+_CURVES = ("activations", "buffers")
 _Event: TypeAlias = dict[str, object]
 _Placed: TypeAlias = tuple[Span, int]
 """A span and its track."""
 
 
 def trace_json(rows: Sequence[Sequence[Span]], memory: Sequence[RankMemory], origin: float) -> str:
-    """The trace of every rank's spans and memory as JSON text. Times in it are microseconds from `origin` (seconds)."""
+    """The trace of every rank's spans and memory as JSON text. Its times are microseconds from `origin` (seconds)."""
     events: list[_Event] = []
     placed: list[_Placed] = []
     for rank, row in enumerate(rows):
         events.append(_metadata("process_name", rank, 0, {"name": f"rank {rank}"}))
         events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-        lanes = [
-            *_lanes("compute", (span for span in row if span.computes)),
-            *_lanes("communication", (span for span in row if not span.computes)),
+        tracks = [
+            *_tracks("compute", (span for span in row if span.computes)),
+            *_tracks("communication", (span for span in row if not span.computes)),
         ]
-        for lane, (name, members) in enumerate(lanes):
-            events.append(_metadata("thread_name", rank, lane, {"name": name}))
-            events.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
-            events.extend(_event(span, lane, origin) for span in members)
-            placed.extend((span, lane) for span in members)
+        for track, (name, members) in enumerate(tracks):
+            events.append(_metadata("thread_name", rank, track, {"name": name}))
+            events.append(_metadata("thread_sort_index", rank, track, {"sort_index": track}))
+            events.extend(_event(span, track, origin) for span in members)
+            placed.extend((span, track) for span in members)
     events.extend(_flows(placed, origin))
     for rank, held in enumerate(memory):
         events.extend(_counters(held, rank, origin))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
-def _lanes(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """`spans`, by start, spread over as few tracks as it takes that none overlap: each goes to the first free one."""
-    lanes: list[list[Span]] = []
+def _tracks(name: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
+    """Distributes `spans`, sorted by start, over as few tracks as possible: each goes to the first free one."""
+    tracks: list[list[Span]] = []
     for span in spans:
-        free = next((lane for lane in lanes if lane[-1].stop_seconds <= span.start_seconds), None)
+        free = next((track for track in tracks if track[-1].stop_seconds <= span.start_seconds), None)
         if free is None:
-            lanes.append([span])
+            tracks.append([span])
         else:
             free.append(span)
-    return [(name if index == 0 else f"{name} {index + 1}", lane) for index, lane in enumerate(lanes)]
+    return [(name if index == 0 else f"{name} {index + 1}", track) for index, track in enumerate(tracks)]
 
 
-def _event(span: Span, lane: int, origin: float) -> _Event:
+def _event(span: Span, track: int, origin: float) -> _Event:
     return {
         "name": span.words,
         "cat": "compute" if span.computes else "communication",
@@ -73,67 +73,67 @@ def _event(span: Span, lane: int, origin: float) -> _Event:
         "ts": (span.start_seconds - origin) * _MICROSECONDS,
         "dur": span.seconds * _MICROSECONDS,
         "pid": span.rank,
-        "tid": lane,
+        "tid": track,
         "args": span.details if span.size_bytes is None else {**span.details, "bytes": span.size_bytes},
     }
 
 
 def _flows(placed: Iterable[_Placed], origin: float) -> Iterator[_Event]:
-    """An arrow for every message whose send and receive are both there.
+    """An arrow for every message with both a send and a receive.
 
-    Between replicas the same message exists several times; sends and receives of one name are then paired in the order
-    in which they end, since each receive ends when its own message is there.
+    Between replicas the same message exists several times; its sends and receives are paired in the order in which they
+    end, since each receive ends when its own message has arrived.
     """
     sends: dict[tuple[int, int, int, str], deque[_Placed]] = defaultdict(deque)
     receives: list[_Placed] = []
-    for span, lane in sorted(placed, key=lambda entry: entry[0].stop_seconds):
+    for span, track in sorted(placed, key=lambda entry: entry[0].stop_seconds):
         if span.kind == "send":
-            sends[span.stage, span.reference, span.number, span.topic].append((span, lane))
+            sends[span.stage, span.reference, span.number, span.topic].append((span, track))
         elif span.kind == "receive":
-            receives.append((span, lane))
+            receives.append((span, track))
     number = 0
-    for receive, lane in receives:
+    for receive, track in receives:
         waiting = sends[receive.reference, receive.stage, receive.number, receive.topic]
         if not waiting:
             continue
         send, track = waiting.popleft()
         arrow = {"name": "message", "cat": "message", "id": number}
         number += 1
-        # An arrow starts and ends inside its events: at the start of the send, and where the wait for it ends.
+        # An arrow starts and ends inside its events: at the start of the send and at the end of the wait.
         start, stop = send.start_seconds - origin, receive.stop_seconds - origin
         yield {**arrow, "ph": "s", "ts": start * _MICROSECONDS, "pid": send.rank, "tid": track}
-        yield {**arrow, "ph": "f", "bp": "e", "ts": stop * _MICROSECONDS, "pid": receive.rank, "tid": lane}
+        yield {**arrow, "ph": "f", "bp": "e", "ts": stop * _MICROSECONDS, "pid": receive.rank, "tid": track}
 
 
 def _counters(held: RankMemory, rank: int, origin: float) -> Iterator[_Event]:
-    """What the rank holds at every moment of change, as bytes of each part, stacked by the viewer."""
-    parts = {name: getattr(held, f"{name}_bytes") for name in _CONSTANTS} | dict.fromkeys(_COURSES, 0.0)
-    yield _counter(parts, rank, 0.0)
-    changes = merge(*([(at, name, size) for at, size in getattr(held, name)] for name in _COURSES))
-    moment: float | None = None
+    """The memory of the rank at every time of change, in bytes by kind; the viewer stacks them."""
+    sizes = {name: getattr(held, f"{name}_bytes") for name in _CONSTANTS} | dict.fromkeys(_CURVES, 0.0)
+    yield _counter(sizes, rank, 0.0)
+    changes = merge(*([(at, name, size) for at, size in getattr(held, name)] for name in _CURVES))
+    current: float | None = None
     for at, name, size in changes:
-        if moment is not None and at > moment:
-            yield _counter(parts, rank, moment - origin)
-        moment, parts[name] = at, size
-    if moment is not None:
-        yield _counter(parts, rank, moment - origin)
+        if current is not None and at > current:
+            yield _counter(sizes, rank, current - origin)
+        current, sizes[name] = at, size
+    if current is not None:
+        yield _counter(sizes, rank, current - origin)
 
 
-def _counter(parts: dict[str, float], rank: int, seconds: float) -> _Event:
-    return {"name": _COUNTER, "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(parts)}
+def _counter(sizes: dict[str, float], rank: int, seconds: float) -> _Event:
+    return {"name": _COUNTER, "ph": "C", "ts": seconds * _MICROSECONDS, "pid": rank, "args": dict(sizes)}
 
 
-def _metadata(name: str, rank: int, lane: int, args: dict[str, object]) -> _Event:
-    return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": args}
+def _metadata(name: str, rank: int, track: int, args: dict[str, object]) -> _Event:
+    return {"name": name, "ph": "M", "pid": rank, "tid": track, "args": args}
 
 
 def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemory, ...]]:
-    """The spans, the number of ranks and their memory from what `trace_json` wrote.
+    """The spans, the number of ranks and their memory from a file of `trace_json`.
 
-    `ScheduleError` if the file is no trace, or one of another program.
+    Raises `ScheduleError` if the file is no trace, or one of another program.
     """
-    place = read_json(path, ScheduleError)
-    found = place.value.get("traceEvents") if isinstance(place.value, dict) else None
+    document = read_json(path, ScheduleError)
+    found = document.value.get("traceEvents") if isinstance(document.value, dict) else None
     if not isinstance(found, list):
         raise ScheduleError(f"{path}: expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote")
     spans: list[Span] = []
@@ -163,12 +163,12 @@ def _read_span(event: dict[str, Any]) -> Span:
 def _read_memory(events: Sequence[dict[str, Any]]) -> RankMemory:
     first = events[0]["args"]
     weight, optimizer, master = (float(first[name]) for name in _CONSTANTS)
-    activations, buffers = (_read_course(events, name) for name in _COURSES)
+    activations, buffers = (_read_curve(events, name) for name in _CURVES)
     return RankMemory(weight, optimizer, master, activations, buffers)
 
 
-def _read_course(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:
-    """Of one part, without the moments at which it does not change."""
-    course = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
-    before = [(0.0, 0.0), *course]
-    return tuple(entry for last, entry in zip(before, course, strict=False) if entry[1] != last[1])
+def _read_curve(events: Sequence[dict[str, Any]], name: str) -> MemoryCurve:
+    """The curve of one kind, without the times at which it does not change."""
+    curve = [(event["ts"] / _MICROSECONDS, float(event["args"][name])) for event in events]
+    before = [(0.0, 0.0), *curve]
+    return tuple(entry for last, entry in zip(before, curve, strict=False) if entry[1] != last[1])

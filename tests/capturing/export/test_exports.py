@@ -16,7 +16,7 @@ SUBJECT = models.SUBJECTS["skipping"]
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are traced from now on; none has been before."""
-    models, export = [], exports.export
+    models, export = [], exports.export  # type: ignore[attr-defined]
 
     def watched(flat: nn.Module, *arguments: Any, **options: Any) -> Any:
         models.append(flat.model)
@@ -24,7 +24,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     monkeypatch.setattr(exports, "export", watched)
     monkeypatch.setattr(exports, "_programs", {})
-    return models
+    return models  # type: ignore[return-value]
 
 
 def test_models_of_one_build_share_a_trace_and_nothing_else(traced: list[nn.Module]) -> None:

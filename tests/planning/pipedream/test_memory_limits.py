@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import Room, chunks_in_flight
-from penstock.planning.pipedream.flat_machines import Level, fastest_flat, fits_flat, least_worst_bytes
-from penstock.planning.pipedream.interleaving import deal_stages
+from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat, fits_flat, least_peak_bytes
+from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.requests import Request
@@ -184,7 +184,7 @@ def test_just_too_little_memory_is_told_with_what_is_needed(profile, request, de
     with pytest.raises(PlanError, match="nothing fits") as error:
         plan_pipedream(profile, Cluster.uniform(devices, bandwidth, least - 1), request)
 
-    assert f"takes {bytes_text(least)} at the least" in str(error.value)
+    assert f"enough: {bytes_text(least)} on each device" in str(error.value)
     check(profile, Cluster.uniform(devices, bandwidth, least), request, plans)
 
 
@@ -274,8 +274,8 @@ def test_moving_cuts_comes_near_the_best_of_all_interleaved_plans(ranks, per_ran
         costs = chain_costs(Profile(tuple(LayerProfile(str(index), *row) for index, row in enumerate(rows)), 1))
         exchange = [costs.exchange_seconds(generator.choice((1.0, 4.0)))] * (stages - 1)
         in_flight = chunks_in_flight(ranks, per_rank, generator.randint(1, 3) * ranks)
-        best, least = (deal_stages(costs, exchange, in_flight, room) for room in (inf, 0.0))
-        found, small = (deal_stages(costs, exchange, in_flight, room, try_all=0) for room in (inf, 0.0))
+        best, least = (cut_interleaved(costs, exchange, in_flight, room) for room in (inf, 0.0))
+        found, small = (cut_interleaved(costs, exchange, in_flight, room, try_all=0) for room in (inf, 0.0))
         exact += best.seconds == found.seconds
 
         assert best.seconds <= found.seconds <= 1.25 * best.seconds
@@ -295,8 +295,8 @@ def test_two_ways_to_solve_a_flat_machine_agree_on_measured_profiles(model, allr
         ("spp", True),
         ("2bw", False),
     ):
-        costs, level = chain_costs(profile, recompute=recompute), Level(8, 1.25e9, allreduce)
-        least = least_worst_bytes(costs, 8, Room(0.0, schedule, 32, 8))
+        costs, level = chain_costs(profile, recompute=recompute), MachineLevel(8, 1.25e9, allreduce)
+        least = least_peak_bytes(costs, 8, Room(0.0, schedule, 32, 8))
         for share in (0.999, 1.0, 1.3, 3.0):
             room = Room(least * share, schedule, 32, 8)
             found = fastest_flat(costs, level, room)

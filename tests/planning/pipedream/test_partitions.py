@@ -294,10 +294,10 @@ def test_a_memory_limit_moves_the_cuts():
 
     assert cuts(40) == [2, 4]
     assert cuts(39) == [1, 4]
-    needed = "at most 29 B on each of 2 devices, found that the rank that needs most takes 30 B at the least"
-    with pytest.raises(
-        PlanError, match=f"nothing fits: .* under pipedream with {needed}. It would fit with recompute=True"
-    ):
+    needed = (
+        "at most 29 B on each of 2 devices, found none for 0 of weights. Each of these would be enough: 30 B on each"
+    )
+    with pytest.raises(PlanError, match=f"nothing fits: .* under pipedream with {needed} device; recompute=True"):
         cuts(29)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.planning import partition
 from penstock.planning.costs import chain_costs
-from penstock.planning.pipedream.flat_machines import Level
+from penstock.planning.pipedream.flat_machines import MachineLevel
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.predictions import slowest_seconds
 from penstock.values import Cluster, LayerProfile, Profile, Stage
@@ -32,7 +32,7 @@ def shape(plan):
 
 def nested(profile, cluster, allreduce):
     """The best plan in which a stage takes whole servers: (seconds, replicas)."""
-    levels = tuple(Level(count, bandwidth, allreduce) for count, bandwidth, *_ in cluster.levels)
+    levels = tuple(MachineLevel(count, bandwidth, allreduce) for count, bandwidth, *_ in cluster.levels)
     seconds, stages = Hierarchy(chain_costs(profile), levels).fastest()
     return seconds, "-".join(str(len(ranks)) for _, _, ranks in stages)
 

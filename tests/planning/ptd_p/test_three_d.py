@@ -3,284 +3,62 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, permutations, product
-from operator import mul
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import A100, Accelerator, Precision
-from penstock.planning.ptd_p.arrangements import (
-    Arrangement,
-    ArrangementLinks,
-    Candidate,
-    activation_bytes,
-    boundary_seconds,
-    candidate,
-    checkpoint_count,
-    stages_in_flight,
+from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
+from penstock.planning.ptd_p.parallel_configs import (
+    ConfigEstimate,
+    ParallelConfig,
+    estimate_config,
 )
-from penstock.planning.ptd_p.pipeline_trials import play
-from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
+from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
+from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.three_d import ThreeDRequest, plan_of, plan_three_d, rank_three_d
 from penstock.planning.ptd_p.transformer_costs import (
-    PartCosts,
+    ModuleCosts,
     TransformerCosts,
-    part_costs,
     profile_of,
-    tensor_numbers,
 )
-from penstock.scheduling import schedule
-from penstock.scheduling.actions import Backward, Forward
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 from penstock.values.transformers import Transformer
-
-GIB = 2**30
-GPT_175B, GPT_530B, GPT_1T = Transformer(96, 12288, 96), Transformer(105, 20480, 128), Transformer(128, 25600, 160)
-GPT_162B, GPT_145B = Transformer(32, 20480, 128), Transformer(80, 12288, 96)
-GPT_91B, GPT_6B, GPT_1B = Transformer(72, 10240, 80), Transformer(32, 3840, 32), Transformer(4, 4096, 128)
-NOTHING = PartCosts(0.0, 0.0, 0.0, 0.0, 0.0)
-FREE = ArrangementLinks(Ring(1), Ring(1), Ring(1))
-TOY = Accelerator("toy", 1e12, 1e11, 0.8, 1000.0)
-
-
-def selene(devices: int, server: int = 8) -> Cluster:
-    """Servers of A100s as in section 4.5: NVLink inside, one InfiniBand card of 200 Gbit/s per device outside."""
-    return Cluster.hierarchical([(server, 300e9), (-(-devices // server), 25e9)], 80 * GIB)
-
-
-def slowest_pair(cluster: Cluster, groups: list[list[int]], *, striped: bool) -> float:
-    """The least over all pairs of the link between them, times the links of those beside the first if `striped`."""
-    sizes = [1, *accumulate((count for count, _ in cluster.levels), mul)]
-
-    def rails(group: list[int], a: int, b: int) -> int:
-        apart = max(size for size in sizes if a // size != b // size)
-        return sum(other // apart == a // apart for other in group) if striped else 1
-
-    pairs = [(group, a, b) for group in groups for a, b in permutations(group, 2)]
-    return min((cluster.bandwidth(a, b) * rails(group, a, b) for group, a, b in pairs), default=math.inf)
-
-
-def best(transformer: Transformer, devices: int, batch: int, server: int = 8, **fixed: int | bool) -> Candidate:
-    return rank_three_d(ThreeDRequest(transformer, selene(devices, server), batch, **fixed), 0)[0]
-
-
-# Accelerator, rings, parts.
-
-
-@settings(max_examples=300, deadline=None)
-@given(*[st.integers(1, 5000)] * 3, st.integers(1, 50), st.integers(1, 4))
-def test_larger_products_take_longer_at_higher_rates(m: int, k: int, n: int, count: int, times: int) -> None:
-    small, large = TOY.product_seconds(m, k, n, count), TOY.product_seconds(m, k, n * times, count)
-
-    assert small <= large <= times * small * (1 + 1e-12)
-    assert small >= 2 * count * m * k * n / (TOY.efficiency * TOY.peak_operations)
-    assert small >= 2 * count * (m * k + k * n + m * n) / TOY.memory_bandwidth
-
-
-def test_a_very_large_product_reaches_the_efficiency() -> None:
-    seconds = A100.product_seconds(1e6, 1e6, 1e6)
-
-    assert math.isclose(2e18 / seconds, A100.efficiency * A100.peak_operations, rel_tol=1e-5)
-
-
-LEVELS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 100)), min_size=1, max_size=3)
-
-
-@settings(max_examples=300, deadline=None)
-@given(LEVELS, st.data())
-def test_a_ring_is_as_slow_as_the_slowest_pair_of_its_groups(
-    levels: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    # Links farther out are slower, as in every machine; then a chain of neighbours meets the slowest pair.
-    speeds = sorted((float(speed) for _, speed in levels), reverse=True)
-    cluster = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
-    n = cluster.devices
-    tensor = data.draw(st.sampled_from([t for t in range(1, n + 1) if n % t == 0]))
-    pipeline = data.draw(st.sampled_from([p for p in range(1, n // tensor + 1) if n // tensor % p == 0]))
-    replicas = n // tensor // pipeline
-    ranks = [
-        [[(i * replicas + j) * tensor + k for k in range(tensor)] for j in range(replicas)] for i in range(pipeline)
-    ]
-    tensors = [row for stage in ranks for row in stage]
-    datas = [[row[k] for row in stage] for stage in ranks for k in range(tensor)]
-    stages = [[stage[j][k] for stage in ranks] for j in range(replicas) for k in range(tensor)]
-
-    assert tensor_ring(cluster, n, tensor) == Ring(tensor, slowest_pair(cluster, tensors, striped=True))
-    assert data_ring(cluster, n, tensor, replicas) == Ring(replicas, slowest_pair(cluster, datas, striped=True))
-    assert pipeline_ring(cluster, n, pipeline) == Ring(pipeline, slowest_pair(cluster, stages, striped=False))
-
-
-def test_a_group_leaves_a_server_over_the_cards_of_all_its_devices() -> None:
-    cluster = selene(64)
-
-    assert tensor_ring(cluster, 64, 8).bandwidth == 300e9
-    assert tensor_ring(cluster, 64, 16).bandwidth == 8 * 25e9
-    assert data_ring(cluster, 64, 1, 64).bandwidth == 8 * 25e9
-    assert data_ring(cluster, 64, 4, 16).bandwidth == 2 * 25e9
-    assert data_ring(cluster, 64, 8, 8).bandwidth == 25e9
-    assert pipeline_ring(cluster, 64, 8).bandwidth == 25e9
-    assert pipeline_ring(cluster, 64, 64).bandwidth == 25e9
-
-
-def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
-    rows = [[0, 5, 1, 1], [4, 0, 7, 1], [1, 8, 0, 6], [9, 1, 5, 0]]
-    cluster = Cluster.from_matrix(rows)
-
-    # Around and back: 0-1-2-3-0 has 5, 7, 6, 9 and backwards 4, 8, 5, 1.
-    assert tensor_ring(cluster, 4, 4) == Ring(4, 1)
-    assert tensor_ring(cluster, 4, 2) == Ring(2, 4)
-    assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 64), st.floats(1, 1e12), st.floats(1, 1e12))
-def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float, speed: float) -> None:
-    assert math.isclose(Ring(ranks, speed).allreduce_seconds(size), 2 * (ranks - 1) / ranks * size / speed)
-    assert math.isclose(Ring(ranks, speed, 1.0).allreduce_seconds(0.0), 2 * (ranks - 1))
-
-
-@pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
-def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
-    costs = part_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
-    numbers = costs.layer.reduce_seconds * 300e9 / 2
-
-    assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
-    assert math.isclose(numbers, tensor_numbers(GPT_175B, b, tensor))
-
-
-@pytest.mark.parametrize("b", [1, 2, 4])
-def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
-    links = ArrangementLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))
-    costs = part_costs(GPT_175B, A100, links.tensor, b)
-    whole, none, all_bytes = boundary_seconds(costs, replace(links, scatter_gather=False))
-    scattered, _, part_bytes = boundary_seconds(costs, links)
-
-    assert (none, all_bytes) == (0.0, 2 * b * 2048 * 12288)
-    assert part_bytes == all_bytes / 8
-    assert math.isclose(scattered, part_bytes / 25e9 + 7 / 8 * all_bytes / 300e9)
-    assert scattered < whole
-    # Where the links between stages are as fast as those of the group, there is nothing to gain.
-    fast = replace(links, pipeline=Ring(12, 300e9))
-    assert boundary_seconds(costs, fast)[0] <= all_bytes / 300e9
-
-
-def test_saved_bytes_are_those_of_korthikanti() -> None:
-    for transformer, b, t in product([GPT_175B, GPT_1T, GPT_1B], [1, 3], [1, 2, 8]):
-        s, h, a = transformer.sequence, transformer.hidden, transformer.heads
-        found = part_costs(transformer, A100, Ring(t), b).layer.saved_bytes
-
-        assert math.isclose(found, s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
-        if t == 1:
-            assert math.isclose(found, s * b * h * (34 + 5 * a * s / h))
-
-
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> None:
-    costs = part_costs(GPT_175B, A100, Ring(tensor), 1)
-    h = GPT_175B.hidden
-    shared = 6 * h
-
-    assert math.isclose(tensor * (costs.layer.parameters - shared) + shared, GPT_175B.layer_parameters)
-    assert math.isclose(tensor * costs.tied_parameters, GPT_175B.vocabulary * h)
-
-
-def test_a_profile_has_the_parameters_and_seconds_of_the_parts() -> None:
-    profile = profile_of(GPT_6B, A100, selene(8), microbatch_size=2)
-    costs = part_costs(GPT_6B, A100, Ring(1), 2)
-    table = GPT_6B.vocabulary * GPT_6B.hidden
-
-    assert len(profile) == GPT_6B.layers + 2
-    assert profile.microbatch_size == 2
-    # The head has a copy of the table.
-    assert math.isclose(profile.parameter_bytes, 2 * (GPT_6B.parameters + table))
-    assert math.isclose(profile.seconds, 32 * costs.layer.seconds + costs.embedding.seconds + costs.head.seconds)
-
-
-def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
-    slow = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=4)
-    fast = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e12), tensor_parallel=4)
-    numbers = tensor_numbers(GPT_6B, 1, 4)
-
-    assert math.isclose(slow.layers[5].seconds - fast.layers[5].seconds, 2 * numbers * (1e-9 - 1e-12))
-    assert slow.layers[5].cut_bytes == 2 * 2048 * 3840 / 4
-    with pytest.raises(PlanError, match="divisor of the model's 32 heads, found 3"):
-        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=3)
-    with pytest.raises(PlanError, match="at most the 8 devices"):
-        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=16)
-
-
-# Memory.
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.integers(1, 200), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 200))
-def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer: float, in_flight: int) -> None:
-    def size(count: int) -> float:
-        return in_flight * count * kept + math.ceil(layers / count) * layer
-
-    found = checkpoint_count(layers, kept, layer, in_flight)
-
-    assert found == min(range(1, layers + 1), key=lambda count: (size(count), count))
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 100), st.floats(0.1, 50))
-def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, ratio: float) -> None:
-    """c A_in + l / c A is least at sqrt(l A / A_in); rounding l / c up costs one layer at most."""
-    optimum = min(max(math.sqrt(layers * ratio), 1.0), layers)
-    found = checkpoint_count(layers, 1.0, ratio)
-
-    assert found + math.ceil(layers / found) * ratio <= math.ceil(optimum) + (layers / optimum + 1) * ratio + 1e-9
-
-
-def test_activation_bytes_are_those_of_section_4_3_5() -> None:
-    costs = part_costs(GPT_175B, A100, Ring(8), 1)
-    kept, layer = costs.boundary_bytes, costs.layer.saved_bytes
-
-    assert kept == 2 * 2048 * 12288
-    assert activation_bytes(costs, 8, 1, 4) == 4 * kept + 2 * layer
-    assert activation_bytes(costs, 8, 5, 4) == 20 * kept + 2 * layer
-    assert activation_bytes(costs, 8, 5, None) == 40 * layer
-
-
-@pytest.mark.parametrize(("p", "v", "rounds"), list(product([1, 2, 3, 4, 6], [1, 2, 3], [1, 2, 4])))
-def test_stages_in_flight_are_those_of_the_schedule(p: int, v: int, rounds: int) -> None:
-    if p == 1 and v > 1:
-        return
-    m = p * rounds
-    name = "interleaved" if v > 1 else "1f1b-flush"
-    program = schedule(Plan.of_cuts(range(p * v + 1), p, name, m)).step(0)
-
-    for position, row in enumerate(program):
-        held, most, first, most_first = 0, 0, 0, 0
-        for action in row:
-            change = {Forward: 1, Backward: -1}.get(type(action), 0)
-            held += change
-            first += change if change and action.stage == 0 else 0
-            most, most_first = max(most, held), max(most_first, first)
-        assert most == stages_in_flight(p, v, m, position)
-        if position == 0:
-            assert most_first <= min(m, p if v == 1 else 2 * p)
-
+from support.transformer_arrangements import (
+    FREE,
+    GIB,
+    GPT_1B,
+    GPT_1T,
+    GPT_6B,
+    GPT_91B,
+    GPT_145B,
+    GPT_162B,
+    GPT_175B,
+    GPT_530B,
+    NOTHING,
+    TOY,
+    best,
+    selene,
+    slowest_pair,
+)
 
 # Closed forms.
 
 
-def equal_parts(layer: PartCosts) -> TransformerCosts:
+def equal_parts(layer: ModuleCosts) -> TransformerCosts:
     """Costs in which all positions of a pipeline are alike."""
     return TransformerCosts(1, 1, NOTHING, layer, NOTHING, 0.0, 0.0)
 
 
-def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recompute: bool = False) -> Candidate:
+def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recompute: bool = False) -> ConfigEstimate:
     """The closed form for equal positions, free links and free updates."""
-    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
-    form = Arrangement(p, tensor, d, b, v, recompute)
-    return candidate(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
+    costs = equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = ParallelConfig(p, tensor, d, b, v, recompute)
+    return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
 
 
 @settings(max_examples=300, deadline=None)
@@ -319,10 +97,10 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
     if p == 1:
         v = 1
     m = p * rounds
-    costs = equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0))
-    form = Arrangement(p, 1, 1, 1, v, recompute)
+    costs = equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0))
+    form = ParallelConfig(p, 1, 1, 1, v, recompute)
 
-    found = play(p * v, costs, form, replace(FREE, pipeline=Ring(p)), m)
+    found = simulate_pipeline(p * v, costs, form, replace(FREE, pipeline=Ring(p)), m)
 
     assert math.isclose(found, alike(p, 1, 1, v, m, recompute=recompute).minibatch_seconds)
 
@@ -330,21 +108,21 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.floats(0, 2), st.floats(0, 2))
 def test_the_simulator_agrees_where_the_head_is_slow(p: int, m: int, forward: float, backward: float) -> None:
-    costs = replace(equal_parts(PartCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=PartCosts(forward, backward, 0, 0, 0))
-    form = Arrangement(p, 1, 1, 1, 1, False)
-    closed = candidate(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
+    costs = replace(equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=ModuleCosts(forward, backward, 0, 0, 0))
+    form = ParallelConfig(p, 1, 1, 1, 1, False)
+    closed = estimate_config(Transformer(p, 8, 8), TOY, Precision(), FREE, costs, form, m)
 
-    assert math.isclose(play(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
+    assert math.isclose(simulate_pipeline(p, costs, form, replace(FREE, pipeline=Ring(p)), m), closed.pipelined_seconds)
 
 
 def test_the_simulator_and_the_closed_form_agree_on_gpt3_within_two_percent() -> None:
     request = ThreeDRequest(GPT_175B, selene(192), 192, tensor=8, microbatch_size=1)
-    closed = {one.arrangement: one for one in rank_three_d(request, 0)}
+    closed = {one.config: one for one in rank_three_d(request, 0)}
     played = [one for one in rank_three_d(request, 3) if one.simulated]
 
     assert len(played) == 3
     for one in played:
-        assert abs(one.minibatch_seconds / closed[one.arrangement].minibatch_seconds - 1) < 0.02
+        assert abs(one.minibatch_seconds / closed[one.config].minibatch_seconds - 1) < 0.02
     assert played == sorted(played, key=lambda one: one.minibatch_seconds)
 
 
@@ -363,7 +141,7 @@ def test_the_seconds_by_cause_add_up(recompute: bool) -> None:
 # The search against an exhaustive one.
 
 
-def gemm(device: Accelerator, m: float, k: float, n: float, count: float) -> float:
+def gemm(device: AcceleratorModel, m: float, k: float, n: float, count: float) -> float:
     flat_out = 2 * m * k * n * count / (device.peak_operations * device.efficiency)
     bound = 2 * count * (m * k + k * n + n * m) / device.memory_bandwidth
     return max(flat_out + flat_out * device.half_wave / (m * n * count), bound)
@@ -408,7 +186,7 @@ def one_by_one(
     tokens, m, size, score = b * s, batch // (b * d), h / a, b * a / t * s * s
     reduce = 2 * (t - 1) / t * 2 * tokens * h / tensor
     shapes = [(tokens, h, 3 * h / t, 1), (tokens, h / t, h, 1), (tokens, h, 4 * h / t, 1), (tokens, 4 * h / t, h, 1)]
-    shapes += [(s, size, s, b * a / t), (s, s, size, b * a / t)]
+    shapes += [(s, size, s, b * a / t), (s, s, size, b * a / t)]  # type: ignore[list-item]
     forward = backward = 2 * reduce
     for rows, inner, columns, count in shapes:
         forward += gemm(device, rows, inner, columns, count)
@@ -460,7 +238,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(
     roomy = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
     request = ThreeDRequest(model, roomy, batch, TOY)
     if not exhaustive(model, roomy, batch):
-        with pytest.raises(PlanError, match=r"have no arrangement"):
+        with pytest.raises(PlanError, match=r"have no configuration"):
             rank_three_d(request, 0)
         return
     sizes = [one.peak_bytes for one in rank_three_d(request, 0)]
@@ -470,7 +248,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(
 
     found = rank_three_d(replace(request, cluster=cluster), 0)
 
-    forms = [one.arrangement for one in found]
+    forms = [one.config for one in found]
     keys = [(f.pipeline, f.tensor, f.data, f.microbatch_size, f.stages_per_rank, f.recompute) for f in forms]
     assert Counter(keys) == Counter(expected.keys())
     for key, one in zip(keys, found, strict=True):
@@ -485,13 +263,13 @@ def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObj
     model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
     request = ThreeDRequest(model, Cluster.hierarchical([(4, 1e9), (4, 1e8)]), 16, TOY)
     ranked = rank_three_d(request, 0)
-    form = data.draw(st.sampled_from(ranked)).arrangement
+    form = data.draw(st.sampled_from(ranked)).config
     names = ["pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "recompute"]
     fixed = {name: getattr(form, name) for name in data.draw(st.sets(st.sampled_from(names)))}
 
     found = rank_three_d(replace(request, **fixed), 0)
 
-    kept = [one for one in ranked if all(getattr(one.arrangement, name) == fixed[name] for name in fixed)]
+    kept = [one for one in ranked if all(getattr(one.config, name) == fixed[name] for name in fixed)]
     assert list(found) == kept
 
 
@@ -500,7 +278,7 @@ def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObj
 
 @pytest.mark.parametrize(("server", "batch"), [(2, 512), (4, 128), (4, 512), (8, 32), (8, 64), (8, 128), (8, 512)])
 def test_takeaway_1_tensor_parallelism_fills_a_server_and_the_pipeline_goes_beyond(server: int, batch: int) -> None:
-    found = best(GPT_162B, 64, batch, server, recompute=True).arrangement
+    found = best(GPT_162B, 64, batch, server, recompute=True).config
 
     assert found.tensor == server
     assert found.pipeline == 64 // server
@@ -526,7 +304,7 @@ def test_takeaway_1_the_best_mix_of_figure_4_13_is_one_server(batch: int, worst:
 def test_takeaway_2_model_parallel_size_is_just_large_enough(model: Transformer, devices: int, batch: int) -> None:
     request = ThreeDRequest(model, selene(devices), batch, recompute=True)
     found = rank_three_d(request, 0)
-    sizes = [one.arrangement.pipeline * one.arrangement.tensor for one in found]
+    sizes = [one.config.pipeline * one.config.tensor for one in found]
 
     # Of all sizes from 1 to n, the choice is the least that fits or at most twice that.
     assert sizes[0] <= 2 * min(sizes)
@@ -555,8 +333,8 @@ def test_takeaway_2_throughput_falls_with_the_tensor_size_as_in_figure_4_15() ->
     assert rates[2] / rates[3] > rates[1] / rates[2]
 
 
-def best_size(model: Transformer, devices: int, batch: int, **fixed: int | bool) -> int:
-    return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).arrangement.microbatch_size
+def best_size(model: Transformer, devices: int, batch: int, **fixed: Any) -> int:
+    return best(model, devices, batch, recompute=True, stages_per_rank=1, **fixed).config.microbatch_size
 
 
 def test_takeaway_3_the_best_microbatch_depends_on_model_depth_and_batch() -> None:
@@ -597,7 +375,7 @@ def test_rates_are_within_8_percent_of_table_4_2(
 
 def test_the_trillion_parameter_model_gets_the_arrangement_and_rate_of_the_thesis() -> None:
     found = best(GPT_1T, 3072, 3072)
-    form = found.arrangement
+    form = found.config
 
     assert (form.pipeline, form.tensor, form.data) == (64, 8, 6)
     assert form.schedule == "interleaved"
@@ -679,9 +457,9 @@ def test_a_plan_explains_why_it_is_better() -> None:
     lines = text.splitlines()
 
     assert lines[0].split()[:6] == ["p", "t", "d", "b", "v", "recompute"]
-    assert lines[1].split()[:6] == ["16", "8", "1", str(first.arrangement.microbatch_size), "1", "yes"]
+    assert lines[1].split()[:6] == ["16", "8", "1", str(first.config.microbatch_size), "1", "yes"]
     percent = 100 * (second.minibatch_seconds / first.minibatch_seconds - 1)
-    assert lines[-1].startswith(f"{second.arrangement} takes {percent:.1f} % longer")
+    assert lines[-1].startswith(f"{second.config} takes {percent:.1f} % longer")
     # What it loses by is named with its seconds, and the seconds are right.
     bubble = second.bubble_seconds - first.bubble_seconds
     assert f"bubble {seconds_text(abs(bubble))} {'more' if bubble > 0 else 'less'}" in lines[-1]
@@ -692,7 +470,7 @@ def test_the_only_arrangement_needs_no_comparison() -> None:
     model = Transformer(2, 64, 8, sequence=16, vocabulary=64)
     plan = plan_three_d(model, Cluster.uniform(1, 1e9), batch_size=1, accelerator=TOY, **fixed)
 
-    assert plan.explain().splitlines()[-1] == "No other arrangement fits."
+    assert plan.explain().splitlines()[-1] == "No other configuration fits."
 
 
 def test_messages_that_do_not_overlap_take_longer() -> None:
@@ -718,12 +496,12 @@ def test_what_does_not_fit_says_what_it_takes() -> None:
     assert message.startswith("1008 billion parameters do not fit on 64 devices")
     for words in (
         "expected at most 85.9 GB",
-        "in the smallest arrangement, (p, t, d) =",
+        "in the smallest configuration, (p, t, d) =",
         "devices of",
         "recompute=True",
     ):
         assert words in message
-    with pytest.raises(PlanError, match=r"It takes devices of 291 GB, or 256 devices like these$"):
+    with pytest.raises(PlanError, match=r"Use devices of 291 GB, or 256 devices like these$"):
         best(GPT_1T, 64, 64)
     # What the message asks for is enough.
     assert best(GPT_1T, 256, 64).peak_bytes <= 80 * GIB
@@ -757,7 +535,7 @@ def test_the_devices_that_a_message_asks_for_are_the_fewest(
 @pytest.mark.parametrize(
     ("fixed", "words"),
     [
-        ({"devices": 7}, "7 devices have no arrangement .* use devices=4, the next smaller number that has"),
+        ({"devices": 7}, "7 devices have no configuration .* use devices=4, the next smaller number that has"),
         ({"tensor": 5}, "with tensor = 5: expected p t d = 8, t a divisor of 8 heads"),
         ({"pipeline": 3, "data": 2}, "with pipeline = 3, data = 2"),
         ({"microbatch_size": 5}, "d b of a batch of 16"),

@@ -14,8 +14,8 @@ from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_speeds
-from penstock.planning.spp.mappings import Machine, cheapest_mappings
-from penstock.planning.spp.stage_numbers import evaluate_for, plan_spp, spp_candidates
+from penstock.planning.spp.mappings import OrderedDevices, cheapest_mappings
+from penstock.planning.spp.spp_search import evaluate_for, plan_spp, spp_candidates
 from penstock.scheduling import Backward, Forward, schedule
 from penstock.scheduling.definitions import Step
 from penstock.simulating.outcomes import evaluate
@@ -80,7 +80,7 @@ def fits(layers, plan, microbatches, saved, memory, copies):
 
 def mappings_of(layers, cluster, order, microbatches):
     speeds = link_speeds(cluster)[np.ix_(order, order)]
-    machine = Machine(tuple(order), speeds, np.zeros_like(speeds))
+    machine = OrderedDevices(tuple(order), speeds, np.zeros_like(speeds))
     return cheapest_mappings(chain_costs(profile_of(layers)), machine, microbatches, min(len(order), len(layers)))
 
 
@@ -183,7 +183,7 @@ def test_the_order_is_also_taken_backwards():
 
     assert shape(forth[1]) == [(0, 1, (0, 1)), (1, 2, (2,))]
     assert shape(back[1]) == [(0, 1, (2,)), (1, 2, (1, 0))]
-    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))
+    assert (forth[0], back[0]) == (3 * 8, pytest.approx(3 * 8 / 2 + 50 / 9))  # type: ignore[comparison-overlap]
 
 
 def test_ties_go_to_the_fewest_devices_then_the_fewest_layers_in_front():
@@ -509,7 +509,7 @@ def test_what_would_be_enough_memory_is_enough():
         request = Request("spp", generator.randint(1, 20))
         with pytest.raises(PlanError, match="nothing fits") as caught:
             plan_spp(profile_of(layers, 7.0), Cluster.uniform(devices, 3.0, 1.0), request)
-        number, unit = str(caught.value).split("With ")[1].split(" on each")[0].split()
+        number, unit = str(caught.value).split("enough: ")[1].split(" on each")[0].split()
         # Three digits are printed.
         size = 1.01 * float(number) * {"B": 1, "kB": 1e3}[unit]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.planning.two_bw.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, find_blocks, places_to_cut
+from penstock.planning.two_bw.repeated_blocks import TIME_TOLERANCE, RepeatedBlocks, cut_positions, find_blocks
 from penstock.values import LayerProfile, Profile
 from support.paths import PIPEDREAM
 
@@ -121,22 +121,22 @@ def test_equal_cuts_share_the_blocks_out(case, stages):
 def test_places_of_a_long_chain_are_few_and_cheap(rows, most):
     profile = Profile(tuple(layer(seconds, weights=i, cut=cut) for i, (seconds, cut) in enumerate(rows)), 1)
     blocks = find_blocks(profile)
-    places = places_to_cut(profile, blocks, most)
+    positions = cut_positions(profile, blocks, most)
 
     assert blocks.count == 0
-    assert (places[0], places[-1]) == (0, len(rows))
-    assert list(places) == sorted(set(places))
+    assert (positions[0], positions[-1]) == (0, len(rows))
+    assert list(positions) == sorted(set(positions))
     if len(rows) < most:
-        assert places == blocks.cuts
+        assert positions == blocks.cuts
         return
-    assert len(places) <= most + 2
-    # Between two places lie two shares at the most, and the layers that reach beyond them.
+    assert len(positions) <= most + 2
+    # Between two positions lie two shares at the most, and the layers that reach beyond them.
     share, longest = profile.seconds / most, max(row.seconds for row in profile.layers)
-    for start, stop in pairwise(places):
+    for start, stop in pairwise(positions):
         assert sum(row.seconds for row in profile.layers[start:stop]) <= 2 * share + longest + 1e-9
 
 
 def test_blocks_are_never_thinned_out():
     profile = gpt(30)
 
-    assert places_to_cut(profile, find_blocks(profile), 4) == find_blocks(profile).cuts
+    assert cut_positions(profile, find_blocks(profile), 4) == find_blocks(profile).cuts

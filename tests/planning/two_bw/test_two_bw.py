@@ -14,7 +14,7 @@ from penstock.planning.memory import interval_bytes, peak_bytes
 from penstock.planning.requests import Request
 from penstock.planning.two_bw.block_chains import stage_counts
 from penstock.planning.two_bw.parallel_pipelines import filling
-from penstock.planning.two_bw.pipeline_searches import plan_two_bw, rank_pipelines, simulated_cost
+from penstock.planning.two_bw.pipeline_searches import rank_pipelines, simulated_cost
 from penstock.planning.two_bw.repeated_blocks import find_blocks
 from penstock.values import Cluster, LayerProfile, Profile
 
@@ -37,8 +37,8 @@ def request(schedule="2bw", **options):
 # What a configuration takes, from the definitions, one rank and one layer at a time.
 
 
-def ranks_of(d, p, together):
-    return [[s * d + k if together == "replicas" else k * p + s for k in range(d)] for s in range(p)]
+def ranks_of(d, p, consecutive):
+    return [[s * d + k if consecutive == "replicas" else k * p + s for k in range(d)] for s in range(p)]
 
 
 def stage_seconds(profile, cluster, cuts, ranks, m, recompute, allreduce="ring"):
@@ -104,9 +104,9 @@ def best(profile, cluster, schedule, batch_size, copies, allreduce, d, p, ways, 
         fitting = [c for c in ways if max(stage_bytes(profile, c, m, schedule, recompute, copies)) <= memory]
         if fitting:
             seconds = min(
-                stage_seconds(profile, cluster, cuts, ranks_of(d, p, together), m, recompute, allreduce)
+                stage_seconds(profile, cluster, cuts, ranks_of(d, p, consecutive), m, recompute, allreduce)
                 for cuts in fitting
-                for together in ("replicas", "pipelines")
+                for consecutive in ("replicas", "pipelines")
             )
             total = (m if schedule == "2bw" else m + p - 1) * seconds
             return d * m * b / total if total else inf, d, p, b, m, recompute
@@ -155,6 +155,10 @@ def other_clusters(draw):
     return Cluster.from_matrix([[draw(speeds) for _ in range(size)] for _ in range(size)], draw(memories))
 
 
+def plan_two_bw(profiles, cluster, request, **options):
+    return rank_pipelines(profiles, cluster, request, **options)[0].plan(cluster)
+
+
 def ranked_or_none(profiles, cluster, asked, batch_size):
     try:
         return rank_pipelines(profiles, cluster, asked, batch_size=batch_size)
@@ -200,7 +204,7 @@ def test_candidates_take_what_the_definitions_say_on_any_cluster(
     by_size = {profile.microbatch_size: profile for profile in profiles}
     for candidate in ranked:
         profile, m, recompute = by_size[candidate.microbatch_size], candidate.microbatches, candidate.recompute
-        ranks = ranks_of(candidate.replicas, candidate.stages, candidate.together)
+        ranks = ranks_of(candidate.replicas, candidate.stages, candidate.consecutive)
         seconds = stage_seconds(profile, cluster, candidate.cuts, ranks, m, recompute, allreduce)
 
         assert isclose(candidate.microbatch_seconds, seconds, rel_tol=1e-9)
@@ -224,7 +228,7 @@ def test_plan_says_what_its_candidate_says(profiles, cluster, schedule, batch_si
     profile = next(each for each in profiles if each.microbatch_size == first.microbatch_size)
 
     assert [(stage.start, stage.stop) for stage in plan.stages] == list(pairwise(first.cuts))
-    assert [list(stage.ranks) for stage in plan.stages] == ranks_of(first.replicas, first.stages, first.together)
+    assert [list(stage.ranks) for stage in plan.stages] == ranks_of(first.replicas, first.stages, first.consecutive)
     assert (plan.microbatches, plan.schedule) == (first.replicas * first.microbatches, schedule)
     peaks = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), copies)
     assert plan.predicted.peak_bytes == pytest.approx(peaks)
@@ -264,7 +268,7 @@ def test_replicas_that_fill_a_server_reduce_inside_it(d):
     found = next(candidate for candidate in ranked if candidate.replicas == d)
 
     assert found.microbatch_seconds == max(12.0, 2 * (d - 1) / d * (4000.5 if d > 1 else 0) / 100.0 / 2)
-    assert found.together == "replicas"
+    assert found.consecutive == "replicas"
 
 
 def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
@@ -272,7 +276,7 @@ def test_pipelines_stay_in_a_server_where_activations_are_the_larger_part():
     profile = gpt(8, block=(1.0, 2.0, 50.0, 10.0, 1.0))
     ranked = rank_pipelines(profile, cluster, request(stages=4), batch_size=64)
 
-    assert next(candidate for candidate in ranked if candidate.replicas == 2).together == "pipelines"
+    assert next(candidate for candidate in ranked if candidate.replicas == 2).consecutive == "pipelines"
 
 
 def test_2bw_takes_as_many_microbatches_as_stages_or_none():
@@ -514,7 +518,7 @@ def test_what_does_not_fit_by_another_cost_is_left_out():
     ranked = rank_pipelines(profile, cluster, request(), batch_size=64, cost=heavy, shortlist=1000)
 
     assert ranked and all(max(candidate.predicted.peak_bytes) <= 300 for candidate in ranked)
-    with pytest.raises(PlanError, match="the cost that was given finds none"):
+    with pytest.raises(PlanError, match="to fit by the given cost, found none"):
         rank_pipelines(profile, cluster, request(recompute=True, stages=2), batch_size=64, cost=heavy)
 
 
@@ -554,17 +558,17 @@ def test_nothing_fits_says_how_much_memory_would():
     """Of 2 stages: 5 times 40 of weights, what one microbatch saves, 8, and the input of stage 1."""
     profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
 
-    with pytest.raises(PlanError, match=r"needs is 209 B \(2 stages.*recompute.*8 devices would do"):
+    with pytest.raises(PlanError, match=r"209 B on each device \(for 2 stages.*recompute.*8 devices \(for"):
         plan_two_bw(profile, Cluster.uniform(2, 1e9, 70), request(), batch_size=64)
-    with pytest.raises(PlanError, match="more memory, more devices, or smaller microbatches") as error:
+    with pytest.raises(PlanError, match="enough: 209 B on each device") as error:
         plan_two_bw(profile, Cluster.uniform(2, 1e9, 40), request(), batch_size=64)
-    assert "would do" not in str(error.value)
+    assert "8 devices" not in str(error.value)
 
 
 def test_nothing_fits_says_how_large_the_batch_would_be():
     profile = gpt(8, block=(1.0, 2.0, 1.0, 2.0, 10.0), embedding=(0, 0, 0, 0, 0), head=(0, 0, 0, 0, 0))
 
-    with pytest.raises(PlanError, match="What fits in memory needs batch_size=8 or more"):
+    with pytest.raises(PlanError, match=r"enough: .*batch_size=8"):
         plan_two_bw(profile, Cluster.uniform(8, 1e9, 70), request(), batch_size=7)
     assert plan_two_bw(profile, Cluster.uniform(8, 1e9, 70), request(), batch_size=8).microbatches == 8
 

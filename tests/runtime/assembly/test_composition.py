@@ -45,16 +45,16 @@ def activation_bytes(run: Run) -> int:
 
 
 SPLIT = (
-    Run("split_columns_and_rows", lanes=2),
-    Run("split_columns_and_rows", "pipedream", lanes=2, vertical_sync=True),
-    Run("split_columns_and_rows", "2bw", lanes=2, recompute="layers"),
-    Run("split_sequence", "pipedream", lanes=2),
-    Run("split_logits", lanes=2),
+    Run("split_columns_and_rows", tp=2),
+    Run("split_columns_and_rows", "pipedream", tp=2, vertical_sync=True),
+    Run("split_columns_and_rows", "2bw", tp=2, recompute="layers"),
+    Run("split_sequence", "pipedream", tp=2),
+    Run("split_logits", tp=2),
 )
 
 
 @pytest.mark.parametrize("run", SPLIT, ids=str)
-def test_two_by_two_stages_and_lanes_are_one_device(pool: Pool, run: Run) -> None:
+def test_two_by_two_stages_and_tp_ranks_are_one_device(pool: Pool, run: Run) -> None:
     outcomes = train(pool, run)
 
     assert farthest(run, outcomes) < ROUNDING
@@ -65,7 +65,7 @@ def test_two_by_two_stages_and_lanes_are_one_device(pool: Pool, run: Run) -> Non
 
 
 def test_interleaved_stages_send_a_part_over_every_cut(pool: Pool) -> None:
-    run = Run("split_columns_and_rows", "interleaved", stages=4, lanes=2)
+    run = Run("split_columns_and_rows", "interleaved", stages=4, tp=2)
     outcomes = train(pool, run)
 
     assert farthest(run, outcomes) < ROUNDING
@@ -88,25 +88,25 @@ def test_fully_sharded_replicas_are_one_device_bit_for_bit(pool: Pool, run: Run)
 
 
 LANES_AND_REPLICAS = (
-    Run("split_columns_and_rows", stages=1, lanes=2, replicas=2),
-    Run("split_sequence", "pipedream", stages=1, lanes=2, replicas=2, microbatches=5),
-    Run("split_columns_and_rows", "2bw", stages=1, lanes=2, replicas=2, split=True),
-    Run("split_and_shard", stages=1, lanes=2, replicas=2),
+    Run("split_columns_and_rows", stages=1, tp=2, replicas=2),
+    Run("split_sequence", "pipedream", stages=1, tp=2, replicas=2, microbatches=5),
+    Run("split_columns_and_rows", "2bw", stages=1, tp=2, replicas=2, split=True),
+    Run("split_and_shard", stages=1, tp=2, replicas=2),
 )
 
 
 @pytest.mark.parametrize("run", LANES_AND_REPLICAS, ids=str)
-def test_replicas_of_several_lanes_sum_their_shards(pool: Pool, run: Run) -> None:
+def test_replicas_of_several_tp_ranks_sum_their_shards(pool: Pool, run: Run) -> None:
     assert farthest(run, train(pool, run)) < ROUNDING
 
 
 CLIPPED = (
-    Run("split_columns_and_rows", lanes=2, most=0.5),
-    Run("split_sequence", "pipedream", lanes=2, most=0.5),
-    Run("split_columns_and_rows", "2bw", lanes=2, most=0.5, scales=True),
+    Run("split_columns_and_rows", tp=2, most=0.5),
+    Run("split_sequence", "pipedream", tp=2, most=0.5),
+    Run("split_columns_and_rows", "2bw", tp=2, most=0.5, scales=True),
     Run("shard_blocks", replicas=2, most=0.5),
     Run("shard_some", "interleaved", stages=4, replicas=2, most=0.5, scales=True),
-    Run("split_and_shard", stages=1, lanes=2, replicas=2, most=0.5),
+    Run("split_and_shard", stages=1, tp=2, replicas=2, most=0.5),
 )
 
 
@@ -119,7 +119,7 @@ def test_norms_are_those_of_whole_gradients(pool: Pool, run: Run) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    [Run("split_columns_and_rows", "2bw", lanes=2, hooked=True), Run("shard_blocks", replicas=2, hooked=True)],
+    [Run("split_columns_and_rows", "2bw", tp=2, hooked=True), Run("shard_blocks", replicas=2, hooked=True)],
     ids=str,
 )
 def test_hooks_at_updates_see_whole_parameters(pool: Pool, run: Run) -> None:
@@ -129,7 +129,7 @@ def test_hooks_at_updates_see_whole_parameters(pool: Pool, run: Run) -> None:
 
 def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> None:
     """The prediction is that of a model with the final weights, dropout off."""
-    for run in (Run("split_columns_and_rows", "2bw", lanes=2), Run("shard_blocks", replicas=2)):
+    for run in (Run("split_columns_and_rows", "2bw", tp=2), Run("shard_blocks", replicas=2)):
         outcomes = train(pool, run)
         model = jobs.build_model()
         model.load_state_dict({name: tensor for outcome in outcomes for name, tensor in outcome.state.items()})
@@ -140,15 +140,15 @@ def test_evaluations_use_the_newest_weights_in_evaluation_mode(pool: Pool) -> No
 
 
 def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
-    """Without a plan: two stages of two lanes on four processes. Only one lane of a rank tells what the rank did."""
-    run = Run("split_columns_and_rows", lanes=2)
+    """Without a plan: two stages of two processes each. Only one process of a rank reports what the rank did."""
+    run = Run("split_columns_and_rows", tp=2)
     found = pool.run(4, jobs.look_around, run, None)
 
     told = [entry for entries, _, _ in found for entry in entries]
     assert [names for names, *_ in told] == [("0", "1", "2")] * 2 + [("3", "4", "5")] * 2
     assert [mesh for _, _, mesh, _ in told] == [[[0, 1]]] * 2 + [[[2, 3]]] * 2
     assert {dimensions for _, dimensions, *_ in told} == {("dp", "tp")}
-    assert [lane for *_, lane in told] == [0, 1, 0, 1]
+    assert [tp_rank for *_, tp_rank in told] == [0, 1, 0, 1]
     actions = [len(row) for row in penstock.schedule(run.plan).step(0)]
     assert [found[0][1].count(rank) for rank in (0, 1)] == actions
     assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING

@@ -15,16 +15,17 @@ ROUNDING = 1e-9
 
 def one_process(run: Run) -> Run:
     """`run` with all its stages in this process."""
-    return replace(run, hook="none", replicas=1, lanes=1)
+    return replace(run, hook="none", replicas=1, tp=1)
 
 
 CHECKPOINTED = (
-    Run("split_columns_and_rows", "2bw", lanes=2, optimizer="adamw"),
+    Run("split_columns_and_rows", "2bw", tp=2, optimizer="adamw"),
     Run("shard_blocks", replicas=2, optimizer="adamw"),
-    Run("split_and_shard", stages=1, lanes=2, replicas=2, optimizer="adamw", hooked=True),
+    Run("split_and_shard", stages=1, tp=2, replicas=2, optimizer="adamw", hooked=True),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", CHECKPOINTED, ids=str)
 def test_a_checkpoint_of_shards_loads_under_any_plan(pool: Pool, tmp_path: Path, run: Run) -> None:
     expected = pool.run(4, jobs.save, run, str(tmp_path / "saved"))

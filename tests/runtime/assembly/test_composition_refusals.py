@@ -10,32 +10,40 @@ from support import composition_refusals as jobs
 from support.jobs.composition_jobs import Run
 from support.processes import Pool
 
-TWO_LANES, TWO_REPLICAS = Run("", lanes=2), Run("", replicas=2)
+TWO_TP_RANKS, TWO_REPLICAS = Run("", tp=2), Run("", replicas=2)
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
-    "no hook": ("there is no hook", (TWO_LANES, None), {}),
-    "too few processes": ("the plan is for 6 rank", (Run("", stages=3, lanes=2), "nothing"), {}),
-    "another number of lanes": ("tensor_parallel=4 contradicts", (TWO_LANES, "nothing"), {"tensor_parallel": 4}),
-    "another module": ("returned Sequential", (TWO_LANES, "wrap"), {}),
-    "more parameters": ("other parameters", (TWO_LANES, "add"), {}),
-    "half a weight": ("expected a DTensor", (TWO_LANES, "slice_by_hand"), {}),
-    "compiled": ("Leave torch.compile out", (TWO_LANES, "compile_layers"), {}),
-    "an error on one process": ("this hook is broken here", (TWO_LANES, "fail_on_one"), {}),
-    "traced": ("layer blocks.0 is traced", (TWO_LANES, "nothing", "traced"), {}),
+    "no hook": ("there is no hook", (TWO_TP_RANKS, None), {}),
+    "too few processes": ("the plan is for 6 rank", (Run("", stages=3, tp=2), "nothing"), {}),
+    "another tensor-parallel size": (
+        "tensor_parallel=4 contradicts",
+        (TWO_TP_RANKS, "nothing"),
+        {"tensor_parallel": 4},
+    ),
+    "another module": ("returned Sequential", (TWO_TP_RANKS, "wrap"), {}),
+    "more parameters": ("other parameters", (TWO_TP_RANKS, "add"), {}),
+    "half a weight": ("expected a DTensor", (TWO_TP_RANKS, "slice_by_hand"), {}),
+    "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
+    "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
+    "traced": ("layer blocks.0 is traced", (TWO_TP_RANKS, "nothing", "traced"), {}),
     "predicted": (
         "leave the one or the other out",
-        (TWO_LANES, "nothing"),
+        (TWO_TP_RANKS, "nothing"),
         {"update_hooks": [penstock.WeightPrediction()]},
     ),
     "in low precision": (
         "leave the one or the other out",
-        (TWO_LANES, "nothing"),
+        (TWO_TP_RANKS, "nothing"),
         {"autocast": torch.bfloat16, "version_dtype": torch.bfloat16},
     ),
-    "tied over a cut": ("Untie the weights", (TWO_LANES, "nothing", "tied over a cut"), {}),
-    "tied in a stage": ("is shared by several modules", (TWO_LANES, "split_shared", "tied in a stage"), {}),
+    "tied over a cut": ("Untie the weights", (TWO_TP_RANKS, "nothing", "tied over a cut"), {}),
+    "tied in a stage": ("is shared by several modules", (TWO_TP_RANKS, "split_shared", "tied in a stage"), {}),
     "DTensor over replicas": ("is a DTensor over dp", (TWO_REPLICAS, "spread_over_replicas"), {}),
-    "sharded over lanes": ("over other processes than its replicas", (TWO_LANES, "shard_over_lanes"), {}),
+    "sharded over tensor-parallel ranks": (
+        "over other processes than its replicas",
+        (TWO_TP_RANKS, "shard_over_tp_ranks"),
+        {},
+    ),
     "sharded over all": ("expected dp or tp", (TWO_REPLICAS, "shard_over_all"), {}),
     "sharded with versions": ("keeps several versions", (Run("", "2bw", replicas=2), "shard"), {}),
     "sharded, odd microbatches": ("expected a multiple", (Run("", replicas=2, microbatches=3), "shard"), {}),
@@ -60,24 +68,26 @@ def _say(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 
 def test_a_single_process_has_no_mesh() -> None:
-    lanes = jobs.said_of(TWO_LANES, "nothing")
+    message = jobs.said_of(TWO_TP_RANKS, "nothing")
     hook = jobs.said_of(Run(""), "nothing")
 
-    assert "this is a single process: expected 4 processes" in lanes
+    assert "this is a single process: expected 4 processes" in message
     assert "start it with torchrun" in hook
 
 
-@pytest.mark.parametrize(("kind", "text"), [("other", "is not the same on lanes 0 and 1"), ("DTensor", "a DTensor (")])
-def test_what_crosses_a_cut_must_be_the_same_on_all_lanes(pool: Pool, kind: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"), [("other", "is not the same on tensor-parallel ranks 0 and 1"), ("DTensor", "a DTensor (")]
+)
+def test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks(pool: Pool, kind: str, text: str) -> None:
     said = pool.run(4, jobs.said_in_a_step, kind)
 
     assert all(text in one for one in said)
     assert [one.partition(":")[0] for one in said] == ["PenstockError"] * 2 + ["TransportError"] * 2
 
 
-def test_a_lane_that_fails_ends_all(pool: Pool) -> None:
+def test_a_tp_rank_that_fails_ends_all(pool: Pool) -> None:
     """Also the one that waits for it in a sum inside of the stage, which PyTorch takes."""
-    first, failed, *others = pool.run(4, jobs.said_when_a_lane_fails)
+    first, failed, *others = pool.run(4, jobs.said_when_a_tp_rank_fails)
 
     assert failed == "ValueError: this layer is broken here"
     assert first.startswith("TransportError: the connection to another process of stage 0 broke")
@@ -95,9 +105,9 @@ def test_spread_layers_are_not_measured(pool: Pool) -> None:
     assert all("measure before" in one for one in pool.run(4, jobs.measure_late))
 
 
-def test_lanes_put_any_message_together(pool: Pool) -> None:
+def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
     """Sizes that do not divide, types of all kinds, absent tensors; and whether each requires a gradient."""
-    found = pool.run(4, jobs.messages_over_lanes)
+    found = pool.run(4, jobs.messages_over_tp_ranks)
 
     assert [wrong for wrong, _ in found] == [[]] * 4
     sizes = [8 + 4 + 1 + 1 + 0 + 12] * len(jobs.TYPES)

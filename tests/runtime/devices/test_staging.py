@@ -1,4 +1,4 @@
-"""Tensors of a device on their way through host memory: in the right order, whatever order the device takes."""
+"""Copies between a device and host memory: ordered correctly in whatever order the streams progress."""
 
 import gc
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def send(device: SimulatedDevice, values: list[float]) -> list[Tensor]:
-    """Copies on the host of tensors that are computed, handed over and dropped, one after the other."""
+    """Computes, stages and drops tensors one after the other. Returns their copies on the host."""
     staging, found = DeviceStaging(device), []
     for value in values:
         tensor = device.device_memory(LAYOUT, device.current())
@@ -36,14 +36,14 @@ def send(device: SimulatedDevice, values: list[float]) -> list[Tensor]:
 
 
 def receive(device: SimulatedDevice, values: list[float]) -> list[list[float]]:
-    """What the computing stream reads of tensors that come from the host, and are dropped after that."""
+    """Stages tensors from the host to the device and drops them. Returns what the computing stream reads of them."""
     staging, found = DeviceStaging(device), []
     for value in values:
         host = staging.host_memory(LAYOUT)
         host.fill_(value)
         staged = staging.to_device([host])
         del host
-        (tensor,) = staging.follow(staged)
+        (tensor,) = staging.wait_for(staged)
         del staged
         found.append(device.read(tensor))
         del tensor
@@ -69,14 +69,14 @@ def test_what_is_computed_with_is_what_has_come(seed: int) -> None:
 
 
 class Forgetful(SimulatedDevice):
-    """Forgets what memory is kept for."""
+    """Ignores which streams memory must be kept for."""
 
-    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+    def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
         pass
 
 
 class Hasty(SimulatedDevice):
-    """Waits for no event."""
+    """Does not wait for events."""
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         pass
@@ -87,7 +87,7 @@ class Hasty(SimulatedDevice):
 def test_the_simulated_device_finds_what_is_out_of_order(
     kind: type[SimulatedDevice], work: Callable[[SimulatedDevice, list[float]], list[object]]
 ) -> None:
-    """Without either of the rules some order of the streams gives other numbers."""
+    """Without either of the rules, some order of the streams gives other numbers."""
 
     def right(found: list[object]) -> bool:
         numbers = [one.flatten().tolist() if isinstance(one, Tensor) else one for one in found]

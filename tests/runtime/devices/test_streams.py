@@ -1,4 +1,4 @@
-"""Ranks that share a device on streams of their own: in the right order, whatever order the device takes."""
+"""Ranks that share a device, each on its own stream: ordered correctly in whatever order the streams progress."""
 
 import weakref
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from support.simulated.simulated_device import SimulatedDevice, SimulatedEvent, 
 
 LAYOUT: Layout = (torch.Size((3,)), (1,), torch.float64)
 SEEDS = st.integers(0, 2**32)
-Work = Callable[[SimulatedDevice], bool]
+DeviceWork = Callable[[SimulatedDevice], bool]
 
 
 def made(device: SimulatedDevice, value: float) -> Tensor:
@@ -29,17 +29,17 @@ def made(device: SimulatedDevice, value: float) -> Tensor:
 
 
 def messages(device: SimulatedDevice) -> bool:
-    """Two ranks of one process send each other tensors, and drop them; whether each read what was sent."""
+    """Two ranks of one process send each other tensors, and drop them. Returns whether each read what was sent."""
     streams, transport = DeviceStreams(device, (0, 1)), LoopbackTransport(DeviceStaging(device))
     found = []
-    with streams.part():
+    with streams.ordered_segment():
         for number in range(4):
             for source, target in ((0, 1), (1, 0)):
                 edge = Edge(source, target)
                 with streams.on(source):
-                    transport.send(edge, "form", (made(device, 2.0 * number + source), None))
+                    transport.send(edge, "kind", (made(device, 2.0 * number + source), None))
                 with streams.on(target):
-                    tensor, nothing = transport.post(edge, "form").wait()
+                    tensor, nothing = transport.post(edge, "kind").wait()
                     assert tensor is not None and nothing is None
                     found.append(device.read(tensor))
                     del tensor
@@ -47,15 +47,17 @@ def messages(device: SimulatedDevice) -> bool:
     return found == [[float(number)] * 3 for number in range(8)]
 
 
-def parts(device: SimulatedDevice) -> bool:
-    """The caller writes before a part and reads after it what two ranks have written; whether all read the newest."""
+def segments(device: SimulatedDevice) -> bool:
+    """The caller writes before a segment and reads after it what two ranks have written. Returns whether all read the
+    newest values.
+    """
     streams = DeviceStreams(device, (0, 1))
     batch = device.device_memory(LAYOUT, device.current())
     results = [device.device_memory(LAYOUT, device.current()) for _ in range(2)]
     found = []
     for number in range(3):
         device.fill(batch, float(number))
-        with streams.part():
+        with streams.ordered_segment():
             for rank in range(2):
                 with streams.on(rank):
                     found.append(device.read(batch))
@@ -65,9 +67,10 @@ def parts(device: SimulatedDevice) -> bool:
     return found == [[float(number)] * 3 for number in range(3) for _ in range(4)]
 
 
-def updates(ranks: int, delay: int) -> Work:
-    """Weights in two slots, of which forwards read the version `delay` behind the newest; the last rank makes the
-    updates, and rank 0 reads as well. Whether every reader, and every update of its gradients, found what was right.
+def updates(ranks: int, delay: int) -> DeviceWork:
+    """Weights in two slots, of which forwards read the version `delay` behind the newest. The last rank updates them,
+    and rank 0 reads them as well. Returns whether every reader, and every update of its gradients, found the right
+    values.
     """
 
     def work(device: SimulatedDevice) -> bool:
@@ -82,7 +85,7 @@ def updates(ranks: int, delay: int) -> Work:
             device.fill(slot, 0.0)
         found = []
         for version in range(1, 6):
-            with streams.part():
+            with streams.ordered_segment():
                 for rank in range(ranks):
                     used = max(0, version - 1 - delay)
                     with streams.on(rank):
@@ -102,9 +105,9 @@ def updates(ranks: int, delay: int) -> Work:
     return work
 
 
-WORK: dict[str, Work] = {
+WORK: dict[str, DeviceWork] = {
     "messages": messages,
-    "parts": parts,
+    "segments": segments,
     "updates of one rank": updates(1, 0),
     "delayed updates of one rank": updates(1, 1),
     "updates of two ranks": updates(2, 0),
@@ -120,7 +123,7 @@ def test_the_order_is_right_whatever_order_the_device_takes(name: str, seed: int
 
 
 class Hasty(SimulatedDevice):
-    """Waits for no event."""
+    """Does not wait for events."""
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         pass
@@ -132,7 +135,7 @@ def test_without_events_the_order_is_wrong(name: str) -> None:
 
 
 def test_gradients_are_kept_until_the_rank_has_waited_for_the_update() -> None:
-    """And no longer: rank 0 goes on with an older version, and lets go when it is to make others."""
+    """And no longer: rank 0 continues with an older version, and releases them before it makes others."""
     device = SimulatedDevice(0)
     streams = DeviceStreams(device, (0,))
     order = streams.order(0, ())
@@ -149,13 +152,13 @@ def test_gradients_are_kept_until_the_rank_has_waited_for_the_update() -> None:
     assert held() is None
 
 
-def test_moments_of_a_device_are_when_it_came_there() -> None:
+def test_timestamps_of_a_device_are_when_it_reached_them() -> None:
     device = SimulatedDevice(0)
     timer = DeviceTimer(device)
     first = timer.now()
     assert not timer.passed(first)
     second = timer.now()
-    one, other = timer.on_clock([first, second])
+    one, other = timer.to_host_seconds([first, second])
 
     assert timer.passed(first) and timer.passed(second)
     assert 0 <= other - one == pytest.approx(timer.seconds(first, second), abs=1e-6)

@@ -1,4 +1,4 @@
-"""Moments of a device: their events are recorded again, and a mark that somebody holds keeps its moment."""
+"""Timestamps of a device: their events are recorded again, and a timestamp that is referenced keeps its value."""
 
 import time
 from dataclasses import replace
@@ -19,16 +19,16 @@ from support.training import Case, stages_on_a_rank
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-v", "pipedream", "2bw")
 STEPS = 30
 EARLY = 12
-"""Steps after which the records of the first ones have been forgotten, and the forecast has those that it wants."""
+"""Steps after which the timings of the first ones have been dropped, and the check of the prediction has its steps."""
 
 
 class Noted:
-    """A mark between two operations of its stream, which note when the device does them."""
+    """A timestamp between two operations of its stream, which note when the device executes them."""
 
     def __init__(self, device: SimulatedDevice, timer: DeviceTimer) -> None:
         self.times: list[float] = []
         device.do(device.current(), self.note)
-        self.mark = timer.now()
+        self.timestamp = timer.now()
         device.do(device.current(), self.note)
 
     def note(self) -> None:
@@ -40,19 +40,19 @@ class Noted:
     seed=st.integers(0, 2**32),
     actions=st.lists(
         st.one_of(
-            st.tuples(st.just("mark"), st.integers(0, 1)),
+            st.tuples(st.just("take"), st.integers(0, 1)),
             st.tuples(st.just("drop"), st.integers(0, 20)),
             st.tuples(st.just("advance"), st.integers(1, 8)),
         ),
         max_size=60,
     ),
 )
-def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str, int]]) -> None:
-    """Whatever marks are dropped before or after the device has come to them, on whichever streams."""
+def test_a_timestamp_that_is_referenced_keeps_its_value(seed: int, actions: list[tuple[str, int]]) -> None:
+    """Whichever timestamps are dropped before or after the device has reached them, on whichever streams."""
     device = SimulatedDevice(seed)
     timer, streams, held = DeviceTimer(device), [device.stream(), device.stream()], list[Noted]()
     for action, number in actions:
-        if action == "mark":
+        if action == "take":
             with device.on(streams[number]):
                 held.append(Noted(device, timer))
         elif action == "drop" and held:
@@ -60,18 +60,18 @@ def test_a_mark_that_is_held_keeps_its_moment(seed: int, actions: list[tuple[str
         elif action == "advance":
             for _ in range(number):
                 device.advance()
-    assert len({id(noted.mark.event) for noted in held}) == len(held)
+    assert len({id(noted.timestamp.event) for noted in held}) == len(held)
     device.finish()
     for noted in held:
         before, after = noted.times
-        assert before <= noted.mark.event.passed_at <= after
-    on_clock = timer.on_clock([noted.mark for noted in held])
-    # The device's clock is set by the host's once for all of them.
-    shifts = [moment - noted.mark.event.passed_at for noted, moment in zip(held, on_clock, strict=True)]
+        assert before <= noted.timestamp.event.passed_at <= after  # type: ignore[attr-defined]
+    host_seconds = timer.to_host_seconds([noted.timestamp for noted in held])
+    # The device's clock is synchronized with the host's once for all of them.
+    shifts = [seconds - noted.timestamp.event.passed_at for noted, seconds in zip(held, host_seconds, strict=True)]  # type: ignore[attr-defined]
     assert all(shift >= 0 and shift == pytest.approx(shifts[0], abs=1e-6) for shift in shifts)
 
 
-def test_an_event_is_recorded_again_when_nobody_refers_to_its_mark() -> None:
+def test_the_event_of_a_dropped_timestamp_is_recorded_again() -> None:
     device = SimulatedDevice(0)
     timer = DeviceTimer(device)
     first, second = timer.now(), timer.now()
@@ -86,23 +86,25 @@ def test_an_event_is_recorded_again_when_nobody_refers_to_its_mark() -> None:
 
 
 class Ticking(RacingDevice):
-    """Its clock goes on by one with every mark. `reuses`: whether events are recorded again."""
+    """Its clock advances by one with every timestamp. `reuses`: whether events are recorded again."""
 
     def __init__(self, reuses: bool) -> None:
         super().__init__()
         self.made = self.ticks = 0
         self._reuses = reuses
 
-    def mark(self, event: RacingEvent | None = None) -> RacingEvent:
+    def record_timed_event(self, event: RacingEvent | None = None) -> RacingEvent:
         self.made += event is None
         self.ticks += 1
-        found = super().mark(event if self._reuses else None)
+        found = super().record_timed_event(event if self._reuses else None)
         found.at = float(self.ticks)
         return found
 
 
 def train(case: Case, device: Ticking) -> tuple[list[Timeline], list[int], float | None]:
-    """Timelines of some last steps, asked for on the way; the events after each step; and the error of the forecast."""
+    """Timelines of some last steps, read during the training; the number of events after each step; and the error of
+    the prediction.
+    """
     timelines, made = [], []
     with on_streams(device):
         plan: Any = case.options["plan"]
@@ -121,7 +123,7 @@ def train(case: Case, device: Ticking) -> tuple[list[Timeline], list[int], float
 
 CASES = [
     *(Case("perceptron", schedule, 2, 4, stages_per_rank=stages_on_a_rank(schedule)) for schedule in SCHEDULES),
-    # The sum of gradients begins in a backward, which keeps the mark for the record of the sum.
+    # The sum of gradients starts in a backward, which keeps the timestamp for the timing of the sum.
     *(Case("perceptron", schedule, 2, 4, replicas=(2, 1)) for schedule in ("1f1b-flush", "pipedream", "2bw")),
 ]
 

@@ -148,6 +148,7 @@ def test_an_error_reaches_a_rank_whose_device_waits(pool: Pool, failing: int) ->
     assert "ValueError: the layer is broken" in answers[1 - failing]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_though_only_the_device_waits(pool: Pool) -> None:
     waiting, still = pool.run(2, stall_directly, 1)
 
@@ -198,7 +199,7 @@ class Hasty(RacingDevice):
 class Forgetful(RacingDevice):
     """Forgets what memory is kept for."""
 
-    def keep(self, tensor: torch.Tensor, stream: RacingStream) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: RacingStream) -> None:
         pass
 
 

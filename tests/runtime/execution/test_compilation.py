@@ -191,7 +191,7 @@ def test_options_are_read() -> None:
         ({"options": {"triton.cudagraphs": False, "a": 1}}, {"options": {"a": 1}}, False),
     ):
         assert read_compilation(wish) == Compilation(options, graphed)
-    for wish, words in (
+    for wish, words in (  # type: ignore[assignment]
         ("inductor", "expected True, False or the arguments"),
         ({"speed": 2}, "'speed': expected arguments of torch.compile"),
         ({"backend": "cudagraphs"}, "overwritten by its next run"),

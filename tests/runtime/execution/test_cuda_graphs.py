@@ -11,7 +11,7 @@ import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.cuda_graphs import WARM_UPS, CudaGraphStage
-from support.simulated.simulated_recorder import GRAPHED, SimulatedRecorder, recording
+from support.simulated.simulated_graph_capturer import GRAPHED, SimulatedGraphCapturer, simulated_graph_capture
 
 SAMPLES = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(2)).unbind()
 
@@ -42,9 +42,9 @@ def stage_of(layers: Sequence[nn.Module]) -> StageModule:
     return chain.stage(1, len(layers) - 1)
 
 
-def make(layers: Sequence[nn.Module] = ()) -> tuple[StageModule, SimulatedRecorder, CudaGraphStage]:
+def make(layers: Sequence[nn.Module] = ()) -> tuple[StageModule, SimulatedGraphCapturer, CudaGraphStage]:
     torch.manual_seed(1)
-    stage, recorder = stage_of([nn.Tanh(), *(layers or [Scaled()]), Last()]), SimulatedRecorder()
+    stage, recorder = stage_of([nn.Tanh(), *(layers or [Scaled()]), Last()]), SimulatedGraphCapturer()
     return stage, recorder, CudaGraphStage(stage, recorder, 1, torch.device("cpu"))
 
 
@@ -61,12 +61,12 @@ def test_a_microbatch_in_flight_keeps_its_numbers_and_its_place_is_taken_again()
 
     assert torch.equal(first, stage([x], {})[0])
     assert not count.requires_grad
-    assert recorder.recordings == 4, "forward and backward of two places"
+    assert recorder.captures == 4, "forward and backward of two places"
 
     replays.release(0)
     (third, _) = replays.run(2, [z], {})
 
-    assert recorder.recordings == 4
+    assert recorder.captures == 4
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
     assert torch.equal(third, stage([z], {})[0])
     assert not torch.equal(first, held), "nobody may read it any more"
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_autograd_and_outlive_the_next_backward() -> None
         found.append(one.grad)
         expected.append(other.grad)
 
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found, expected, strict=True):  # type: ignore[assignment]
         assert torch.equal(one, other)
     for one, other in zip(stage.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -102,7 +102,7 @@ def test_backwards_in_another_order_than_the_forwards() -> None:
         others[number].backward(SAMPLES[number])
         replays.release(number)
 
-    assert recorder.recordings == 2 * len(SAMPLES)
+    assert recorder.captures == 2 * len(SAMPLES)
     for one, other in zip(stage.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
@@ -241,7 +241,7 @@ def test_a_stage_warms_up_before_its_first_recording_only() -> None:
         plain(SAMPLES[place]).backward(SAMPLES[place])
         assert done == ["forward", "backward"] * (2 if place else WARM_UPS + 2)
 
-    assert (recorder.warm_ups, recorder.recordings, recorder.replays) == (1, 8, 8)
+    assert (recorder.warm_ups, recorder.captures, recorder.replays) == (1, 8, 8)
     for one, other in zip(stage.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
@@ -321,9 +321,9 @@ LINEAR = (nn.Linear(6, 6), nn.Linear(6, 6))
     ],
 )
 def test_what_does_not_go_with_recordings_is_refused(
-    layers: Sequence[nn.Module], options: dict[str, object], words: str
+    layers: Sequence[nn.Module], options: dict[str, Any], words: str
 ) -> None:
-    with recording(), pytest.raises(penstock.PlanError, match=words):
+    with simulated_graph_capture(), pytest.raises(penstock.PlanError, match=words):
         build(layers, **options)
 
 
@@ -333,7 +333,7 @@ def test_a_cpu_has_no_graphs() -> None:
         build(LINEAR)
 
 
-def build(layers: Sequence[nn.Module], **options: object) -> penstock.Pipeline:
+def build(layers: Sequence[nn.Module], **options: Any) -> penstock.Pipeline:
     arguments = {"stages": 2, "microbatches": 2, "compile": GRAPHED, **options}
     return penstock.Pipeline(
         list(layers), (SAMPLES[0],), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), **arguments

@@ -223,7 +223,7 @@ class Counting(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Counting":
         copied = Counting()
-        copied.linear.weight, copied.linear.bias = memo[id(self.linear.weight)], memo[id(self.linear.bias)]
+        copied.linear.weight, copied.linear.bias = memo[id(self.linear.weight)], memo[id(self.linear.bias)]  # type: ignore[assignment]
         copied.forwards = self.forwards
         return copied
 

@@ -45,7 +45,7 @@ def test_groups_part_no_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 LAID_OUT = ("linear", "one sample", "one column", "column-major input", "column-major weight", "product", "experts")
-LAID_OUT += ("product on the left", "columns on the left", "addmm", "addmm to rows", "signals", "transposed")
+LAID_OUT += ("product on the left", "columns on the left", "addmm", "addmm to rows", "signals", "transposed")  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("name", LAID_OUT)

@@ -20,19 +20,19 @@ from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES, Reducer
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
-from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.timeouts import Timeout
-from penstock.runtime.transport.transport import Forms, LoopbackTransport, PendingMessage
+from penstock.runtime.transport.transport import LoopbackTransport, PendingMessage, SumKinds
 from support import models
 from support.jobs.reduction_jobs import (
     ROWS,
     SIZES,
     add_rows,
-    part_of,
     replicate,
     row_of,
+    sum_all_kinds,
     sum_different_sizes,
-    sum_parts,
+    summand_of,
 )
 from support.live_tensors import forget_what_is_there, live_tensors
 from support.processes import Pool
@@ -161,12 +161,12 @@ def test_sums_are_those_of_adding_in_replica_order(example: Example) -> None:
 
 @pytest.mark.parametrize("group", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (2, 0)], ids=str)
 def test_processes_add_in_replica_order(pool: Pool, group: tuple[int, ...]) -> None:
-    outcomes = pool.run(max(group) + 1, sum_parts, group)
+    outcomes = pool.run(max(group) + 1, sum_all_kinds, group)
     expected = [
-        reduce(torch.add, [part_of(rank, form, number) for rank in group]) for number in range(3) for form in SIZES
+        reduce(torch.add, [summand_of(rank, form, number) for rank in group]) for number in range(3) for form in SIZES
     ]
     ascending = [
-        reduce(torch.add, [part_of(rank, form, number) for rank in sorted(group)])
+        reduce(torch.add, [summand_of(rank, form, number) for rank in sorted(group)])
         for number in range(3)
         for form in SIZES
     ]
@@ -180,7 +180,7 @@ def test_processes_add_in_replica_order(pool: Pool, group: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_different_sizes_end_in_an_error_that_names_them(pool: Pool, ranks: int) -> None:
-    told = ", ".join(f"rank {rank}: (\"'form'\", {5 + rank}, 'torch.float32')" for rank in range(ranks))
+    told = ", ".join(f"rank {rank}: (\"'kind'\", {5 + rank}, 'torch.float32')" for rank in range(ranks))
     for message in pool.run(ranks, sum_different_sizes):
         assert message == (
             f"the replicas on ranks {list(range(ranks))} sum different things ({told}): expected the same parameters "
@@ -363,7 +363,7 @@ class Directly(LoopbackTransport):
         super().__init__()
         self._end = end
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+    def agree(self, group: tuple[int, ...], rank: int, forms: SumKinds) -> None:
         self._end.agree(forms)
 
     def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
@@ -374,7 +374,7 @@ def distant_end(rank: int, agreement: Agreement, group: DistantGroup, ranks: int
     """That of `rank`, of so many."""
     device = RacingDevice()
     staging, cpu = DeviceStaging(device), torch.device("cpu")
-    return NcclSum(range(ranks), group, rank, agreement, cpu, device, staging, lambda: None, lambda _: None)
+    return NcclSum(OrderedSum(range(ranks), group, rank), agreement, cpu, device, staging, lambda: None, lambda _: None)
 
 
 def test_a_backward_waits_for_no_other_replica() -> None:
@@ -421,7 +421,7 @@ def test_training_asks_nccl_for_nothing_that_it_has_not_done_before(ranks: int) 
 
     def prepare(rank: int) -> NcclSum:
         end = distant_end(rank, both[rank], groups[rank], ranks)
-        end.meet()
+        end.rehearse()
         # For whatever is added, as soon as there are communicators.
         operations = {"send", "recv"} if ranks == 2 else {"allgather", "alltoall"}
         assert {name for name, *_ in groups[rank].told} == operations
@@ -446,7 +446,7 @@ class Listening(LoopbackTransport):
         super().__init__()
         self.forms: list[tuple[int, torch.dtype]] = []
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
+    def agree(self, group: tuple[int, ...], rank: int, forms: SumKinds) -> None:
         self.forms = list(forms.values())
 
 

@@ -18,7 +18,7 @@ class Scale(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        self.calls += 1
+        self.calls += 1  # type: ignore[assignment]
         return (self.weight * x,)
 
 
@@ -40,7 +40,7 @@ def update(weights: VersionedWeights, version: int, gradient_version: int, step:
     with torch.no_grad():
         parameter = weight_of(weights)
         assert parameter.grad is not None
-        parameter -= step * parameter.grad
+        parameter -= step * parameter.grad  # type: ignore[misc]
     weights.end_update()
 
 
@@ -111,7 +111,7 @@ def test_a_list_of_parameters_is_pointed_too() -> None:
 
 def test_a_parameter_in_another_place_is_refused() -> None:
     module = Scale()
-    module.table = {"weight": module.weight}
+    module.table = {"weight": module.weight}  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=r"layers.0.table \(Scale\) holds the parameter weight in a dict"):
         make(1, module)
 
@@ -193,7 +193,7 @@ def test_replicas_share_the_weights_and_have_gradients_and_buffers_of_their_own(
     assert second.begin_update(1, total)
     with torch.no_grad():
         parameter = weight_of(first)
-        parameter -= 0.125 * parameter.grad
+        parameter -= 0.125 * parameter.grad  # type: ignore[misc]
     second.end_update()
     # The first replica finds the update made.
     assert not first.begin_update(1, total)

@@ -1,4 +1,4 @@
-"""Messages: in order, in full, and agreed on once."""
+"""Messages arrive in order and completely, and their shapes are agreed on once."""
 
 import os
 from pathlib import Path
@@ -19,10 +19,10 @@ from support.jobs.transport_jobs import (
     exchange_sizes,
     in_layouts,
     leave_messages,
+    list_communicators,
+    list_threads,
     pile_up,
     read_in_any_order,
-    tell_communicators,
-    tell_threads,
     wait_for_a_late_message,
 )
 from support.processes import Pool
@@ -33,24 +33,24 @@ BOTH = pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "g
 def test_loopback_keeps_the_order_of_an_edge() -> None:
     transport = LoopbackTransport()
     edge, back = Edge(0, 1), Edge(1, 0)
-    early = transport.post(edge, "form")
-    late = transport.post(edge, "form")
+    early = transport.post(edge, "kind")
+    late = transport.post(edge, "kind")
 
     assert not early.ready()
-    transport.send(edge, "form", (torch.tensor(1.0),))
+    transport.send(edge, "kind", (torch.tensor(1.0),))
     assert early.ready() and not late.ready()
-    transport.send(edge, "form", (torch.tensor(2.0), None))
-    transport.send(back, "form", (torch.tensor(3.0),))
-    assert [part if part is None else part.item() for part in late.wait()] == [2.0, None]
-    assert [part.item() for part in early.wait()] == [1.0]
-    assert [part.item() for part in transport.post(back, "form").wait()] == [3.0]
+    transport.send(edge, "kind", (torch.tensor(2.0), None))
+    transport.send(back, "kind", (torch.tensor(3.0),))
+    assert [tensor if tensor is None else tensor.item() for tensor in late.wait()] == [2.0, None]
+    assert [tensor.item() for tensor in early.wait()] == [1.0]
+    assert [tensor.item() for tensor in transport.post(back, "kind").wait()] == [3.0]
 
 
-def test_loopback_cuts_the_graph_and_keeps_who_needs_gradients() -> None:
+def test_loopback_cuts_the_graph_and_keeps_the_gradient_flag() -> None:
     transport = LoopbackTransport()
     leaf = torch.ones(2, requires_grad=True)
-    transport.send(Edge(0, 1), "form", (leaf * 2, torch.ones(2)))
-    needs, does_not = transport.post(Edge(0, 1), "form").wait()
+    transport.send(Edge(0, 1), "kind", (leaf * 2, torch.ones(2)))
+    needs, does_not = transport.post(Edge(0, 1), "kind").wait()
 
     assert needs.requires_grad and needs.is_leaf
     assert not does_not.requires_grad
@@ -58,7 +58,7 @@ def test_loopback_cuts_the_graph_and_keeps_who_needs_gradients() -> None:
 
 @BOTH
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_exchange_what_was_sent(pool: Pool, ranks: int, shared: bool) -> None:
+def test_processes_receive_what_was_sent(pool: Pool, ranks: int, shared: bool) -> None:
     for rank, found in enumerate(pool.run(ranks, exchange, shared)):
         source = (rank - 1) % ranks
 
@@ -80,7 +80,7 @@ def test_tensors_lie_in_memory_as_they_did(pool: Pool, shared: bool) -> None:
     for index, (tensor, strides) in enumerate(found):
         one = sent[index % len(sent)]
         assert torch.equal(tensor, one)
-        # A layer makes its results in the order of its input, without the gaps.
+        # A layer makes its results in the memory order of its input, without the gaps.
         assert strides == torch.empty_like(one).stride()
 
 
@@ -98,12 +98,12 @@ def test_shapes_that_depend_on_the_data_are_refused(pool: Pool, shared: bool) ->
 
 
 def test_processes_of_one_host_share_memory_without_threads(pool: Pool) -> None:
-    assert pool.run(3, tell_threads, None) == [[], [], []]
+    assert pool.run(3, list_threads, None) == [[], [], []]
 
 
-@pytest.mark.parametrize("refused", [False, True], ids=["unwilling", "refused"])
-def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) -> None:
-    first, second, third = pool.run(3, tell_threads, 0, refused)
+@pytest.mark.parametrize("refused", [False, True], ids=["disabled", "refused"])
+def test_a_process_without_shared_memory_uses_gloo(pool: Pool, refused: bool) -> None:
+    first, second, third = pool.run(3, list_threads, 0, refused)
 
     assert first == ["penstock receive rank 2 -> rank 0 (stages)", "penstock send rank 0 -> rank 1 (stages)"]
     assert second == ["penstock receive rank 0 -> rank 1 (stages)"]
@@ -111,8 +111,10 @@ def test_who_shares_no_memory_is_reached_over_gloo(pool: Pool, refused: bool) ->
 
 
 def test_every_directed_edge_has_a_communicator_of_its_two_ranks(pool: Pool) -> None:
-    """Made in rounds, in which nobody waits for who waits for him, and given back by all together."""
-    first, second, third = pool.run(3, tell_communicators, ((0, 2), (2, 1, 0)))
+    """They are made in rounds, in which ranks cannot wait for each other in a circle, and are released by all ranks
+    together.
+    """
+    first, second, third = pool.run(3, list_communicators, ((0, 2), (2, 1, 0)))
 
     assert first == (
         [
@@ -145,24 +147,24 @@ def test_every_directed_edge_has_a_communicator_of_its_two_ranks(pool: Pool) -> 
 
 
 def test_a_world_bound_to_a_device_is_not_split(pool: Pool) -> None:
-    """As ``init_process_group("nccl", device_id=...)`` makes it. Communicators are a matter of their members alone."""
+    """As ``init_process_group("nccl", device_id=...)`` makes it. Only its members make a communicator."""
     assert pool.run(3, connect_in_a_bound_world) == ["connected"] * 3
 
 
 @settings(deadline=None)
 @given(st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=4)))
-def test_meetings_in_rounds_wait_for_nobody(meetings: list[set[int]]) -> None:
-    numbered = list(enumerate(meetings))
-    rounds = arrange(numbered, lambda meeting: meeting[1])
+def test_connections_in_rounds_are_disjoint(connections: list[set[int]]) -> None:
+    numbered = list(enumerate(connections))
+    rounds = arrange(numbered, lambda connection: connection[1])
 
-    assert sorted(number for together in rounds for number, _ in together) == list(range(len(meetings)))
-    for together in rounds:
-        attending = [member for _, members in together for member in members]
+    assert sorted(number for disjoint in rounds for number, _ in disjoint) == list(range(len(connections)))
+    for disjoint in rounds:
+        attending = [member for _, members in disjoint for member in members]
         assert len(attending) == len(set(attending))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 64])
-def test_a_line_of_ranks_meets_in_four_rounds(ranks: int) -> None:
+def test_a_line_of_ranks_connects_in_four_rounds(ranks: int) -> None:
     line = [(rank, rank + 1) for rank in range(ranks - 1)]
     edges = [edge for one, other in line for edge in (Edge(one, other), Edge(other, one))]
 
@@ -191,8 +193,8 @@ def test_receives_need_not_be_waited_for_in_order_nor_at_all(pool: Pool, shared:
 
 
 @BOTH
-@pytest.mark.parametrize("asks", [False, True], ids=["another form", "asked for before"])
-def test_who_waits_for_a_message_does_not_wait_for_the_next_one(pool: Pool, shared: bool, asks: bool) -> None:
+@pytest.mark.parametrize("asks", [False, True], ids=["another kind", "asked for before"])
+def test_waiting_for_a_message_does_not_wait_for_the_next_one(pool: Pool, shared: bool, asks: bool) -> None:
     _, found = pool.run(2, wait_for_a_late_message, shared, asks)
 
     assert found == [0.0, 1.0, 2.0]

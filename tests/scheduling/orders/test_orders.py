@@ -190,6 +190,7 @@ def every_schedule(most_ranks: int, most_microbatches: int, most_stages: int):
                     yield Schedule("interleaved", ranks, microbatches, stages_per_rank)
 
 
+@pytest.mark.slow
 def test_every_small_schedule_keeps_the_laws_and_reaches_its_promise() -> None:
     for schedule in every_schedule(8, 16, 3):
         verification = verify(schedule)
@@ -209,6 +210,7 @@ def test_every_small_inference_keeps_the_laws() -> None:
                 )
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(schedules(6, 12), st.integers(1, 4))
 def test_random_schedules_keep_the_laws(schedule: Schedule, minibatches: int) -> None:
@@ -273,7 +275,7 @@ def test_steady_steps_differ_by_their_numbers_only(schedule: Schedule, later: in
     early = 2 + 2 * schedule.ranks // m
     distance = 10**9 + later
 
-    def renumber(action: Action) -> Action:
+    def renumber(action: Action) -> Action:  # type: ignore[return]
         more, newer = distance * m, distance * m // per_update
         match action:
             case Forward(stage, k, version):

@@ -82,7 +82,7 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         parts = {s: tuple(sums[s, version])}
                         for other in partners(s, schedule.ties):
                             here = rank == schedule.rank_of(other)
-                            parts[other] = tuple(sums[other, version]) if here else tied.pop((s, other, version))
+                            parts[other] = tuple(sums[other, version]) if here else tied.pop((s, other, version))  # type: ignore[assignment]
                         known = tuple(recall(rank, norm) for norm in known_norms(schedule, s, version))
                         made_of = tuple(parts[stage] for stage in sorted(parts))
                         slots[s][version % len(slots[s])] = hash(("update", before, made_of, known))
@@ -101,8 +101,8 @@ def interpret(programs: Programs, schedule: Schedule) -> list[object]:
                         if isinstance(action, ReceiveTied):
                             tied[s, source, k] = queue.popleft()
                         elif isinstance(action, ReceiveNorms):
-                            told = carried_norms(schedule, source, k, s)
-                            norms[rank].update(zip(told, queue.popleft(), strict=True))
+                            told = carried_norms(schedule, source, k, s)  # type: ignore[assignment]
+                            norms[rank].update(zip(told, queue.popleft(), strict=True))  # type: ignore[call-overload]
                         else:
                             made[source, s, k] = queue.popleft()
                 position[rank] += 1
@@ -176,6 +176,7 @@ def mutate(data: st.DataObject, programs: Programs) -> Programs:
     return tuple(map(tuple, rows))
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(st.one_of(schedules(3, 4), waiting_schedules(3, 4)), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, data: st.DataObject) -> None:

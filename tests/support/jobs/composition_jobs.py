@@ -65,7 +65,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = [part(x) for part in (self.query, self.key, self.value)]
         heads = [values.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for values in wide]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)  # type: ignore[misc]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -165,13 +165,13 @@ BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in HOOKS}
 
 @dataclass(frozen=True)
 class Run:
-    """One training: `stages` on ranks of their own, unless interleaved, of `replicas` times `lanes` processes each."""
+    """One training: `stages` on ranks of their own, unless interleaved, of `replicas` times `tp` processes each."""
 
     hook: str
     schedule: str = "1f1b-flush"
     stages: int = 2
     replicas: int = 1
-    lanes: int = 1
+    tp: int = 1
     microbatches: int = 4
     optimizer: str = "momentum"
     split: bool = False
@@ -195,14 +195,14 @@ class Run:
             stages_per_rank=2 if self.schedule == "interleaved" else 1,
             vertical_sync=self.vertical_sync,
         )
-        wide = self.replicas * self.lanes
+        wide = self.replicas * self.tp
         stages = [
             replace(stage, ranks=tuple(range(rank * wide, (rank + 1) * wide)))
             for stage in uniform.stages
             for rank in stage.ranks
         ]
         routing = "split" if self.split else "round-robin"
-        return replace(uniform, stages=tuple(stages), routing=routing, tensor_parallel=self.lanes)
+        return replace(uniform, stages=tuple(stages), routing=routing, tensor_parallel=self.tp)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
         if run.hook:
             BY_NAME[run.hook](stage, mesh)
 
-    by_hand = {} if plan else {"tensor_parallel": run.lanes, "microbatches": run.microbatches}
+    by_hand = {} if plan else {"tensor_parallel": run.tp, "microbatches": run.microbatches}
     pipe = run.make(parallelize=listen, plan=plan, **by_hand)
     losses = [float(pipe.step(x, y).loss) for x, y in BATCHES]
     spans = [span.rank for span in pipe.timeline().spans]

@@ -12,64 +12,66 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.training import Case, Outcome, run_pipeline
+from support.transport_selection import sharing_memory
 
 __all__ = ["count_streams", "fail_directly", "probe_directly", "run_directly", "run_over_gloo", "stall_directly"]
 
 
 @contextmanager
 def _on_device(tardy: bool = False) -> Iterator[None]:
-    """The CPU computes on streams, and sends from device to device if it is `tardy`."""
+    """Makes the CPU a device with streams, which sends from device to device if it is `tardy`."""
     with sharing_memory(False), on_streams(RacingDevice(tardy)):
         yield
 
 
 def run_over_gloo(case: Case) -> Outcome:
-    """The run by `Pipeline`, whose messages pass through the host."""
+    """Runs `Pipeline` with messages through the host."""
     with _on_device():
         return run_pipeline(case)
 
 
 def run_directly(case: Case) -> tuple[Outcome, int]:
-    """The run by `Pipeline`, whose messages go from device to device, and how many of them this rank sent."""
+    """Runs `Pipeline` with messages from device to device. Also returns how many of them this rank sent."""
     before = tardy_backend.messages()
     with _on_device(tardy=True):
         return run_pipeline(case), tardy_backend.messages() - before
 
 
 def count_streams(tardy: bool) -> int:
-    """How many streams of its device a rank takes that sends to all others, and sums with all and with each."""
+    """The number of streams that a rank takes if it sends to all others, and sums with all and with each."""
     ranks = dist.get_world_size()
-    edges = [Edge(*pair, lane) for lane in ("stages", "reports") for pair in permutations(range(ranks), 2)]
+    edges = [
+        Edge(*pair, channel) for channel in (Channel.STAGES, Channel.REPORTS) for pair in permutations(range(ranks), 2)
+    ]
     groups = [tuple(range(ranks)), *combinations(range(ranks), 2)]
     device = RacingDevice(tardy)
     with sharing_memory(False), on_streams(device):
         transport = join_world().connect(edges, torch.device("cpu"), 60.0, groups)
         for edge in edges:
             if dist.get_rank() == edge.source:
-                transport.send(edge, "form", (torch.ones(3),))
+                transport.send(edge, "kind", (torch.ones(3),))
         for edge in edges:
             if dist.get_rank() == edge.target:
-                transport.post(edge, "form").wait()
+                transport.post(edge, "kind").wait()
         transport.close()
     return len(device.streams)
 
 
 def probe_directly() -> tuple[penstock.Cluster, int]:
-    """What a probe finds from device to device, and how many messages it took."""
+    """The result of a probe from device to device, and its number of messages."""
     before = tardy_backend.messages()
     with _on_device(tardy=True):
         return penstock.probe(device="cpu", progress=False), tardy_backend.messages() - before
 
 
 def _train(failing: int, wrong: float, timeout_seconds: float) -> str:
-    """What a rank says that trains with another one, whose loss or layer goes wrong in the second step: fails, or
-    takes `wrong` seconds.
+    """Trains with another rank, whose layer goes wrong in the second step: it raises, or takes `wrong` seconds. Returns
+    this rank's error.
     """
     calls = 0
 
@@ -104,10 +106,10 @@ def _train(failing: int, wrong: float, timeout_seconds: float) -> str:
 
 
 def fail_directly(failing: int) -> str:
-    """What this rank says when the layer of `failing` raises an error."""
+    """The error of this rank when the layer of `failing` raises."""
     return _train(failing, 0.0, 60.0)
 
 
 def stall_directly(failing: int) -> str:
-    """What this rank says when the layer of `failing` takes longer than the other one waits."""
+    """The error of this rank when the layer of `failing` takes longer than the other rank waits."""
     return _train(failing, 7.0, 3.0)

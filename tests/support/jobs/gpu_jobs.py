@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import penstock
-from support.bits import on_host
+from support.fork_server import ForkServer, finish
 from support.jobs.replay_jobs import run_compiled
-from support.nursery import Nursery, finish
+from support.outcome_comparisons import on_host
 from support.paths import SCRIPTS
 from support.training import Case, Outcome, run_pipeline
 
@@ -84,9 +84,9 @@ def _set_mode(mode: str) -> None:
 
 
 def answers_over_nccl(
-    nursery: Nursery, schedule: str, replicas: str, cards: str, seconds: float
+    fork_server: ForkServer, schedule: str, replicas: str, cards: str, seconds: float
 ) -> list[tuple[int | None, str]]:
     """Exit code and standard error of each process of the script that trains over NCCL."""
     ranks = sum(int(count) for count in replicas.split("-"))
     arguments = [str(NCCL_SCRIPT), schedule, replicas, cards, str(seconds - 10)]
-    return finish(nursery.start_ranks(arguments, ranks), seconds)
+    return finish(fork_server.start_ranks(arguments, ranks), seconds)

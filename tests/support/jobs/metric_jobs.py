@@ -1,5 +1,7 @@
 """Training with metrics: in the test's process, and in those of the pool."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from support.training import Case
 __all__ = ["losses_and_metrics", "with_accuracy"]
 
 
-def with_accuracy(output: Tensor, y: Tensor) -> tuple[Tensor, dict[str, object]]:
+def with_accuracy(output: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """A tensor and a number beside the loss."""
     loss = F.cross_entropy(output, y)
     return loss, {"accuracy": (output.argmax(-1) == y).double().mean(), "entropy": loss.item()}

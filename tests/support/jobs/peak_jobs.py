@@ -86,7 +86,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        attended = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)  # type: ignore[misc]
         x = x + self.projection(attended.transpose(1, 2).flatten(-2))
         return x + self.perceptron(self.norms[1](x))
 

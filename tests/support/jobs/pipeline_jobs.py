@@ -1,5 +1,7 @@
 """Jobs for the processes of the pipeline's tests."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ __all__ = [
 SUBJECT = models.SUBJECTS["normalized"]
 
 
-def _make(subject: models.Subject = SUBJECT, **options: object) -> penstock.Pipeline:
+def _make(subject: models.Subject = SUBJECT, **options: Any) -> penstock.Pipeline:
     arguments = {"sample": subject.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum}
     return penstock.Pipeline(subject.build(), **{**arguments, **options})
 
@@ -94,7 +96,7 @@ def _finish(pipe: penstock.Pipeline) -> list[float]:
     return losses
 
 
-def _refusal(**options: object) -> str:
+def _refusal(**options: Any) -> str:
     try:
         _make(**options)
     except penstock.PlanError as error:

@@ -1,5 +1,7 @@
 """Training under autocast: in the test's process, and in those of the pool."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,7 +77,7 @@ def _embedding() -> nn.Module:
 CAST = {"linear": _linear, "typed": _typed, "embedded": _embedding}
 
 
-def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dtype) -> dict[str, object]:
+def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dtype) -> dict[str, Any]:
     """For the pipeline and for the oracle."""
     return {
         "sample": (models.LAYERED.sample[0].float(),),
@@ -90,7 +92,7 @@ def cast_options(schedule: str, stages: int, microbatches: int, dtype: torch.dty
 
 
 def run_cast(
-    subject: str, schedule: str, stages: int, microbatches: int, recompute: object, **more: object
+    subject: str, schedule: str, stages: int, microbatches: int, recompute: object, **more: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the final weights of a run under bfloat16."""
     options = cast_options(schedule, stages, microbatches, torch.bfloat16)

@@ -14,7 +14,7 @@ def probe_here() -> Cluster:
 
 
 def probe_with_a_failing_rank(failing: int) -> str:
-    """What this rank gets to know when the failing one is told of a device that is not there."""
+    """The error of this rank, if the failing one probes a device that does not exist."""
     device = "cuda:99" if dist.get_rank() == failing else "cpu"
     try:
         penstock.probe(device=device, progress=False, timeout_seconds=20.0)

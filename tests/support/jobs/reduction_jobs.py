@@ -13,22 +13,22 @@ from penstock.runtime.parameters.gradient_buckets import Reducer
 from penstock.runtime.transport.ordered_all_reduce import OrderedSum
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.jobs.staging_jobs import members
 from support.simulated import tardy_backend
 from support.simulated.stream_races import RacingDevice, on_streams
+from support.transport_selection import sharing_memory
 
-__all__ = ["ROWS", "SIZES", "add_rows", "part_of", "replicate", "row_of", "sum_different_sizes", "sum_parts"]
+__all__ = ["ROWS", "SIZES", "add_rows", "replicate", "row_of", "sum_all_kinds", "sum_different_sizes", "summand_of"]
 
 SIZES = {"one": 1, "whole": 1_000, "cut": 10_000, "cut unevenly": 10_001}
-"""Numbers of float64 by form; more than 64 KiB of them are cut among more than two ranks."""
+"""The number of float64 elements by kind. Tensors of more than 64 KiB are cut if there are more than two ranks."""
 
 
-def part_of(rank: int, form: str, number: int) -> Tensor:
-    """What `rank` gives to a sum: numbers of very different sizes, so that the order of additions shows."""
+def summand_of(rank: int, kind: str, number: int) -> Tensor:
+    """What `rank` adds: numbers of very different sizes, so that the order of additions matters."""
     generator = torch.Generator().manual_seed(1_000 * number + rank)
-    magnitudes = 10.0 ** torch.randint(-8, 8, (SIZES[form],), dtype=torch.float64, generator=generator)
-    return torch.randn(SIZES[form], dtype=torch.float64, generator=generator) * magnitudes
+    magnitudes = 10.0 ** torch.randint(-8, 8, (SIZES[kind],), dtype=torch.float64, generator=generator)
+    return torch.randn(SIZES[kind], dtype=torch.float64, generator=generator) * magnitudes
 
 
 ROWS = [
@@ -46,7 +46,7 @@ def row_of(rank: int, dtype: torch.dtype, count: int) -> Tensor:
 
 
 def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
-    """The sums of all rows, in this order of the ranks, by a communicator."""
+    """Sums all rows over a communicator, in this order of the ranks."""
     group = {"gloo": connect_gloo, "tardy": tardy_backend.connect}[backend](members(order))
     add = OrderedSum(order, group, dist.get_rank())
     sums = [add(row_of(dist.get_rank(), dtype, count)) for dtype, count in ROWS]
@@ -56,7 +56,7 @@ def add_rows(order: tuple[int, ...], backend: str) -> list[Tensor]:
 
 @contextmanager
 def _carried_by(backend: str) -> Iterator[None]:
-    """In its body the CPU is a device that sends by itself, or a CPU if the backend is Gloo."""
+    """Makes the CPU a device that sends by itself for the duration of a block, unless the backend is Gloo."""
     if backend == "gloo":
         yield
         return
@@ -65,9 +65,10 @@ def _carried_by(backend: str) -> Iterator[None]:
 
 
 def replicate(backend: str, frozen: dict[int, str], bucket_bytes: int) -> tuple[str, list[float]]:
-    """What goes wrong where a replica does not train all parameters, if something does; else the sum of one of them.
+    """Sums gradients while some replicas do not train all parameters. Returns the error, if there is one, and one of
+    the sums.
 
-    `frozen`: by rank, the name of one that it does not train.
+    `frozen`: by rank, the name of a parameter that it does not train.
     """
     group, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     parameters = {name: nn.Parameter(torch.zeros(4 + index)) for index, name in enumerate("abc")}
@@ -79,7 +80,7 @@ def replicate(backend: str, frozen: dict[int, str], bucket_bytes: int) -> tuple[
             before = tardy_backend.messages()
             reducer.arm(1, parameters)
             (torch.stack([parameter.sum() for parameter in parameters.values()]).sum() * rank).backward()
-            # From device to device none begins within the first backwards.
+            # From device to device, no sum starts within the first backwards.
             assert tardy_backend.messages() == before
             assert all((parameter.grad is None) == (backend == "gloo") for parameter in parameters.values())
             reducer.start(1, {name: p.grad for name, p in parameters.items() if p.grad is not None})
@@ -94,27 +95,29 @@ def _connect(group: tuple[int, ...]) -> tuple[Transport, int]:
     return join_world().connect((), torch.device("cpu"), 30.0, (group,)), dist.get_rank()
 
 
-def sum_parts(group: tuple[int, ...]) -> list[Tensor]:
-    """Three rounds of sums of every form, with all of a round under way at once; nothing on ranks not in `group`."""
+def sum_all_kinds(group: tuple[int, ...]) -> list[Tensor]:
+    """Three rounds of sums of every kind, with all sums of a round in flight at once. Returns nothing on ranks outside
+    `group`.
+    """
     transport, rank = _connect(group)
     sums = []
     for number in range(3 if rank in group else 0):
-        tickets = [transport.reduce(group, rank, form, part_of(rank, form, number)) for form in SIZES]
-        for ticket in tickets:
-            (total,) = ticket.wait()
-            assert total is not None and ticket.ready()
+        receives = [transport.reduce(group, rank, kind, summand_of(rank, kind, number)) for kind in SIZES]
+        for receive in receives:
+            (total,) = receive.wait()
+            assert total is not None and receive.ready()
             sums.append(total)
     transport.close()
     return sums
 
 
 def sum_different_sizes() -> str:
-    """The message of the error: this rank gives as many numbers as its own number and five."""
+    """The error message, if each rank adds a different number of elements."""
     group = tuple(range(dist.get_world_size()))
     transport, rank = _connect(group)
-    ticket = transport.reduce(group, rank, "form", torch.zeros(5 + rank))
+    receive = transport.reduce(group, rank, "kind", torch.zeros(5 + rank))
     try:
-        ticket.wait()
+        receive.wait()
     except TransportError as error:
         return str(error)
     finally:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from support.carrying import sharing_memory
-from support.simulated.simulated_recorder import GRAPHED, recording
+from support.simulated.simulated_graph_capturer import GRAPHED, simulated_graph_capture
 from support.training import Case, Outcome, run_pipeline
+from support.transport_selection import sharing_memory
 
 __all__ = ["run_compiled", "run_recorded", "run_recorded_over"]
 
@@ -17,10 +17,10 @@ def run_compiled(case: Case, compile: Mapping[str, Any]) -> Outcome:
 
 def run_recorded(case: Case, compile: Mapping[str, Any] = GRAPHED) -> Outcome:
     """The run with recordings on the CPU, which it must have used."""
-    with recording() as made:
+    with simulated_graph_capture() as made:
         outcome = run_compiled(case, compile)
     assert made
-    assert all(recorder.replays > recorder.recordings for recorder in made)
+    assert all(recorder.replays > recorder.captures for recorder in made)
     return outcome
 
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from penstock.runtime.devices.communicators import Members, connect_gloo
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.transport.failures import FailureBoard
-from penstock.runtime.transport.gloo.all_reduce import GroupSum
+from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
-from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 from support.simulated.simulated_device import SimulatedDevice
@@ -23,25 +23,25 @@ __all__ = ["exchange_over_gloo", "members", "sum_over_gloo", "sum_over_nccl"]
 LAYOUT = torch.Size((20, 30)), (30, 1), torch.float64
 
 
-def _patience() -> Timeout:
+def _timeout() -> Timeout:
     store = dist.distributed_c10d._get_default_store()
     return Timeout(FailureBoard(store, dist.get_rank(), dist.get_world_size()), 30.0)
 
 
 def _store() -> dist.Store:
-    """One that no other job has used. Collective."""
+    """Makes a store that no other job has used. Collective."""
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names)
     return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
 
 
 def members(ranks: tuple[int, ...]) -> Members:
-    """These, who meet where no others do. Collective."""
+    """Makes members with a store of their own. Collective."""
     return Members("a group", tuple(sorted(ranks)), dist.get_rank(), _store(), 60.0)
 
 
 def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
-    """Rank 0 sends messages that its device is still to compute, and overwrites what it has sent; what the device of
+    """Rank 0 sends messages that its device has yet to compute, and reuses their memory. Returns what the device of
     rank 1 reads of them.
     """
     edge, device = Edge(0, 1), SimulatedDevice(seed)
@@ -52,16 +52,16 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
         for number in range(messages):
             tensor = device.device_memory(LAYOUT, device.current())
             device.fill(tensor, float(number))
-            outbox.put("form", (tensor, None))
+            outbox.put("kind", (tensor, None))
             del tensor
         assert outbox.flushed(30.0)
         outbox.close()
         assert outbox.join(30.0)
     else:
-        inbox = GlooInbox(edge, group, 0, DeviceStaging(device), _patience())
-        tickets = [inbox.post("form") for _ in range(messages)]
-        while tickets:
-            tensor, nothing = tickets.pop(0).wait()
+        inbox = GlooInbox(edge, group, 0, DeviceStaging(device), _timeout())
+        receives = [inbox.post("kind") for _ in range(messages)]
+        while receives:
+            tensor, nothing = receives.pop(0).wait()  # type: ignore[assignment]
             assert tensor is not None and nothing is None
             found.append(device.read(tensor))
             del tensor
@@ -73,21 +73,22 @@ def exchange_over_gloo(seed: int, messages: int) -> list[list[float]]:
 
 
 def sum_over_gloo(sums: int) -> list[list[float]]:
-    """What the device of each rank reads of sums of numbers that the devices are still to compute."""
+    """Sums numbers that the devices have yet to compute. Returns what the device of each rank reads of the sums."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-    device, timeout = SimulatedDevice(rank), _patience()
+    device, timeout = SimulatedDevice(rank), _timeout()
     agreement = Agreement(ranks, rank, _store(), timeout)
-    summing = GroupSum(ranks, connect_gloo(members(ranks)), rank, agreement, DeviceStaging(device), timeout)
+    ordered_sum = OrderedSum(ranks, connect_gloo(members(ranks)), rank)
+    summing = GlooSum(ordered_sum, agreement, DeviceStaging(device), timeout)
     found = []
     for number in range(sums):
         own = device.device_memory((torch.Size((7,)), (1,), torch.float64), device.current())
         device.fill(own, float(rank + number))
-        ticket = summing.add("form", own)
+        receive = summing.add("kind", own)
         del own
-        (total,) = ticket.wait()
+        (total,) = receive.wait()
         assert total is not None
         found.append(device.read(total))
-        del total, ticket
+        del total, receive
     device.finish()
     summing.close()
     assert summing.join(30.0)
@@ -96,17 +97,18 @@ def sum_over_gloo(sums: int) -> list[list[float]]:
 
 
 def sum_over_nccl(sums: int) -> list[list[float]]:
-    """As `sum_over_gloo`, by what sums on a stream; here over Gloo, since NCCL takes GPUs."""
+    """Like `sum_over_gloo`, with the sums on a stream. They run over Gloo here, since NCCL needs GPUs."""
     rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-    device, timeout = RacingDevice(), _patience()
+    device, timeout = RacingDevice(), _timeout()
     agreement, cpu = Agreement(ranks, rank, _store(), timeout), torch.device("cpu")
     staging, check = DeviceStaging(device), timeout.board.check
-    summing = NcclSum(ranks, connect_gloo(members(ranks)), rank, agreement, cpu, device, staging, check, lambda _: None)
-    summing.meet()
-    summing.agree({"form": (7, torch.float32)})
+    ordered_sum = OrderedSum(ranks, connect_gloo(members(ranks)), rank)
+    summing = NcclSum(ordered_sum, agreement, cpu, device, staging, check, lambda _: None)
+    summing.rehearse()
+    summing.agree({"kind": (7, torch.float32)})
     found = []
     for number in range(sums):
-        (total,) = summing.add("form", torch.full((7,), float(rank + number))).wait()
+        (total,) = summing.add("kind", torch.full((7,), float(rank + number))).wait()
         assert total is not None
         found.append(total.tolist())
     assert summing.join(30.0)

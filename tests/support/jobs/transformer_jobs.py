@@ -212,7 +212,7 @@ def _bert(tied: bool, layers: int = 2, **dropout: float) -> nn.Module:
 
 
 def _vit(layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    config = transformers.ViTConfig(
+    config = transformers.ViTConfig(  # type: ignore[call-arg]
         hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32, image_size=16,
         patch_size=8, num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _t5(decoder_layers: int = 2) -> nn.Module:
 
 
 def _resnet() -> nn.Module:
-    config = transformers.ResNetConfig(
+    config = transformers.ResNetConfig(  # type: ignore[call-arg]
         embedding_size=8, hidden_sizes=[8, WIDTH], depths=[2, 2], layer_type="basic", num_labels=5
     )
     return transformers.ResNetForImageClassification(config)
@@ -255,7 +255,7 @@ class Sharing(nn.Module):
             self.blocks[index][1].weight = self.blocks[shared[0]][1].weight
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> transformers.utils.ModelOutput:
+    def forward(self, input_ids: Tensor) -> transformers.utils.ModelOutput:  # type: ignore[name-defined]
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.transport.transport import Edge, Transport
 from penstock.runtime.transport.worlds import join_world
-from support.carrying import sharing_memory
 from support.simulated.stream_races import RacingDevice, on_streams
 from support.simulated.tardy_backend import LIVE
+from support.transport_selection import sharing_memory
 
 __all__ = [
     "close_before_it_comes",
@@ -25,16 +25,16 @@ __all__ = [
     "exchange_sizes",
     "in_layouts",
     "leave_messages",
+    "list_communicators",
+    "list_threads",
     "pile_up",
     "read_in_any_order",
-    "tell_communicators",
-    "tell_threads",
     "wait_for_a_late_message",
 ]
 
 
 def _ring(shared: bool = True) -> tuple[Transport, int, int]:
-    """A transport along the ring of ranks, through shared memory or not."""
+    """Makes a transport along the ring of ranks, through shared memory or not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     edges = [Edge(source, (source + 1) % ranks) for source in range(ranks)]
     with sharing_memory(shared):
@@ -45,9 +45,9 @@ def _refuse(*_: object) -> NoReturn:
     raise PermissionError("not on this machine")
 
 
-def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> tuple[list[str], int]:
-    """The communicators that this rank makes between devices, in their order, and how many are left at the end. Edges
-    both ways along a line of ranks, and sums over `groups`.
+def list_communicators(groups: tuple[tuple[int, ...], ...]) -> tuple[list[str], int]:
+    """The communicators between devices that this rank makes, in order, and the number that is left at the end. It has
+    edges both ways along a line of ranks, and sums over `groups`.
     """
     ranks = dist.get_world_size()
     line = [(rank, rank + 1) for rank in range(ranks - 1)]
@@ -61,8 +61,9 @@ def tell_communicators(groups: tuple[tuple[int, ...], ...]) -> tuple[list[str], 
 
 
 def connect_in_a_bound_world() -> str:
-    """What happens to edges and sums of some of the ranks where the default group is bound to a device. Who makes a
-    group of PyTorch's there without being in it splits the communicator of the default group, a call of all ranks.
+    """Makes edges and sums of some ranks while the default group is bound to a device, and returns the error. There, a
+    process that makes a process group without being its member splits the communicator of the default group, which is a
+    collective of all ranks.
     """
     world = dist.distributed_c10d._get_default_group()
     world.bound_device_id = torch.device("cuda", 0)
@@ -75,17 +76,17 @@ def connect_in_a_bound_world() -> str:
     return "connected"
 
 
-def tell_threads(unwilling: int | None, refused: bool = False) -> list[str]:
-    """The threads that the transport needs; the rank `unwilling` will share no memory, or is `refused` any."""
+def list_threads(excluded: int | None, refused: bool = False) -> list[str]:
+    """The threads that the transport needs. The rank `excluded` has shared memory disabled, or is `refused` it."""
     before = set(threading.enumerate())
-    made, out = os.memfd_create, dist.get_rank() == unwilling
-    os.memfd_create = _refuse if out and refused else made
+    made, out = os.memfd_create, dist.get_rank() == excluded
+    os.memfd_create = _refuse if out and refused else made  # type: ignore[assignment]
     try:
         transport, rank, ranks = _ring(not out or refused)
     finally:
         os.memfd_create = made
-    transport.send(Edge(rank, (rank + 1) % ranks), "form", (torch.ones(1),))
-    transport.post(Edge((rank - 1) % ranks, rank), "form").wait()
+    transport.send(Edge(rank, (rank + 1) % ranks), "kind", (torch.ones(1),))
+    transport.post(Edge((rank - 1) % ranks, rank), "kind").wait()
     names = sorted(thread.name for thread in set(threading.enumerate()) - before)
     transport.close()
     return names
@@ -98,13 +99,13 @@ def pile_up(shared: bool) -> list[float]:
     found = []
     if rank == 0:
         for number, size in enumerate(sizes):
-            transport.send(edge, ("form", size), (torch.full((size,), float(number)), torch.tensor(number + 0.5)))
+            transport.send(edge, ("kind", size), (torch.full((size,), float(number)), torch.tensor(number + 0.5)))
         dist.barrier()
         transport.flush()
     else:
         dist.barrier()
         for number, size in enumerate(sizes):
-            many, one = transport.post(edge, ("form", size)).wait()
+            many, one = transport.post(edge, ("kind", size)).wait()
             assert many is not None and one is not None
             assert torch.equal(many, torch.full((size,), float(number)))
             found.append(one.item())
@@ -113,20 +114,20 @@ def pile_up(shared: bool) -> list[float]:
 
 
 def read_in_any_order(shared: bool) -> list[float]:
-    """Rank 1 posts twenty receives and waits for a few of them; rank 0 can hand over all the same."""
+    """Rank 1 posts twenty receives and waits for a few of them. Rank 0 can still send everything."""
     transport, rank, _ = _ring(shared)
     edge, found = Edge(0, 1), []
     if rank == 0:
         for number in range(20):
-            transport.send(edge, "form", (torch.full((20_000,), float(number)),))
+            transport.send(edge, "kind", (torch.full((20_000,), float(number)),))
         dist.barrier()
         transport.flush()
     else:
-        tickets = [transport.post(edge, "form") for _ in range(20)]
+        receives = [transport.post(edge, "kind") for _ in range(20)]
         dist.barrier()
         for number in (3, 1, 19, 3):
-            (tensor,) = tickets[number].wait()
-            assert tensor is not None and tickets[number].ready()
+            (tensor,) = receives[number].wait()
+            assert tensor is not None and receives[number].ready()
             found.append(tensor[-1].item())
     dist.barrier()
     transport.close()
@@ -134,37 +135,37 @@ def read_in_any_order(shared: bool) -> list[float]:
 
 
 def wait_for_a_late_message(shared: bool, asks: bool) -> list[float]:
-    """Rank 1 waits for messages that come late, while it has posted later ones, which rank 0 sends only when it has
-    heard of the earlier ones. The later ones are of an unknown form or, if it `asks` before whether they have come, of
-    the same one.
+    """Rank 1 waits for messages that come late, after it has posted later ones, which rank 0 sends only when the
+    earlier ones have been acknowledged. The later ones are of an unknown kind, or of the same kind if it `asks` whether
+    they have arrived.
     """
     transport, rank, _ = _ring(shared)
-    there, back, found = Edge(0, 1), Edge(1, 0), []
-    later = "form" if asks else "another form"
-    for number, form in enumerate(("form", "form", later)):
+    forward, back, found = Edge(0, 1), Edge(1, 0), []
+    later = "kind" if asks else "another kind"
+    for number, kind in enumerate(("kind", "kind", later)):
         if rank == 0:
-            # Longer than anybody looks for it before a thread waits.
+            # Longer than a waiter spins before a thread waits in its stead.
             time.sleep(0.05)
-            transport.send(there, form, (torch.full((100,), float(number)),))
-            transport.post(back, "heard").wait()
+            transport.send(forward, kind, (torch.full((100,), float(number)),))
+            transport.post(back, "acknowledged").wait()
             continue
         if number < 2:
-            ticket = transport.post(there, form)
+            receive = transport.post(forward, kind)
         if number == 1:
-            last = transport.post(there, later)
+            last = transport.post(forward, later)
             assert not (asks and last.ready())
-        (tensor,) = (last if number == 2 else ticket).wait()
+        (tensor,) = (last if number == 2 else receive).wait()
         assert tensor is not None
         found.append(tensor[-1].item())
-        transport.send(back, "heard", (torch.ones(1),))
+        transport.send(back, "acknowledged", (torch.ones(1),))
     dist.barrier()
     transport.close()
     return found
 
 
 def exchange_sizes(shared: bool) -> list[bool]:
-    """Rank 0 sends messages from nothing to 4 MB, with a header of more than a page and the mark of a message that has
-    not come; rank 1 gets three of each. Whether each is what was sent.
+    """Rank 0 sends messages from nothing to 4 MB, one with a header of more than a page and one with the sentinel of a
+    message that has not arrived. Rank 1 receives three of each. Returns whether each is what was sent.
     """
     transport, rank, _ = _ring(shared)
     edge, found = Edge(0, 1), []
@@ -198,28 +199,28 @@ def _of_all_sizes(number: int) -> list[tuple[Tensor | None, ...]]:
 
 
 def close_before_it_comes(shared: bool) -> list[float]:
-    """Rank 1 hangs up while rank 0 has not sent yet what rank 1 has posted a receive for."""
+    """Rank 1 closes its transport before rank 0 sends a message whose receive rank 1 has posted."""
     transport, rank, _ = _ring(shared)
     found = []
     if rank == 0:
         time.sleep(0.3)
-        transport.send(Edge(0, 1), "form", (torch.tensor(5.0),))
+        transport.send(Edge(0, 1), "kind", (torch.tensor(5.0),))
         transport.flush()
         transport.close()
     else:
-        ticket = transport.post(Edge(0, 1), "form")
+        receive = transport.post(Edge(0, 1), "kind")
         transport.close()
-        found = [tensor.item() for tensor in ticket.wait() if tensor is not None]
+        found = [tensor.item() for tensor in receive.wait() if tensor is not None]
     return found
 
 
 def leave_messages(shared: bool) -> list[Any]:
-    """Rank 0 sends two messages and hangs up; rank 1 reads them, and waits for a third."""
+    """Rank 0 sends two messages and closes its transport. Rank 1 reads them, and waits for a third."""
     transport, rank, _ = _ring(shared)
     edge, found = Edge(0, 1), []
     if rank == 0:
-        transport.send(edge, "form", (torch.tensor(1.0),))
-        transport.send(edge, "form", (torch.tensor(2.0),))
+        transport.send(edge, "kind", (torch.tensor(1.0),))
+        transport.send(edge, "kind", (torch.tensor(2.0),))
         if shared:
             transport.close()
             dist.barrier()
@@ -229,11 +230,11 @@ def leave_messages(shared: bool) -> list[Any]:
             transport.close()
         return found
     dist.barrier()
-    tickets = [transport.post(edge, "form") for _ in range(3 if shared else 2)]
-    found = [tensor.item() for ticket in tickets[:2] for tensor in ticket.wait() if tensor is not None]
+    receives = [transport.post(edge, "kind") for _ in range(3 if shared else 2)]
+    found = [tensor.item() for receive in receives[:2] for tensor in receive.wait() if tensor is not None]
     if shared:
         try:
-            tickets[2].wait()
+            receives[2].wait()
         except TransportError as error:
             found.append(str(error))
     transport.close()
@@ -241,25 +242,25 @@ def leave_messages(shared: bool) -> list[Any]:
 
 
 def exchange(shared: bool) -> list[Any]:
-    """Each rank sends four messages of two forms to the next one, and tells what it got."""
+    """Each rank sends four messages of two kinds to the next one, and returns what it received."""
     transport, rank, ranks = _ring(shared)
     source, target = Edge((rank - 1) % ranks, rank), Edge(rank, (rank + 1) % ranks)
-    forms = ("long", "long", "short", "long")
-    tickets = [transport.post(source, form) for form in forms]
-    for number, form in enumerate(forms):
+    kinds = ("long", "long", "short", "long")
+    receives = [transport.post(source, kind) for kind in kinds]
+    for number, kind in enumerate(kinds):
         head = torch.tensor([rank, number])
-        if form == "long":
+        if kind == "long":
             weight = torch.tensor(number + 0.5, requires_grad=True)
-            transport.send(target, form, (head, None, weight))
+            transport.send(target, kind, (head, None, weight))
         else:
-            transport.send(target, form, (head.bfloat16(), torch.empty(0, dtype=torch.float64)))
+            transport.send(target, kind, (head.bfloat16(), torch.empty(0, dtype=torch.float64)))
     found = []
-    for ticket in tickets:
-        head, *rest = ticket.wait()
+    for receive in receives:
+        head, *rest = receive.wait()  # type: ignore[assignment]
         assert head is not None
         message = [[*head.tolist(), str(head.dtype), head.requires_grad]]
-        for part in rest:
-            described = None if part is None else [part.tolist(), str(part.dtype), part.requires_grad]
+        for tensor in rest:
+            described = None if tensor is None else [tensor.tolist(), str(tensor.dtype), tensor.requires_grad]
             message.append(described)  # type: ignore[arg-type]
         found.append(tuple(message))
     transport.flush()
@@ -268,8 +269,8 @@ def exchange(shared: bool) -> list[Any]:
 
 
 def in_layouts() -> list[Tensor]:
-    """The numbers 0 to 23 as 2 x 3 x 4 tensors that lie in memory in different ways; the last one has gaps. And what
-    is not in memory as it is read: a conjugate, and the negative imaginary part of one.
+    """The numbers 0 to 23 as 2 x 3 x 4 tensors with different memory layouts; the last one has gaps. And tensors whose
+    memory differs from their values: a conjugate, and the negative imaginary part of one.
     """
     numbers = torch.arange(24.0)
     conjugate = torch.complex(numbers, -numbers).view(2, 3, 4).conj()
@@ -286,31 +287,31 @@ def in_layouts() -> list[Tensor]:
 
 
 def exchange_layouts(shared: bool) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """What came of `in_layouts`, with its strides; the second message is all of the first layout."""
+    """The received tensors of `in_layouts`, with their strides. In the second message all have the first layout."""
     transport, rank, _ = _ring(shared)
     if rank == 0:
-        transport.send(Edge(0, 1), "form", in_layouts())
-        transport.send(Edge(0, 1), "form", [tensor.contiguous() for tensor in in_layouts()])
+        transport.send(Edge(0, 1), "kind", in_layouts())
+        transport.send(Edge(0, 1), "kind", [tensor.contiguous() for tensor in in_layouts()])
         transport.flush()
         found = []
     else:
-        tickets = [transport.post(Edge(0, 1), "form") for _ in range(2)]
-        found = [(t, t.stride()) for ticket in tickets for t in ticket.wait() if t is not None]
+        receives = [transport.post(Edge(0, 1), "kind") for _ in range(2)]
+        found = [(t, t.stride()) for receive in receives for t in receive.wait() if t is not None]
     transport.close()
     return found
 
 
 def exchange_changed_shapes(shared: bool) -> str:
-    """The message of the error at the sender."""
+    """Returns the error message of the sender."""
     transport, rank, _ = _ring(shared)
     message = ""
     if rank == 0:
-        transport.send(Edge(0, 1), "form", (torch.zeros(2),))
+        transport.send(Edge(0, 1), "kind", (torch.zeros(2),))
         try:
-            transport.send(Edge(0, 1), "form", (torch.zeros(3),))
+            transport.send(Edge(0, 1), "kind", (torch.zeros(3),))
         except TransportError as error:
             message = str(error)
     else:
-        transport.post(Edge(0, 1), "form").wait()
+        transport.post(Edge(0, 1), "kind").wait()
     transport.close()
     return message

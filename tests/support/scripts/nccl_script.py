@@ -33,7 +33,7 @@ import torch.distributed as dist
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.transport import Edge
 from penstock.runtime.transport.worlds import join_world
-from support.bits import assert_same
+from support.outcome_comparisons import assert_same
 from support.training import Case, run_pipeline, run_reference, stages_on_a_rank
 
 
@@ -51,10 +51,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     edges = [Edge(source, (source + 1) % ranks) for source in range(ranks)]
     transport = join_world().connect(edges, device, float(sys.argv[4]) / 2)
-    ticket = transport.post(Edge((rank - 1) % ranks, rank), "form")
-    assert isinstance(ticket.inbox, NcclInbox) == (cards != "none")  # type: ignore[attr-defined]
+    receive = transport.post(Edge((rank - 1) % ranks, rank), "form")
+    assert isinstance(receive.inbox, NcclInbox) == (cards != "none")  # type: ignore[attr-defined]
     transport.send(Edge(rank, (rank + 1) % ranks), "form", (torch.full((3,), float(rank), device=device),))
-    (tensor,) = ticket.wait()
+    (tensor,) = receive.wait()
     assert tensor is not None and tensor.tolist() == [float((rank - 1) % ranks)] * 3
     transport.close()
     torch.use_deterministic_algorithms(True)

@@ -1,1 +1,1 @@
-"""Devices, streams and backends that do what a GPU or NCCL may do, in any order that their rules allow."""
+"""Devices, streams and backends that behave as a GPU or NCCL may, in any order that their rules allow."""

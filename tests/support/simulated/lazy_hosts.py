@@ -1,8 +1,8 @@
-"""Ranks whose hosts stand still at every computation until their device is done with all that it has been told.
+"""Ranks whose hosts block, at every computation, until their device has done all enqueued work.
 
-A host does so where CUDA loads a kernel at its first use, compiles one, or looks for memory. Here it always does, in
-the first steps, which is the worst that can happen. Ranks are threads; messages go by the ends of NCCL over a simulated
-device, whose sends wait for their receives.
+A real host does so when CUDA loads a kernel at its first use, compiles one, or looks for memory. Here it always does,
+in the first steps, which is the worst case. Ranks are threads. Messages use the NCCL endpoints over a simulated device,
+whose sends wait for their receives.
 """
 
 import threading
@@ -36,7 +36,7 @@ class LazyHosts:
         self._schedule, self._seconds = schedule, seconds
         self._device = SimulatedDevice(seed, streams=10**6)
         self._streams = {rank: [self._device.stream()] for rank in range(schedule.ranks)}
-        """Of each rank, the one that it computes on and those of its communicators."""
+        """By rank: the stream that it computes on and those of its communicators."""
         self._outboxes: dict[Edge, NcclOutbox] = {}
         self._inboxes: dict[Edge, NcclInbox] = {}
         store = HashStore()
@@ -44,45 +44,45 @@ class LazyHosts:
         for edge in sorted(self._edges()):
             self._connect(edge, store)
 
-    def run(self, parts: Sequence[Segment], careful: int | None = None) -> list[str]:
-        """What goes wrong with any rank on its way through `parts`. After so many of them, the `careful` ones, nobody
-        says any more what is on its way; None for never.
+    def run(self, segments: Sequence[Segment], announcing: int | None = None) -> list[str]:
+        """Runs `segments` and returns the errors of the ranks. Messages are announced in the first `announcing`
+        segments; in all of them if it is None.
         """
         found: list[str] = []
 
-        def live(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
                 with self._device.on(self._streams[rank][0]):
-                    for number, part in enumerate(parts):
-                        if number == careful:
-                            self._begin_to_train(rank)
-                        self._carry_out(rank, self._schedule.row(rank, part))
+                    for number, segment in enumerate(segments):
+                        if number == announcing:
+                            self._end_first_steps(rank)
+                        self._carry_out(rank, self._schedule.row(rank, segment))
             except Exception as error:
                 found.append(f"rank {rank}: {error}")
 
-        threads = [threading.Thread(target=live, args=(rank,)) for rank in range(self._schedule.ranks)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self._schedule.ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         return found
 
-    def _begin_to_train(self, rank: int) -> None:
-        while self.notices[rank].careful:
-            self.notices[rank].begin()
+    def _end_first_steps(self, rank: int) -> None:
+        while self.notices[rank].announcing:
+            self.notices[rank].begin_segment()
 
     def _carry_out(self, rank: int, program: Sequence[Action]) -> None:
-        self.notices[rank].begin()
-        tickets: defaultdict[Edge, list[PendingMessage]] = defaultdict(list)
+        self.notices[rank].begin_segment()
+        receives: defaultdict[Edge, list[PendingMessage]] = defaultdict(list)
         for edge, action in self._exchanges(rank, program):
             if isinstance(action, Receive):
-                tickets[edge].append(self._inboxes[edge].post("form"))
+                receives[edge].append(self._inboxes[edge].post("kind"))
         for action in program:
             if isinstance(action, Send):
                 tensor = self._device.device_memory(LAYOUT, self._device.current())
-                self._outboxes[Edge(rank, self._peer(action, rank))].put("form", (tensor,))
+                self._outboxes[Edge(rank, self._peer(action, rank))].put("kind", (tensor,))
             elif isinstance(action, Receive):
-                tickets[Edge(self._peer(action, rank), rank)].pop(0).wait()
+                receives[Edge(self._peer(action, rank), rank)].pop(0).wait()
             elif not self._device.settle(self._streams[rank], self._seconds):
                 raise TimeoutError(f"{action} waits for a device that waits for another rank")
 
@@ -108,10 +108,10 @@ class LazyHosts:
             stream: SimulatedStream = group.streams[rank]
             self._streams[rank].append(stream)
             timeout = Timeout(FailureBoard(store, rank, self._schedule.ranks), self._seconds)
-            line = EndpointOptions(
+            options = EndpointOptions(
                 edge, group.end(rank), other, self._device, self.notices[rank], timeout, lambda: None
             )
             if rank == edge.source:
-                self._outboxes[edge] = NcclOutbox(line)
+                self._outboxes[edge] = NcclOutbox(options)
             else:
-                self._inboxes[edge] = NcclInbox(line)
+                self._inboxes[edge] = NcclInbox(options)

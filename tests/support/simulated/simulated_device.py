@@ -1,8 +1,8 @@
-"""A device that does what it is told later: streams in any order that events allow, and memory that is used again.
+"""A device that executes work later: streams in any order that events allow, and memory that is reused.
 
-It stands in for a GPU where there is none. Its tensors are tensors of the CPU whose numbers come when the device gets
-round to them. Memory that nobody holds any more is overwritten in the stream that it was made on, as soon as a GPU's
-allocator could give it to the next tensor, so that what comes too late, or reads too early, finds other numbers.
+It replaces a GPU in tests. Its tensors are CPU tensors that get their values when the device executes the work. Memory
+that is no longer referenced is overwritten in the stream that it was allocated on, as soon as a GPU's allocator could
+give it to the next tensor. So work that comes too late, or reads too early, finds other numbers.
 """
 
 import random
@@ -28,18 +28,18 @@ POISON = 0xA5
 
 @dataclass(eq=False)
 class SimulatedEvent:
-    """A place in a stream."""
+    """A position in a stream."""
 
     device: "SimulatedDevice"
     passed: bool = False
     passed_at: float = 0.0
     records: int = 0
-    """How often it was put into a stream. Only the last time counts."""
+    """How often it was recorded. Only the last time counts."""
 
     def query(self) -> bool:
         passed = self.passed
         if not passed:
-            # The device goes on while its host asks.
+            # The device makes progress while its host polls.
             self.device.advance()
         return passed
 
@@ -60,7 +60,9 @@ class SimulatedStream:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory of the device, which `stream` may use again once nobody holds it and `kept` is done with it."""
+    """Device memory, which `stream` may reuse when it is not referenced any more and the streams in `kept` are done
+    with it.
+    """
 
     buffer: bytearray
     stream: SimulatedStream
@@ -68,17 +70,17 @@ class _Block:
 
 
 class SimulatedDevice:
-    """An `Accelerator`. `seed`: of the order in which its streams go on."""
+    """An `Accelerator`. `seed` determines the order in which its streams progress."""
 
     name, visible, backend = "simulated", 1, ""
 
     def __init__(self, seed: int, streams: int = 32) -> None:
-        """`streams`: so many there are to give out, in turn, beside the computing one."""
+        """`streams`: the size of the pool that is handed out round-robin, in addition to the computing stream."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._computing = SimulatedStream()
         self._local = threading.local()
-        """The stream of each thread, if it is not that one."""
+        """The current stream of each thread, if it is not the computing one."""
         self._streams = [self._computing]
         self._pool, self._given = streams, 0
         self._blocks: dict[int, _Block] = {}
@@ -99,7 +101,7 @@ class SimulatedDevice:
         return ""
 
     def enter_thread(self) -> None:
-        """Every thread can use it."""
+        """Does nothing: every thread can use the device."""
 
     def current(self) -> SimulatedStream:
         return getattr(self._local, "stream", self._computing)
@@ -112,7 +114,7 @@ class SimulatedDevice:
         finally:
             self._local.stream = before
 
-    def mark(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+    def record_timed_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         made = SimulatedEvent(self) if event is None else event
         self.pass_by(self.current(), made)
         return made
@@ -120,7 +122,7 @@ class SimulatedDevice:
     def seconds(self, start: SimulatedEvent, stop: SimulatedEvent) -> float:
         return stop.passed_at - start.passed_at
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+    def record_event(self, stream: SimulatedStream) -> SimulatedEvent:
         event = SimulatedEvent(self)
         self.pass_by(stream, event)
         return event
@@ -158,30 +160,30 @@ class SimulatedDevice:
         given, taken = self.memory(target), self.memory(source)
 
         def run() -> None:
-            given[:] = taken
+            given[:] = taken  # type: ignore[assignment]
 
         self.do(stream, run)
 
-    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+    def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
         self._block(tensor).kept.append(stream)
 
     def fill(self, tensor: Tensor, value: float) -> None:
-        """Has the current stream set every number of `tensor`."""
+        """Queues, in the current stream, that every element of `tensor` becomes `value`."""
         given, numbers = self.memory(tensor), np.full(tensor.numel(), value, np.float64).view(np.uint8)
 
         def run() -> None:
-            given[:] = numbers
+            given[:] = numbers  # type: ignore[call-overload]
 
         self.do(self.current(), run)
 
     def read(self, tensor: Tensor) -> list[float]:
-        """Has the current stream read `tensor`; its numbers will be in the list."""
+        """Queues a read of `tensor` in the current stream; its elements will be in the list."""
         taken, found = self.memory(tensor), list[float]()
         self.do(self.current(), lambda: found.extend(np.array(taken).view(np.float64).tolist()))
         return found
 
     def advance(self) -> None:
-        """Does one operation of some stream; waits a little if there is none that can be done."""
+        """Executes one operation of some stream; sleeps briefly if none can be executed."""
         with self._lock:
             ready = [stream for stream in self._streams if stream.runnable()]
             if ready:
@@ -191,15 +193,15 @@ class SimulatedDevice:
         time.sleep(1e-4)
 
     def finish(self) -> None:
-        """Does all that is queued."""
+        """Executes all that is queued."""
         while any(stream.operations for stream in self._streams):
             self.advance()
 
     def settle(self, streams: Iterable[SimulatedStream], seconds: float) -> bool:
-        """Does something until all is done that is in `streams` now; False if it takes too long. A host may have to
-        wait so when it asks its device for a kernel for the first time.
+        """Executes operations until `streams` have done all that they hold now. Returns False if that takes longer than
+        `seconds`. A host may have to wait like this when it needs a kernel for the first time.
         """
-        events = [self.record(stream) for stream in streams]
+        events = [self.record_event(stream) for stream in streams]
         deadline = time.monotonic() + seconds
         while not all(event.passed for event in events):
             if time.monotonic() > deadline:
@@ -208,20 +210,20 @@ class SimulatedDevice:
         return True
 
     def is_stuck(self) -> bool:
-        """Does all that can be done; whether something is left that waits for ever."""
+        """Executes all that can be executed. Returns whether something is left that waits forever."""
         while any(stream.runnable() for stream in self._streams):
             self.advance()
         return any(stream.operations for stream in self._streams)
 
     def do(self, stream: SimulatedStream, run: Callable[[], None], after: SimulatedEvent | None = None) -> None:
-        """Queues `run` in `stream`, `after` an event."""
+        """Queues `run` in `stream`, to wait for the event `after`."""
         with self._lock:
             stream.operations.append((after, run))
 
     def _drop(self, block: _Block) -> None:
-        """Nobody holds `block` any more."""
+        """Queues that `block`, which is not referenced any more, is overwritten."""
         for stream in dict.fromkeys(block.kept):
-            self.wait(block.stream, self.record(stream))
+            self.wait(block.stream, self.record_event(stream))
 
         def overwrite() -> None:
             block.buffer[:] = bytes([POISON]) * len(block.buffer)
@@ -232,10 +234,10 @@ class SimulatedDevice:
         return self._blocks[tensor.untyped_storage().data_ptr()]
 
     def memory(self, tensor: Tensor) -> memoryview | np.ndarray:
-        """The memory of `tensor`, without holding it if it is the device's."""
+        """The memory of `tensor`; device memory is not kept alive by it."""
         block = self._blocks.get(tensor.untyped_storage().data_ptr())
         if block is None:
-            # The host's is kept until the copy is done.
+            # Host memory is kept until the copy is done.
             return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).numpy()
         start = tensor.storage_offset() * tensor.element_size()
         return memoryview(block.buffer)[start : start + tensor.nbytes]

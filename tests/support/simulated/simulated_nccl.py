@@ -1,8 +1,8 @@
-"""Communicators between ranks of a simulated device: as NCCL's, work in streams that waits for the other rank.
+"""Communicators between ranks of a simulated device. Their operations wait for the other rank in a stream, like NCCL's.
 
-Each rank has one stream in a communicator. What it is told to send or to receive begins when the stream that told it
-has come so far, and when all is done that the communicator was told before; it ends when the other rank has come to the
-same message. So a send waits for its receive, and whatever comes behind it in the communicator waits, too.
+Each rank has one stream in a communicator. An operation starts when the stream that enqueued it has reached that point,
+and all earlier operations of the communicator are done. It ends when the other rank has reached the same message. So a
+send waits for its receive, and everything behind it in the communicator waits as well.
 """
 
 import threading
@@ -19,13 +19,13 @@ __all__ = ["SimulatedCommunicator", "SimulatedEnd"]
 
 @dataclass(eq=False)
 class _Meeting:
-    """Of a send and its receive."""
+    """The meeting of a send and its receive."""
 
     sender: SimulatedEvent
-    """The sender has come there."""
+    """The sender has reached it."""
     done: SimulatedEvent
     source: list[object] = field(default_factory=list)
-    """What is sent, without holding it."""
+    """The memory that is sent, without keeping it alive."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class _Work:
 
 
 class SimulatedCommunicator:
-    """Between any ranks of `device`."""
+    """Connects any ranks of `device`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
@@ -54,15 +54,15 @@ class SimulatedCommunicator:
         """By rank."""
         self.aborted = False
         self.others: list[SimulatedCommunicator] = []
-        """Whose end an abort waits for: those that keep the device busy as well."""
+        """The communicators whose end an abort waits for, since they keep the device busy as well."""
 
     def end(self, rank: int) -> "SimulatedEnd":
-        """That of `rank`."""
+        """The end of `rank`."""
         return SimulatedEnd(self, rank)
 
     def abort(self) -> None:
-        """Nobody waits for anybody any more; what was to come never does. Waits until the device is at nothing that
-        another communicator of its waits for, as NCCL does.
+        """Ends all operations; messages that have not arrived never do. Blocks until the device runs nothing that
+        another of its communicators waits for, as NCCL does.
         """
         self.aborted = True
         for meeting in self.meetings.values():
@@ -72,7 +72,7 @@ class SimulatedCommunicator:
 
 
 class SimulatedEnd:
-    """As a backend of ``torch.distributed``."""
+    """Behaves as a backend of ``torch.distributed``."""
 
     supports_coalescing = False
 
@@ -86,7 +86,7 @@ class SimulatedEnd:
         meeting.source.append(device.memory(tensor))
         device.pass_by(stream, meeting.sender)
         device.wait(stream, meeting.done)
-        return _Work(device, device.record(stream))
+        return _Work(device, device.record_event(stream))
 
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> _Work:
         (tensor,) = tensors
@@ -96,17 +96,17 @@ class SimulatedEnd:
 
         def copy() -> None:
             if meeting.source:
-                given[:] = meeting.source[0]
+                given[:] = meeting.source[0]  # type: ignore[call-overload]
 
         device.do(stream, copy)
         device.pass_by(stream, meeting.done)
-        return _Work(device, device.record(stream))
+        return _Work(device, device.record_event(stream))
 
     def _begin(self, source: int, target: int) -> tuple[_Meeting, SimulatedDevice, SimulatedStream]:
         device, stream = self._whole.device, self._whole.streams[self._rank]
-        device.wait(stream, device.record(device.current()))
+        device.wait(stream, device.record_event(device.current()))
         number = self._numbers[source, target]
         self._numbers[source, target] += 1
-        # Two ranks, each in a thread of its own, may be the first ones there.
+        # Two ranks, each in a thread of its own, may get here at the same time.
         with self._whole.meeting:
             return self._whole.meetings[source, target, number], device, stream

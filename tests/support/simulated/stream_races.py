@@ -1,11 +1,11 @@
-"""A device that computes at once, and finds out whether one that computes later might have computed something else.
+"""A device that executes work at once, and detects whether one that executes it later might have computed other values.
 
-Every operation of PyTorch's that the test's thread runs, of autograd and of optimizers too, passes a dispatch mode,
-which notes in which stream it would be and what memory it reads and writes. Streams know by vector clocks what comes
-before what: an event carries what its stream knew when it was recorded to the stream that waits for it. Two accesses of
-the same memory, one of them a write, of which neither is known to come before the other, are a race. So is memory that
-is lent again, on the stream that it was made on, while another stream might still use it. An allocator lends whatever
-has been given back, at the next request, unless it was told to keep it for the other stream.
+Every PyTorch operation of the test's thread, including those of autograd and optimizers, passes a dispatch mode. It
+records the stream in which the operation would run and the memory that it reads and writes. Vector clocks order the
+streams: an event carries the clock of the stream that it was recorded in to the streams that wait for it. Two accesses
+of the same memory, at least one of them a write, are a race if neither is known to come before the other. So is memory
+that is allocated again, on the stream that it was made on, while another stream might still use it. The simulated
+allocator reuses all freed memory at the next request, unless `record_stream` has kept it for the other stream.
 """
 
 import threading
@@ -38,7 +38,7 @@ EMPTY = {
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }
-"""What takes memory and does nothing with it."""
+"""Operations that allocate memory and do not write it."""
 LIKE = {
     torch.ops.aten.full_like,
     torch.ops.aten.new_full,
@@ -47,32 +47,32 @@ LIKE = {
     torch.ops.aten.ones_like,
     torch.ops.aten.zeros_like,
 }
-"""What asks for a tensor's shape and type, and not for its numbers."""
+"""Operations that read a tensor's shape and dtype, but not its values."""
 Clock = dict[int, int]
-"""For every stream, how many of its operations are known to come before."""
+"""For every stream, the number of its operations that are known to come before."""
 
 
 class RacingStream:
-    """Operations in a row."""
+    """Operations in a sequence."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.knows: Clock = defaultdict(int)
 
     def step(self) -> int:
-        """The number of its next operation."""
+        """Returns the number of its next operation."""
         self.knows[self.number] += 1
         return self.knows[self.number]
 
     def merge(self, clock: Clock) -> None:
-        """From now on its operations come after all that `clock` knows."""
+        """Orders its later operations after all that are in `clock`."""
         for stream, count in clock.items():
             self.knows[stream] = max(self.knows[stream], count)
 
 
 @dataclass(eq=False)
 class RacingEvent:
-    """A place in a stream."""
+    """A position in a stream."""
 
     device: "RacingDevice"
     clock: Clock
@@ -82,14 +82,14 @@ class RacingEvent:
         return True
 
     def synchronize(self) -> None:
-        # Whatever the host tells any stream from now on comes after it.
+        # All work that the host enqueues from now on comes after the event.
         for stream in self.device.streams:
             stream.merge(self.clock)
 
 
 @dataclass(eq=False)
 class _Memory:
-    """One storage, by the streams that have touched it: the numbers of their last accesses."""
+    """One storage, with the numbers of the last accesses by each stream."""
 
     alive: StorageWeakRef
     made_on: RacingStream
@@ -99,8 +99,8 @@ class _Memory:
 
 
 class RacingDevice:
-    """An `Accelerator` whose memory is the host's. What is wrong is in `races`. `tardy`: whether it can send by itself,
-    as a GPU does by NCCL.
+    """An `Accelerator` whose memory is the host's. It collects the errors that it finds in `races`. `tardy`: whether it
+    can send by itself, as a GPU does with NCCL.
     """
 
     def __init__(self, tardy: bool = False) -> None:
@@ -108,7 +108,7 @@ class RacingDevice:
         self.streams = [RacingStream(0)]
         self.races: list[str] = []
         self._local = threading.local()
-        """The stream of each thread, if it is not the first one."""
+        """The current stream of each thread, if it is not the first one."""
         self._memories: dict[int, _Memory] = {}
         self._given_back: defaultdict[int, list[_Memory]] = defaultdict(list)
         """By the stream that it was made on."""
@@ -121,7 +121,7 @@ class RacingDevice:
         return failure_of(communicator)
 
     def enter_thread(self) -> None:
-        """Every thread can use it."""
+        """Does nothing: every thread can use the device."""
 
     def stream(self) -> RacingStream:
         self.streams.append(RacingStream(len(self.streams)))
@@ -138,12 +138,12 @@ class RacingDevice:
         finally:
             self._local.stream = before
 
-    def record(self, stream: RacingStream) -> RacingEvent:
+    def record_event(self, stream: RacingStream) -> RacingEvent:
         stream.step()
         return RacingEvent(self, dict(stream.knows))
 
-    def mark(self, event: RacingEvent | None = None) -> RacingEvent:
-        made = self.record(self.current())
+    def record_timed_event(self, event: RacingEvent | None = None) -> RacingEvent:
+        made = self.record_event(self.current())
         if event is None:
             return made
         event.clock, event.at = made.clock, made.at
@@ -158,7 +158,7 @@ class RacingDevice:
 
     def host_memory(self, layout: Layout) -> Tensor:
         memory = self.device_memory(layout, self.current())
-        # Its allocator knows of copies.
+        # The allocator of pinned memory takes copies into account.
         self._memory(memory).kept.update(range(MANY))
         return memory
 
@@ -171,17 +171,17 @@ class RacingDevice:
         with self.on(stream), torch.no_grad():
             target.copy_(source)
 
-    def keep(self, tensor: Tensor, stream: RacingStream) -> None:
+    def record_stream(self, tensor: Tensor, stream: RacingStream) -> None:
         self._memory(tensor).kept.add(stream.number)
 
     def make(self, tensors: list[Tensor]) -> None:
-        """The current stream has memory for them."""
+        """Allocates memory for `tensors` on the current stream."""
         self._sweep()
         for tensor in tensors:
             self._memory(tensor)
 
     def access(self, doing: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """The current stream does so."""
+        """Checks and records accesses by the current stream."""
         self._sweep()
         self._doing, stream = doing, self.current()
         number = stream.step()
@@ -196,7 +196,7 @@ class RacingDevice:
             memory.writes[stream.number] = number
 
     def finish(self) -> list[str]:
-        """All races."""
+        """Returns all races."""
         self._sweep()
         return self.races
 
@@ -214,13 +214,13 @@ class RacingDevice:
                 self.races.append(f"{self._doing} on stream {stream.number} {verb} stream {other} may not have done")
 
     def _sweep(self) -> None:
-        """Looks after memory that nobody holds any more."""
+        """Frees memory that is not referenced any more."""
         for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
             memory = self._memories.pop(key)
             self._given_back[memory.made_on.number].append(memory)
 
     def _lend(self, stream: RacingStream) -> None:
-        """Somebody asks for memory of `stream`, and may get any that was given back."""
+        """Allocates memory on `stream`, which may be any that was freed."""
         for memory in self._given_back.pop(stream.number, ()):
             for accesses in (memory.reads, memory.writes):
                 unknown = {other: number for other, number in accesses.items() if other not in memory.kept}
@@ -228,7 +228,7 @@ class RacingDevice:
 
 
 class Watching(TorchDispatchMode):
-    """Tells `device` of all operations of this thread."""
+    """Reports all operations of this thread to `device`."""
 
     def __init__(self, device: RacingDevice) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Watching(TorchDispatchMode):
         if func.overloadpacket in EMPTY:
             self.device.make(made)
         elif not is_view:
-            # What reads and writes the same place, such as an addition in place, is told of as a write.
+            # An operation that reads and writes the same memory, such as an in-place addition, is recorded as a write.
             self.device.access(str(func), [] if func.overloadpacket in LIKE else reads, [*writes, *made])
         return result
 
@@ -259,8 +259,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def on_streams(device: RacingDevice) -> Iterator[None]:
-    """In its body PyTorch's CPU is `device`."""
-    ACCELERATORS["cpu"] = lambda _: device
+    """Makes `device` the accelerator of PyTorch's CPU for the duration of a block."""
+    ACCELERATORS["cpu"] = lambda _: device  # type: ignore[assignment, return-value]
     try:
         yield
     finally:

@@ -1,9 +1,8 @@
-"""Communicators between processes that send as NCCL does: each message when the other side has told of it, known to be
-done a while later, and broken off by whoever aborts it. What a communicator is told begins when all is over that it was
-told before, but for sends and receives that are made one operation. Underneath is Gloo.
+"""Communicators between processes that behave like NCCL's, over Gloo. A message is sent when both ends have enqueued
+it, is known to be done only a while later, and ends when either end aborts. Operations of a communicator run one after
+the other, except for sends and receives that are merged into one.
 
-They stand in for NCCL where there is no GPU. A stream that waits for a message is the thread here, since a CPU computes
-at once what it is told.
+They replace NCCL in tests. Instead of a stream, the thread waits for a message, since a CPU executes work at once.
 """
 
 import threading
@@ -18,14 +17,14 @@ from penstock.runtime.devices.communicators import Communicator, Members, connec
 __all__ = ["LIVE", "TardyCommunicator", "connect", "failure_of", "messages"]
 
 LATE = 2e-4
-"""Seconds between the end of a message and its being known."""
+"""Seconds between the end of a message and the time when that is known."""
 Begin: TypeAlias = Callable[[], Any]
 LIVE: list["TardyCommunicator"] = []
-"""Those of this process that have been made and not been given back."""
+"""The communicators of this process that have been made and not released."""
 
 
 class _Work:
-    """An operation on its way, which `begin` begins, part by part, after `previous`."""
+    """An operation, which starts the calls in `begin` after `previous`."""
 
     def __init__(self, begin: Sequence[Begin], group: "TardyCommunicator", previous: "_Work | None") -> None:
         self._group = group
@@ -40,7 +39,7 @@ class _Work:
                 work.wait()
             time.sleep(LATE)
         except RuntimeError as error:
-            # What has failed is said to be complete, as by PyTorch.
+            # An operation that has failed is complete, as in PyTorch.
             self._group.error = str(error)
         self._done.set()
 
@@ -48,7 +47,7 @@ class _Work:
         return self._group.aborted.is_set() or self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        # A GPU waits for what has failed until the communicator is aborted.
+        # A GPU waits for a failed operation until the communicator is aborted.
         while not self._group.aborted.is_set() and (self._group.error or not self._done.is_set()):
             self._done.wait(0.01)
             time.sleep(0.01 if self._group.error else 0.0)
@@ -56,11 +55,11 @@ class _Work:
 
 
 class TardyCommunicator:
-    """A process's end."""
+    """One process's end of a communicator."""
 
     supports_coalescing = True
     sent = 0
-    """Messages of this process."""
+    """The number of messages of this process."""
 
     def __init__(self, members: Members) -> None:
         self.name = members.name
@@ -69,7 +68,7 @@ class TardyCommunicator:
         self.error = ""
         self._last: _Work | None = None
         self._together: list[Begin] | None = None
-        """What is to become one operation."""
+        """The calls that will be merged into one operation."""
         LIVE.append(self)
 
     def send(self, *arguments: Any) -> _Work | None:
@@ -96,7 +95,7 @@ class TardyCommunicator:
         return self._last
 
     def _do(self, begin: Begin) -> _Work | None:
-        """None for what is to be a part of another operation."""
+        """Returns None for a call that will be merged into another operation."""
         if self._together is not None:
             self._together.append(begin)
             return None
@@ -111,16 +110,16 @@ class TardyCommunicator:
 
 
 def connect(members: Members) -> Communicator:
-    """One of `members`."""
+    """Makes a communicator of `members`."""
     return cast(Communicator, TardyCommunicator(members))
 
 
 def failure_of(communicator: Any) -> str:
-    """What broke it; empty if nothing did."""
+    """Describes what broke the communicator; empty if nothing did."""
     assert isinstance(communicator, TardyCommunicator)
     return communicator.error
 
 
 def messages() -> int:
-    """How many this process has sent."""
+    """The number of messages that this process has sent."""
     return TardyCommunicator.sent

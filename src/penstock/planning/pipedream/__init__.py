@@ -1,5 +1,5 @@
 """PipeDream's planner: the fastest slowest stage, replicas in turn, memory inside the dynamic program."""
 
-from penstock.planning.pipedream.partitions import noam, partition, plan_pipedream
+from penstock.planning.pipedream.partitions import noam, partition
 
-__all__ = ["noam", "partition", "plan_pipedream"]
+__all__ = ["noam", "partition"]

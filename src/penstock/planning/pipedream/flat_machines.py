@@ -1,13 +1,13 @@
 """The fastest pipeline with replicas on a flat machine, where any workers may hold any stage.
 
-PipeDream's recurrence with one level (SOSP'19, section 3.1), solved from the other end: not "how fast is the best
-pipeline" but "is there one with nothing slower than X", and X by bisection. That question is cheap. Layers i up to j as
-a stage on r workers get slower, and need more memory, with every layer more; so for each i and r there is one furthest
-j. The layers from i on can be done by u + r workers if those from some j on can be done by u, with j no further than
-that; only the nearest such j need be looked at. That takes O(m^2 N) for m workers and N layers, where the recurrence
-takes O(m^2 N^2). Bisection ends on a value that a stage or a cut really has, so nothing is approximate.
+This is PipeDream's recurrence with one level [PipeDream 2019, section 3.1] as a decision problem: "is there a pipeline
+in which nothing is slower than X?", with bisection over X. The decision is cheap. Layers i up to j as a stage on r
+workers get slower, and need more memory, with every further layer; so for each i and r there is one furthest j. u + r
+workers can hold the layers from i on if u workers can hold those from some j on, with j no further than that; only the
+nearest such j needs to be examined. That takes O(m^2 N) for m workers and N layers, where the recurrence takes
+O(m^2 N^2). Bisection ends on the exact time of a stage or cut, so the result is exact.
 
-It goes from the last layer to the first, because what a stage keeps in memory depends on the workers behind it
+It proceeds from the last layer to the first, because what a stage keeps in memory depends on the workers behind it
 (`live_counts`).
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from penstock.planning.costs import AllReduce, ChainCosts, Counts, Flags, Matrix, replicated_seconds
 from penstock.planning.memory import Room, held_bytes
-from penstock.planning.pipedream.straight import cut_evenly
+from penstock.planning.pipedream.chain_cuts import cut_evenly
 
-__all__ = ["Block", "Level", "Pipeline", "fastest_flat", "fits_flat", "least_worst_bytes"]
+__all__ = ["MachineLevel", "ReplicatedPipeline", "ReplicatedStage", "fastest_flat", "fits_flat", "least_peak_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """`count` components joined by links of `bandwidth` bytes per second."""
+class MachineLevel:
+    """A level of the machine: `count` components, connected by links of `bandwidth` bytes per second."""
 
     count: int
     bandwidth: float
@@ -33,8 +33,8 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Layers `start` up to and without `stop` on `replicas` components of the level below."""
+class ReplicatedStage:
+    """A stage: the layers `start` up to and without `stop` on `replicas` components of the level below."""
 
     start: int
     stop: int
@@ -42,39 +42,41 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class ReplicatedPipeline:
     """The best pipeline of an interval of layers on one component of a level."""
 
     seconds: float
-    blocks: tuple[Block, ...]
+    stages: tuple[ReplicatedStage, ...]
 
 
-def fastest_flat(costs: ChainCosts, level: Level, room: Room | None = None) -> Pipeline:
-    """The pipeline on all workers of `level` whose slowest stage or link is fastest, and fits in `room`.
+def fastest_flat(costs: ChainCosts, level: MachineLevel, room: Room | None = None) -> ReplicatedPipeline:
+    """The pipeline on all workers of `level` whose slowest stage or link is fastest, and which fits in `room`.
 
     Plans tie often. Of those with the least seconds this takes one with the fewest stages (fewer versions of weights,
-    less in flight) and gives these, with the replicas that it has found for them, the most balanced cuts. If nothing
-    fits, the seconds are infinite, without stages.
+    less in flight), with the most balanced cuts for the replicas that it has found. If nothing fits, the seconds are
+    infinite, without stages.
     """
-    machine = _Machine(costs, level, None if room is None else _memory_reach(costs, level.count, room))
+    machine = _FlatMachine(costs, level, None if room is None else _memory_reach(costs, level.count, room))
     limit = machine.least_limit()
-    return Pipeline(limit, machine.blocks(limit) if limit < np.inf else ())
+    return ReplicatedPipeline(limit, machine.stages(limit) if limit < np.inf else ())
 
 
 def fits_flat(costs: ChainCosts, workers: int, room: Room) -> bool:
     """Whether some pipeline on all `workers` fits in `room`, however slow."""
-    return _Machine(costs, Level(workers, np.inf, "ring"), _memory_reach(costs, workers, room)).feasible(np.inf)
+    return _FlatMachine(costs, MachineLevel(workers, np.inf, "ring"), _memory_reach(costs, workers, room)).feasible(
+        np.inf
+    )
 
 
-def least_worst_bytes(costs: ChainCosts, workers: int, room: Room) -> float:
-    """The least memory of a rank with which some pipeline on all `workers` fits, whatever `room` has."""
-    level = Level(workers, np.inf, "ring")
+def least_peak_bytes(costs: ChainCosts, workers: int, room: Room) -> float:
+    """The least memory per rank with which some pipeline on all `workers` fits, regardless of the size of `room`."""
+    level = MachineLevel(workers, np.inf, "ring")
     tables = _count_tables(workers, room)
     low, high = 0, _bits(_most_bytes(costs, tables, room))
     while low < high:
         middle = (low + high) // 2
         reach = _memory_reach(costs, workers, room, _float(middle), tables)
-        if _Machine(costs, level, reach).feasible(np.inf):
+        if _FlatMachine(costs, level, reach).feasible(np.inf):
             high = middle
         else:
             low = middle + 1
@@ -83,12 +85,12 @@ def least_worst_bytes(costs: ChainCosts, workers: int, room: Room) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """How far stages reach before they no longer fit in memory."""
+    """How many layers a stage can have before it no longer fits in memory."""
 
     furthest: Counts
-    """[c, i]: the largest j for the c-th pair of counts in flight and of versions."""
+    """[c, i]: the largest j for the c-th pair of counts of microbatches in flight and of versions."""
     rows: Counts
-    """[u, r]: which c holds for r replicas with u workers behind them."""
+    """[u, r]: the c of r replicas with u workers behind them."""
 
     def of(self, workers_behind: int, replicas: int) -> Counts:
         """(replicas, N+1): the largest j for each i, on 1 to `replicas` workers."""
@@ -96,11 +98,11 @@ class _Reach:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Machine:
-    """The question whether a time can be kept, for one chain on one flat machine."""
+class _FlatMachine:
+    """Decides, for one chain on one flat machine, whether a pipeline can keep a time limit."""
 
     costs: ChainCosts
-    level: Level
+    level: MachineLevel
     memory: _Reach | None
 
     @property
@@ -108,11 +110,11 @@ class _Machine:
         return self.costs.exchange_seconds(self.level.bandwidth)
 
     def least_limit(self) -> float:
-        """The least X with which nothing need be slower than X; infinite if memory allows nothing."""
+        """The least X such that some pipeline has nothing slower than X; infinite if nothing fits in memory."""
         if not self.feasible(np.inf):
             return np.inf
         high = self._candidates(np.inf)[0]
-        # Whatever the all-reduce, r workers take a layer's seconds / r at best.
+        # Even without an all-reduce, r workers take at least a layer's seconds / r.
         low = self._candidates(float(self.costs.seconds[0, -1]) / self.level.count * (1 - 1e-9) - 1e-300)[1]
         while low < high:
             middle = _float((_bits(low) + _bits(high)) // 2)
@@ -142,7 +144,7 @@ class _Machine:
             self._extend(done[behind], behind, furthest, done)
         return bool(done[-1, 0])
 
-    def blocks(self, limit: float) -> tuple[Block, ...]:
+    def stages(self, limit: float) -> tuple[ReplicatedStage, ...]:
         """The stages of a pipeline with nothing slower than `limit`."""
         furthest = self.furthest(limit)
         replicas = self._replicas(self._layers(limit, furthest), furthest)
@@ -161,10 +163,10 @@ class _Machine:
             return np.where(allowed, self._row_seconds(starts, replicas[stage]), np.inf)
 
         cuts = cut_evenly(seconds, [self.exchange] * (len(replicas) - 1), limit)
-        return tuple(Block(*block) for block in zip(cuts[:-1], cuts[1:], replicas, strict=True))
+        return tuple(ReplicatedStage(*block) for block in zip(cuts[:-1], cuts[1:], replicas, strict=True))
 
     def _layers(self, limit: float, furthest: Counts) -> list[Flags]:
-        """[s][u, i]: whether layers from i on can be s stages on u workers; up to the fewest stages that do it all."""
+        """[s][u, i]: whether the layers from i on can be s stages on u workers, up to the least sufficient s."""
         open_cuts = self.exchange <= limit
         done = np.zeros((self.level.count + 1, self.costs.layers + 1), dtype=bool)
         done[0, -1] = True
@@ -179,11 +181,11 @@ class _Machine:
         return []
 
     def _extend(self, after: Flags, behind: int, furthest: Counts, done: Flags) -> None:
-        """Marks in `done` what one stage more can do, before layers that `behind` workers can do `after` it."""
+        """Marks in `done` what is possible with one more stage before the layers `after` it on `behind` workers."""
         most = self.level.count - behind
         size = len(after)
         nearest = np.where(after, np.arange(size), size)
-        # The nearest one behind i, so that the stage is not empty.
+        # The nearest cut behind i, so that the stage is not empty.
         nearest[:-1] = np.minimum.accumulate(nearest[::-1])[::-1][1:]
         nearest[-1] = size
         stops = furthest[:most]
@@ -192,7 +194,7 @@ class _Machine:
         done[behind + 1 :] |= nearest <= stops
 
     def _replicas(self, layers: list[Flags], furthest: Counts) -> list[int]:
-        """The replicas of the stages, first stage first: each takes about its fair share of the time that is left."""
+        """The replicas of the stages, first stage first: each takes about its fair share of the remaining time."""
         start, workers, chosen = 0, self.level.count, []
         for after in reversed(layers[:-1]):
             stops = furthest[:workers, start]
@@ -250,7 +252,7 @@ def _memory_reach(
     size_bytes: float | None = None,
     tables: tuple[Counts, Matrix, Matrix] | None = None,
 ) -> _Reach:
-    """What fits in `size_bytes`, or in `room`."""
+    """The reach of stages that fit in `size_bytes`, or in `room`."""
     rows, in_flight, versions = tables if tables is not None else _count_tables(workers, room)
     size = costs.layers + 1
     least = room.size_bytes if size_bytes is None else size_bytes
@@ -289,7 +291,7 @@ def _largest(shape: tuple[int, int], allowed: Callable[[Counts], Flags]) -> Coun
 
 
 def _most_bytes(costs: ChainCosts, tables: tuple[Counts, Matrix, Matrix], room: Room) -> float:
-    """More than any stage needs."""
+    """An upper bound of what a stage needs."""
     saved = costs.saved_bytes[:, -1].max(keepdims=True)
     whole = costs.working_bytes[:1, -1], costs.parameter_bytes[:1, -1]
     return float(held_bytes(saved, *whole, tables[1].max(), tables[2].max(), room.optimizer_copies)[0])
@@ -300,7 +302,7 @@ def _up_to(count: int) -> range:
 
 
 def _bits(value: float) -> int:
-    """A whole number that orders floats from 0 on as they are."""
+    """The bits of a float as an integer; for floats of 0 or more, both have the same order."""
     return int(np.float64(max(value, 0.0)).view(np.int64))
 
 

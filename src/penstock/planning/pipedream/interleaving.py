@@ -1,12 +1,11 @@
-"""Dealing a chain to ranks that hold several stages each, so that the slowest rank, not the slowest stage, is fastest.
+"""Cuts a chain for ranks that hold several stages each, so that the slowest rank, not the slowest stage, is fastest.
 
-Under interleaving rank q of p holds the stages q, p + q, 2p + q, ..., under `zb-v` q and 2p - 1 - q. What it takes is
-the sum of them, so a long stage may stand beside a short one. The recurrence does not know such sums: they tie stages
-that are far from each other. Where there are few ways to cut, all are tried. Else cuts are moved, one alone or several
-neighbours by one layer, as long as that makes the slowest rank or link faster, or all ranks more equal; it starts from
-cuts of equal work, of equal length, of equal weights, and from the fastest slowest stage, and takes the best of what it
-ends with. That is a heuristic: tests hold it to 1.25 times the optimum on random chains, and it mostly finds the
-optimum itself.
+Under interleaving rank q of p holds the stages q, p + q, 2p + q, ..., and under `zb-v` q and 2p - 1 - q. A rank takes
+the sum of their times, so a long stage can be combined with a short one. The recurrence cannot express such sums, which
+couple distant stages. If there are few possible cuts, all are tried. Otherwise cuts are moved, a single one or several
+neighbours by one layer, as long as that makes the slowest rank or link faster, or the ranks more equal. The start is
+stages of equal work, of equal length, of equal weights, and those with the fastest slowest stage; the best result is
+taken. That is a heuristic: tests hold it to 1.25 times the optimum on random chains, and it usually finds the optimum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,92 +17,100 @@ import numpy as np
 
 from penstock.planning.costs import ChainCosts, Counts, Matrix
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.pipedream.straight import cut_evenly, least_slowest
+from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 
-__all__ = ["Deal", "deal_stages"]
+__all__ = ["cut_interleaved"]
 
 _TRY_ALL = 20_000
-"""So many ways to cut are all tried: well below a second."""
+"""Up to this many possible cuts are all tried, in well below a second."""
 
 _QUICK_SWEEPS = 5
-"""Enough to come near the best where a message, not a plan, depends on it."""
+"""Enough to come near the best for an error message."""
 
 _MINOR = 1e-6
-"""What a square of a stage's seconds counts beside one of a rank's: equal stages fill and drain a pipe sooner."""
+"""The weight of the squares of the stages' seconds beside those of the ranks': equal stages fill and drain sooner."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """Cuts: stage s holds layers ``[cuts[s], cuts[s + 1])``."""
+class _InterleavedCuts:
+    """The cuts (stage s holds layers ``[cuts[s], cuts[s + 1])``) and what they cost."""
 
     cuts: tuple[int, ...]
     seconds: float
-    """Of the slowest rank or link."""
+    """The time of the slowest rank or link."""
     worst_bytes: float
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
 
 
-def deal_stages(
+def cut_interleaved(
     costs: ChainCosts,
     exchange: Sequence[Matrix],
     in_flight: Sequence[int],
     size_bytes: float,
     optimizer_copies: float = OPTIMIZER_COPIES,
     *,
-    places: Sequence[int] = (),
+    stage_ranks: Sequence[int] = (),
     try_all: int = _TRY_ALL,
     quick: bool = False,
-) -> Deal:
-    """The best deal found that needs no more than `size_bytes` on a rank; else the one that needs least.
+) -> _InterleavedCuts:
+    """The best cuts found that need no more than `size_bytes` on a rank; if there are none, those that need least.
 
-    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, wherever it is; one less than there are stages.
-    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most. ``places[s]``:
-    the rank of stage s; s mod p if they are left out. `try_all`: up to so many ways to cut all are tried. `quick`:
-    where they are not, move each cut a few times only, from simple starts.
+    ``exchange[s]`` (N+1,): the seconds of the cut behind stage s, at each position; one less than there are stages.
+    ``in_flight[q]``: the stages of rank q, of all its, that wait for their backward at once, at most.
+    ``stage_ranks[s]``: the rank of stage s; s mod p if they are left out. `try_all`: up to so many ways to cut all are
+    tried. `quick`: where they are not, move each cut a few times only, from simple starts.
     """
     sent = np.array([*exchange, np.zeros(costs.layers + 1)])
-    places = places or [stage % len(in_flight) for stage in range(len(sent))]
-    game = _Game(costs, sent, tuple(in_flight), size_bytes, optimizer_copies, _held(places), _joined(places))
+    stage_ranks = stage_ranks or [stage % len(in_flight) for stage in range(len(sent))]
+    problem = _CutProblem(
+        costs,
+        sent,
+        tuple(in_flight),
+        size_bytes,
+        optimizer_copies,
+        _stages_of_ranks(stage_ranks),
+        _cuts_of_links(stage_ranks),
+    )
     if comb(costs.layers - 1, len(exchange)) <= try_all:
         ways = list(combinations(range(1, costs.layers), len(exchange)))
         inner = np.array(ways, dtype=np.int64).reshape(len(ways), len(exchange))
-        best = game.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
+        best = problem.best(np.pad(inner, ((0, 0), (1, 0))), costs.layers)
     else:
-        starts = [*_simple_starts(game), *([] if quick else [_fastest_stages(game)])]
-        ends = [_improve(game, start, _QUICK_SWEEPS if quick else costs.layers) for start in starts]
-        best = game.best(np.array([end[:-1] for end in ends]), costs.layers)
-    seconds, _, held = game.judge(best[None])
-    return Deal(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))
+        starts = [*_simple_starts(problem), *([] if quick else [_fastest_stages(problem)])]
+        ends = [_improve(problem, start, _QUICK_SWEEPS if quick else costs.layers) for start in starts]
+        best = problem.best(np.array([end[:-1] for end in ends]), costs.layers)
+    seconds, _, held = problem.evaluate(best[None])
+    return _InterleavedCuts(tuple(int(cut) for cut in best), float(seconds[0]), float(held[0]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Game:
-    """What cuts are worth."""
+class _CutProblem:
+    """Evaluates cuts of one chain for one machine."""
 
     costs: ChainCosts
     exchange: Matrix
-    """(stages, N+1): behind the last stage nothing is sent."""
+    """(stages, N+1); zero behind the last stage."""
     in_flight: tuple[int, ...]
     size_bytes: float
     optimizer_copies: float
     held: Counts
     """(v, ranks): the stages of every rank."""
     joined: Counts
-    """(most cuts of a link, links): the cuts between every two ranks, by the stage before them; filled up with the last
+    """(most cuts of a link, links): the cuts between every two ranks, by the stage before them; padded with the last
     stage, behind which nothing is sent."""
 
     def best(self, heads: Counts, layers: int) -> Counts:
         """The best of the cuts whose last, `layers`, is left out of `heads` (K, stages)."""
         cuts = np.pad(heads, ((0, 0), (0, 1)), constant_values=layers)
-        seconds, squares, held = self.judge(cuts)
+        seconds, squares, held = self.evaluate(cuts)
         excess = np.maximum(held - self.size_bytes, 0.0)
         best: Counts = cuts[np.lexsort((squares, seconds, excess))[0]]
         return best
 
-    def judge(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
-        """Of each of the `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes.
+    def evaluate(self, cuts: Counts) -> tuple[Matrix, Matrix, Matrix]:
+        """For each of `cuts` (K, stages + 1): the slowest seconds, the sum of squares, the worst rank's bytes.
 
-        Squares are those of the ranks' seconds; where these are equal, those of the stages decide.
+        The squares are those of the ranks' seconds; if these are equal, those of the stages decide.
         """
         stages = cuts.shape[1] - 1
         flat = cuts[:, :-1] * (self.costs.layers + 1) + cuts[:, 1:]
@@ -123,29 +130,29 @@ class _Game:
         return slowest, squares, held.max(axis=1)
 
 
-def _held(places: Sequence[int]) -> Counts:
+def _stages_of_ranks(stage_ranks: Sequence[int]) -> Counts:
     """The stages of every rank, one below the other; all ranks have equally many."""
-    return np.argsort(np.array(places), kind="stable").reshape(max(places) + 1, -1).T
+    return np.argsort(np.array(stage_ranks), kind="stable").reshape(max(stage_ranks) + 1, -1).T
 
 
-def _joined(places: Sequence[int]) -> Counts:
-    """The cuts of every link between two ranks; where the stages go there and back again, of both halves."""
+def _cuts_of_links(stage_ranks: Sequence[int]) -> Counts:
+    """The cuts of every link between two ranks; under `zb-v`, those of both directions."""
     links: dict[tuple[int, ...], list[int]] = {}
-    folded = list(places) == list(reversed(places))
-    for stage, ends in enumerate(pairwise(places)):
-        links.setdefault(tuple(sorted(ends)) if folded else ends, []).append(stage)
-    last = len(places) - 1
+    folded = list(stage_ranks) == list(reversed(stage_ranks))
+    for stage, pair in enumerate(pairwise(stage_ranks)):
+        links.setdefault(tuple(sorted(pair)) if folded else pair, []).append(stage)
+    last = len(stage_ranks) - 1
     longest = max(map(len, links.values()), default=0)
     columns = [[*cuts, *[last] * (longest - len(cuts))] for cuts in links.values()]
     return np.array(columns or [[last]], dtype=np.int64).T
 
 
-def _simple_starts(game: _Game) -> Iterator[Counts]:
-    """Cuts to start from: stages of equal work, of equal length, of equal weights."""
-    layers, stages = game.costs.layers, len(game.exchange)
+def _simple_starts(problem: _CutProblem) -> Iterator[Counts]:
+    """Initial cuts: stages of equal work, of equal length, of equal weights."""
+    layers, stages = problem.costs.layers, len(problem.exchange)
     shares = np.arange(1, stages) / stages
     lengths = np.arange(1, layers + 1, dtype=np.float64)
-    for sizes in (game.costs.seconds[0, 1:], lengths, game.costs.parameter_bytes[0, 1:]):
+    for sizes in (problem.costs.seconds[0, 1:], lengths, problem.costs.parameter_bytes[0, 1:]):
         wanted = np.searchsorted(sizes, shares * sizes[-1]) + 1
         # At least one layer for every stage before and behind.
         firsts = np.arange(1, stages)
@@ -153,41 +160,41 @@ def _simple_starts(game: _Game) -> Iterator[Counts]:
         yield np.concatenate([[0], np.minimum(inner, layers - firsts[::-1]), [layers]])
 
 
-def _fastest_stages(game: _Game) -> Counts:
-    """Cuts to start from: those of the fastest slowest stage."""
-    positions = np.arange(game.costs.layers + 1)
+def _fastest_stages(problem: _CutProblem) -> Counts:
+    """Initial cuts: those with the fastest slowest stage."""
+    positions = np.arange(problem.costs.layers + 1)
 
     def seconds(stage: int, starts: Counts) -> Matrix:
-        return np.where(positions > starts[:, None], game.costs.seconds[starts], np.inf)
+        return np.where(positions > starts[:, None], problem.costs.seconds[starts], np.inf)
 
-    exchange = list(game.exchange[:-1])
-    cuts = cut_evenly(seconds, exchange, least_slowest(seconds, exchange))
+    exchange = list(problem.exchange[:-1])
+    cuts = cut_evenly(seconds, exchange, least_bottleneck(seconds, exchange))
     return np.array(cuts, dtype=np.int64)
 
 
-def _improve(game: _Game, cuts: Counts, sweeps: int) -> Counts:
-    """The cuts after moving them for as long as something gets better; of every group of moves the best is taken."""
-    layers, count = game.costs.layers, len(cuts) - 2
+def _improve(problem: _CutProblem, cuts: Counts, sweeps: int) -> Counts:
+    """The cuts after moving them as long as they improve; of every group of moves the best is taken."""
+    layers, count = problem.costs.layers, len(cuts) - 2
     for _ in range(sweeps):
         before = cuts
         for cut in range(1, count + 1):
-            cuts = game.best(_places(cuts, cut), layers)
-        cuts = game.best(_shifts(cuts), layers)
+            cuts = problem.best(_positions(cuts, cut), layers)
+        cuts = problem.best(_shifts(cuts), layers)
         if (before == cuts).all():
             break
     return cuts
 
 
-def _places(cuts: Counts, cut: int) -> Counts:
-    """All places of one cut between its neighbours, where it is first; the last of all cuts left out."""
-    places = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
-    moved = np.repeat(cuts[None, :-1], len(places) + 1, axis=0)
-    moved[1:, cut] = places
+def _positions(cuts: Counts, cut: int) -> Counts:
+    """The cuts as they are, then with one of them at every position between its neighbours; without the last cut."""
+    positions = np.arange(cuts[cut - 1] + 1, cuts[cut + 1])
+    moved = np.repeat(cuts[None, :-1], len(positions) + 1, axis=0)
+    moved[1:, cut] = positions
     return moved
 
 
 def _shifts(cuts: Counts) -> Counts:
-    """The cuts as they are, then runs of neighbours one layer up or down; the last of all cuts left out."""
+    """The cuts as they are, then with runs of neighbours one layer up or down; without the last cut."""
     rows = [cuts]
     count = len(cuts) - 2
     for length in {*(2**power for power in range(1, count.bit_length())), count} - {0, 1}:

@@ -1,16 +1,16 @@
 """PipeDream's partitioner: layers to stages, stages to replicated ranks.
 
-Source: "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, section 3.1. It finds the pipeline
-whose slowest stage or link is fastest. Where the text leaves a choice, ours is:
+It finds the pipeline whose slowest stage or link is fastest [PipeDream 2019, section 3.1]. Where the text leaves a
+choice, ours is:
 
   1. A single stage on all workers is a candidate at every level (the printed recurrence forgets it).
   2. At an upper level a stage takes whole servers, so a hierarchy cannot express 15 replicas and 1 on 4 servers of 4.
-     The machine is therefore also planned as flat, at the speed of its slowest link, and the better plan is returned.
+     The machine is therefore also planned as flat, at the speed of its slowest link; the better plan is returned.
   3. The all-reduce is a ring by default, ``2 (r-1)/r w/B`` per r microbatches; ``allreduce="shared"`` is the printed
      ``2 (r-1) w/B``, and ``"released"`` what the authors' program counts.
-  4. Memory, which the text only mentions, excludes stages within the search, at every level and for every schedule,
-     with what the stage really keeps there.
-  5. The latency of links is left out, as in the paper; the simulator has it.
+  4. Memory, which the text only mentions, excludes stages within the search, at every level and for every schedule, by
+     what the stage keeps there.
+  5. The latency of links is ignored, as in the paper; the simulator includes it.
 """
 
 from dataclasses import replace
@@ -22,18 +22,18 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
+from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
-from penstock.planning.pipedream.advice import fitting_advice, is_alone, room_of
-from penstock.planning.pipedream.flat_machines import Level, fastest_flat
-from penstock.planning.pipedream.interleaving import deal_stages
+from penstock.planning.pipedream.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
+from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
+from penstock.planning.pipedream.interleaving import cut_interleaved
+from penstock.planning.pipedream.least_memory import is_unreplicated, room_of, sufficient_changes
 from penstock.planning.pipedream.recurrence import Hierarchy
-from penstock.planning.pipedream.straight import StageSeconds, cut_evenly, least_slowest
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
-from penstock.values.quantities import bytes_text
 from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["find_pipedream", "noam", "partition", "plan_pipedream"]
@@ -53,7 +53,7 @@ def partition(
     """The plan whose slowest stage or link is fastest; its time is `predicted.bottleneck_seconds`.
 
     `straight` allows no replicas: every device is a stage, or the first `stages` devices are (`stages` implies it).
-    `PlanError` if there are more stages than layers or devices, or nothing fits in the cluster's memory.
+    Raises `PlanError` if there are more stages than layers or devices, or if nothing fits in the cluster's memory.
     """
     request = Request(
         schedule=schedule,
@@ -67,21 +67,18 @@ def partition(
 
 
 def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """As `partition`, for the options of `request`; `interleaved` and `zb-v` are planned without replicas."""
+    """Like `partition`, for the options of `request`; `interleaved` and `zb-v` are planned without replicas."""
     found = find_pipedream(profile, cluster, request)
     if found is not None:
         return found
-    size_bytes = cluster.memory_bytes or inf
-    raise PlanError(
-        f"nothing fits: expected a plan under {request.schedule} with at most {bytes_text(size_bytes)} on each of "
-        f"{cluster.devices} devices, found that {fitting_advice(profile, cluster.devices, size_bytes, request)}"
-    )
+    kind = f"a plan under {request.schedule}"
+    raise nothing_fits(kind, cluster, profile.parameter_bytes, sufficient_changes(profile, cluster, request))
 
 
 def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
-    """As `plan_pipedream`; None if nothing fits, at no cost for saying what would."""
+    """Like `plan_pipedream`, but returns None if nothing fits, without working out what would."""
     costs = chain_costs(profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers)
-    alone = is_alone(request)
+    alone = is_unreplicated(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []
     for seconds, stages in candidates:
@@ -100,13 +97,13 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
 def noam(plan: Plan) -> int:
     """Microbatches that the input stage admits per replica to keep the pipeline full: ceil(workers / its replicas).
 
-    SOSP'19 section 3.2: the number of optimal active minibatches.
+    [PipeDream 2019, section 3.2]: the number of optimal active minibatches.
     """
     return ceil(plan.ranks / len(plan.stages[0].ranks))
 
 
 def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[float, tuple[Stage, ...]]:
-    """The slowest rank or link of the best plan without replicas on the first ranks, and its stages."""
+    """The slowest seconds and the stages of the best plan without replicas, on the first ranks."""
     stages = request.stage_count(cluster.devices)
     ranks = stages // request.stages_per_rank
     if costs.layers < stages:
@@ -114,20 +111,22 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
             f"cannot cut {costs.layers} layers into {stages} stages: expected at least one layer per stage. "
             "Use fewer stages (stages=), or capture the model in finer layers"
         )
-    places = deal_ranks(request.schedule, stages, ranks)
-    bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairwise(places)]
+    stage_ranks = deal_ranks(request.schedule, stages, ranks)
+    bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairwise(stage_ranks)]
     exchange = [costs.exchange_seconds(bandwidth) for bandwidth in bandwidths]
     size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
     if request.schedule in DEALT:
         in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
-        deal = deal_stages(costs, exchange, in_flight, size_bytes, request.optimizer_copies, places=places)
+        deal = cut_interleaved(
+            costs, exchange, in_flight, size_bytes, request.optimizer_copies, stage_ranks=stage_ranks
+        )
         limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
     else:
         room = None if cluster.memory_bytes is None else room_of(request, ranks, size_bytes)
         seconds = _stage_seconds(costs, room, ranks)
-        limit = least_slowest(seconds, exchange)
+        limit = least_bottleneck(seconds, exchange)
         cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()
-    return limit, tuple(Stage(i, j, (at,)) for at, (i, j) in zip(places, pairwise(cuts), strict=False))
+    return limit, tuple(Stage(i, j, (at,)) for at, (i, j) in zip(stage_ranks, pairwise(cuts), strict=False))
 
 
 def _stage_seconds(costs: ChainCosts, room: Room | None, ranks: int) -> StageSeconds:
@@ -145,7 +144,7 @@ def _stage_seconds(costs: ChainCosts, room: Room | None, ranks: int) -> StageSec
 def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[tuple[float, tuple[Stage, ...]]]:
     """The slowest seconds and the stages of the best plans: hierarchical, if there are several levels, and flat.
 
-    The hierarchical plan comes first, so that it is taken of equals: its links are the real ones.
+    The hierarchical plan comes first, so that it wins a tie: its links are the real ones.
     """
     room = None
     if cluster.memory_bytes is not None:
@@ -153,26 +152,26 @@ def _replicated(costs: ChainCosts, cluster: Cluster, request: Request) -> list[t
     found = []
     match cluster.links:
         case LinkLevels(levels):
-            hierarchy = tuple(Level(*level[:2], request.allreduce) for level in levels if level[0] > 1)
+            hierarchy = tuple(MachineLevel(*level[:2], request.allreduce) for level in levels if level[0] > 1)
             if len(hierarchy) > 1:
                 found.append(_nested(costs, hierarchy, room))
         case LinkMatrix():
             pass
         case _:
             assert_never(cluster.links)
-    flat = fastest_flat(costs, Level(cluster.devices, cluster.slowest, request.allreduce), room)
+    flat = fastest_flat(costs, MachineLevel(cluster.devices, cluster.slowest, request.allreduce), room)
     stages, first = [], 0
-    for block in flat.blocks:
+    for block in flat.stages:
         stages.append(Stage(block.start, block.stop, tuple(range(first, first + block.replicas))))
         first += block.replicas
     return [*found, (flat.seconds, tuple(stages))]
 
 
-def _nested(costs: ChainCosts, levels: tuple[Level, ...], room: Room | None) -> tuple[float, tuple[Stage, ...]]:
+def _nested(costs: ChainCosts, levels: tuple[MachineLevel, ...], room: Room | None) -> tuple[float, tuple[Stage, ...]]:
     """The slowest seconds and the stages of the best plan in which stages take whole components."""
     seconds, stages = Hierarchy(costs, levels).fastest()
     if room is not None:
-        # A plan that is best without a limit, and fits, is best with it; that is the usual case and costs less.
+        # A plan that is best without a limit is also best with it if it fits; that is the usual case and costs less.
         behind, fits = room.workers, True
         for start, stop, ranks in stages:
             counts = room.counts(len(ranks), behind)

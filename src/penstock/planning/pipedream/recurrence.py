@@ -1,21 +1,21 @@
 """The recurrence of PipeDream's partitioner on a machine of several levels.
 
-SOSP'19, section 3.1. With A the time of the slowest stage of the best pipeline, T that of one replicated stage, a the
-bytes over a cut and B_k the bandwidth of level k:
+[PipeDream 2019, section 3.1]. With A the time of the slowest stage of the best pipeline, T that of one replicated
+stage, a the bytes over a cut and B_k the bandwidth of level k:
 
     A^0(i->j)      =  seconds of the layers
     T^k(i->j, m)   =  max(A^(k-1)(i->j, m_(k-1)), all-reduce of the weights among m) / m
     A^k(i->j, m)   =  min of  T^k(i->j, m)                                            one stage on all m
                               max(A^k(i->s, m-m'), 2 a_s / B_k, T^k(s->j, m'))        for i < s < j, 1 <= m' < m
 
-The first candidate is not in the printed recurrence, which therefore cannot express data parallelism, nor a replicated
-first stage; the text around it means it. A level below the top is needed for all i and j; there only values are kept,
-and the stages are found again for one interval at a time, from the top down.
+The first candidate is missing in the printed recurrence, which therefore cannot express data parallelism, nor a
+replicated first stage; the surrounding text includes it. A level below the top is needed for all i and j; only its
+values are kept, and the stages are derived again for one interval at a time, from the top down.
 
 Memory. What a stage keeps depends on its replicas and on the workers behind it, over all levels. A component of some
-level therefore has a context: how many copies of it work in turn, and how many workers are behind all of them. A stage
-of r components, in a component with n copies, is n r copies of what is in it, and behind these are, beside what was
-behind the component, n times the components behind the stage. So A is computed for each context that can occur (one
+level therefore has a context: how many copies of it take turns, and how many workers are behind all of them. A stage of
+r components, in a component with n copies, has n r copies of its content; behind these are the workers behind the
+component, and n times the components behind the stage. So A is computed for each context that can occur (a single one
 without a memory limit) and is exact. Contexts in which every stage has the same counts share their tables.
 """
 
@@ -26,15 +26,15 @@ import numpy as np
 
 from penstock.planning.costs import ChainCosts, Matrix, replicated_seconds
 from penstock.planning.memory import Room
-from penstock.planning.pipedream.flat_machines import Block, Level, Pipeline
+from penstock.planning.pipedream.flat_machines import MachineLevel, ReplicatedPipeline, ReplicatedStage
 
 __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """One chain on one machine of `levels`, innermost first; every stage fits in `room`."""
+    """Plans one chain on one machine of `levels`, innermost first, with stages that fit in `room`."""
 
-    def __init__(self, costs: ChainCosts, levels: tuple[Level, ...], room: Room | None = None) -> None:
+    def __init__(self, costs: ChainCosts, levels: tuple[MachineLevel, ...], room: Room | None = None) -> None:
         self._costs = costs
         self._levels = levels
         self._room = room
@@ -55,7 +55,7 @@ class Hierarchy:
         pipeline = _cheapest_pipeline(self._costs, level, self._stages(depth, copies, behind), start, stop)
         stages: list[tuple[int, int, tuple[int, ...]]] = []
         first = 0
-        for block in pipeline.blocks:
+        for block in pipeline.stages:
             inner = self._inside(depth, copies, behind, block.replicas, level.count - first)
             components = range(first, first + block.replicas)
             for begin, end, ranks in self._unfold(depth - 1, *inner, block.start, block.stop)[1]:
@@ -70,7 +70,7 @@ class Hierarchy:
         if key not in self._tables:
             if depth >= 0:
                 stages = self._stages(depth, copies, behind)
-                self._tables[key] = _raise_level(self._costs, self._levels[depth], stages)
+                self._tables[key] = _next_level(self._costs, self._levels[depth], stages)
             elif self._room is None:
                 self._tables[key] = self._costs.seconds
             else:
@@ -98,7 +98,7 @@ class Hierarchy:
         return copies * replicas, behind + copies * (onwards - replicas) * self._sizes[depth]
 
     def _signature(self, depth: int, copies: int, behind: int) -> tuple[object, ...]:
-        """What of a context matters: the counts of every stage that can be in it."""
+        """The counts of every stage that can be in a context; nothing else matters."""
         if self._room is None:
             return ()
         return tuple(self._room.counts(count, count + later) for count, later in self._contexts(depth, copies, behind))
@@ -113,8 +113,8 @@ class Hierarchy:
                 yield from self._contexts(depth - 1, *self._inside(depth, copies, behind, replicas, onwards))
 
 
-def _raise_level(costs: ChainCosts, level: Level, stage: Callable[[int, int], Matrix]) -> Matrix:
-    """``A^k(i -> j, m_k)`` for all i and j. O(N^3 m^2), vectorised over i and j."""
+def _next_level(costs: ChainCosts, level: MachineLevel, stage: Callable[[int, int], Matrix]) -> Matrix:
+    """``A^k(i -> j, m_k)`` for all i and j. O(N^3 m^2), vectorized over i and j."""
     exchange = costs.exchange_seconds(level.bandwidth)
     best: list[Matrix] = []
     for workers in range(1, level.count + 1):
@@ -131,19 +131,20 @@ def _raise_level(costs: ChainCosts, level: Level, stage: Callable[[int, int], Ma
 
 
 def _cheapest_pipeline(
-    costs: ChainCosts, level: Level, stage: Callable[[int, int], Matrix], start: int, stop: int
-) -> Pipeline:
-    """``A^k(start -> stop, m_k)`` with its stages. O(n^2 m^2) for n layers, vectorised over both ends of a stage.
+    costs: ChainCosts, level: MachineLevel, stage: Callable[[int, int], Matrix], start: int, stop: int
+) -> ReplicatedPipeline:
+    """``A^k(start -> stop, m_k)`` with its stages. O(n^2 m^2) for n layers, vectorized over the start and stop of a
+    stage.
 
     Plans tie often. Of those with the least seconds this takes one with the fewest stages (fewer versions of weights,
-    less in flight), and of these one with the smallest sum of squared stage times: the most balanced.
+    less in flight), and of these the most balanced, with the smallest sum of squared stage times.
     """
     window = slice(start, stop + 1)
     exchange = costs.exchange_seconds(level.bandwidth)[window]
     exchange[0] = 0.0
 
     def last(workers: int, replicas: int) -> Matrix:
-        """The last of the stages on `workers` components, on `replicas` of them."""
+        """The last stage of those on `workers` components, on `replicas` of them."""
         return stage(replicas, level.count - workers + replicas)[window, window]
 
     slowest = np.full((level.count + 1, len(exchange)), np.inf)
@@ -155,13 +156,13 @@ def _cheapest_pipeline(
             np.minimum(slowest[workers], table.min(axis=0), out=slowest[workers])
     limit = float(slowest[-1, -1])
     if limit == inf:
-        return Pipeline(limit, ())
-    return Pipeline(limit, _fewest_stages(level.count, exchange, last, start, limit))
+        return ReplicatedPipeline(limit, ())
+    return ReplicatedPipeline(limit, _fewest_stages(level.count, exchange, last, start, limit))
 
 
 def _fewest_stages(
     count: int, exchange: Matrix, last_stage: Callable[[int, int], Matrix], start: int, limit: float
-) -> tuple[Block, ...]:
+) -> tuple[ReplicatedStage, ...]:
     """The stages of a pipeline with nothing slower than `limit`: the fewest, then the most balanced."""
     size = len(exchange)
     columns = np.arange(size)
@@ -182,10 +183,10 @@ def _fewest_stages(
             prices[workers][better] = price[better]
             cuts[workers][better] = cut[better]
             last[workers][better] = replicas
-    blocks: list[Block] = []
+    stages: list[ReplicatedStage] = []
     workers, end = count, size - 1
     while workers:
         replicas, first = int(last[workers, end]), int(cuts[workers, end])
-        blocks.append(Block(start + first, start + end, replicas))
+        stages.append(ReplicatedStage(start + first, start + end, replicas))
         workers, end = workers - replicas, first
-    return tuple(reversed(blocks))
+    return tuple(reversed(stages))

@@ -1,8 +1,8 @@
 """The search of PTD-P: the fastest (p, t, d, b, v), with or without recomputation, that fits in memory.
 
-The thesis gives heuristics (chapter 4, takeaways 1 to 3) and leaves the search to others (section 4.1). Here every
-arrangement of n = p t d devices is tried by its closed form: t divides the heads, p v the layers, d the batch, b what
-is left of it, and interleaving has m mod p = 0. The best few are then played by the simulator.
+[Narayanan 2021] gives heuristics (chapter 4, takeaways 1 to 3) and no search (section 4.1). Here every
+config of n = p t d devices is tried by its closed form: t divides the heads, p v the layers, d the batch, b what
+is left of it, and interleaving has m mod p = 0. The best few are then simulated.
 
 Ranks are laid out as in `penstock.planning.ptd_p.ring_links`: t innermost, then d, then p.
 """
@@ -12,20 +12,20 @@ from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import A100, Accelerator, Precision
-from penstock.planning.ptd_p.arrangement_tables import ranking_text
-from penstock.planning.ptd_p.arrangements import (
-    Arrangement,
-    ArrangementLinks,
-    Candidate,
-    candidate,
+from penstock.planning.ptd_p.accelerator_models import A100, AcceleratorModel, Precision
+from penstock.planning.ptd_p.config_tables import ranking_text
+from penstock.planning.ptd_p.parallel_configs import (
+    ConfigEstimate,
+    ParallelConfig,
+    ParallelLinks,
     checkpoint_count,
+    estimate_config,
     position_bytes,
     stages_in_flight,
 )
-from penstock.planning.ptd_p.pipeline_trials import play
+from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
-from penstock.planning.ptd_p.transformer_costs import part_costs
+from penstock.planning.ptd_p.transformer_costs import tensor_parallel_costs
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Prediction, Stage
@@ -35,21 +35,21 @@ from penstock.values.transformers import Transformer
 __all__ = ["ThreeDRequest", "plan_of", "plan_three_d", "rank_three_d"]
 
 _LARGEST_BATCH = 10**8
-"""Far more than anyone trains with; all divisors of the batch are tried."""
+"""All divisors of the batch are tried, so that it must be limited."""
 
-_LONGEST_TRIAL = 500_000
-"""Forwards of stages in one pipeline: more would take the simulator long, and only lengthen the steady state."""
+_LONGEST_SIMULATION = 500_000
+"""Forwards of stages in one pipeline: more would take the simulator too long, and only lengthen the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreeDRequest:
-    """What is searched; a dimension that is given is fixed."""
+    """The search space; a dimension that is given is fixed."""
 
     transformer: Transformer
     cluster: Cluster
     batch_size: int
     """B: samples in a minibatch."""
-    accelerator: Accelerator = A100
+    accelerator: AcceleratorModel = A100
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     devices: int | None = None
     """n: None takes all devices of the cluster."""
@@ -60,11 +60,11 @@ class ThreeDRequest:
     stages_per_rank: int | None = None
     recompute: bool | None = None
     checkpoints: int | None = None
-    """Layers per stage that keep their input when recomputed; None takes what needs least memory. 1 is what Penstock's
-    runtime does: it recomputes a stage as a whole."""
+    """Layers per stage that keep their input when recomputed; None takes the number that needs least memory. Penstock's
+    runtime recomputes a stage as a whole, which is 1."""
     scatter_gather: bool = True
     overlap: bool = True
-    """Whether the simulator hides messages behind computation, as Penstock does and Megatron-LM does not."""
+    """Whether the simulator hides messages behind computation, like Penstock and unlike Megatron-LM."""
 
     def __post_init__(self) -> None:
         numbers = ("devices", "pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "checkpoints")
@@ -91,20 +91,20 @@ class ThreeDRequest:
         return self.cluster.devices if self.devices is None else self.devices
 
 
-def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[Candidate, ...]:
-    """Every arrangement that fits, fastest first; the first `simulated` by the simulator, the others by closed form.
+def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[ConfigEstimate, ...]:
+    """Every configuration that fits, fastest first; the first `simulated` by the simulator, the others by closed form.
 
-    `PlanError` if there is no arrangement of so many devices, or if none fits; it says what would be needed.
+    Raises `PlanError` if the devices have no configuration, or if none fits; the error says what would be enough.
     """
     if not is_count(simulated, least=0):
         raise PlanError(f"simulated: expected a whole number, 0 or more, found {text_of(simulated)}: give one")
     limit = request.cluster.memory_bytes
-    found = [_candidate(request, arrangement) for arrangement in _fitting(request, inf if limit is None else limit)]
+    found = [_estimate(request, config) for config in _fitting(request, inf if limit is None else limit)]
     if not found:
         raise _nothing_fits(request)
     found.sort(key=_order)
-    played = sorted((_simulated(request, one) for one in found[:simulated]), key=_order)
-    return (*played, *found[simulated:])
+    resimulated = sorted((_simulated(request, one) for one in found[:simulated]), key=_order)
+    return (*resimulated, *found[simulated:])
 
 
 def plan_three_d(
@@ -112,7 +112,7 @@ def plan_three_d(
     cluster: Cluster,
     *,
     batch_size: int,
-    accelerator: Accelerator = A100,
+    accelerator: AcceleratorModel = A100,
     precision: Precision | None = None,
     devices: int | None = None,
     pipeline: int | None = None,
@@ -126,11 +126,11 @@ def plan_three_d(
     overlap: bool = True,
     simulated: int = 5,
 ) -> Plan:
-    """The fastest arrangement of `transformer` on `cluster` for minibatches of `batch_size` samples, as a plan.
+    """The fastest configuration of `transformer` on `cluster` for minibatches of `batch_size` samples, as a plan.
 
     The layers of the plan are those of `profile_of`: the embedding, the transformer's layers, the head. A dimension
-    that is given is fixed; see `ThreeDRequest`. The best `simulated` arrangements by closed form are played by the
-    simulator, and the best of them is taken; `Plan.explain` shows the ranking. Raises `PlanError`.
+    that is given is fixed; see `ThreeDRequest`. The best `simulated` configurations by closed form are simulated, and
+    the best of them is taken; `Plan.explain` shows the ranking. Raises `PlanError`.
     """
     request = ThreeDRequest(
         transformer,
@@ -153,35 +153,39 @@ def plan_three_d(
     return replace(plan_of(request, ranked[0]), explanation=ranking_text(ranked))
 
 
-def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
-    """A candidate of `request` as a plan with its prediction; stage i of replica j is on ranks (i d + j) t and on."""
-    form = chosen.arrangement
-    p, v, width = form.pipeline, form.stages_per_rank, form.data * form.tensor
+def plan_of(request: ThreeDRequest, chosen: ConfigEstimate) -> Plan:
+    """The `chosen` configuration as a plan with its prediction; stage i of replica j starts at rank (i d + j) t."""
+    config = chosen.config
+    p, v, width = config.pipeline, config.stages_per_rank, config.data * config.tensor
     per_stage = request.transformer.layers // (p * v)
     # The embedding is layer 0 and the head the last one.
     cuts = [0, *(1 + per_stage * stage for stage in range(1, p * v)), request.transformer.layers + 2]
     ranks = [tuple(range(width * position, width * (position + 1))) for position in range(p)]
     stages = tuple(Stage(cuts[stage], cuts[stage + 1], ranks[stage % p]) for stage in range(p * v))
-    microbatches = request.batch_size // form.microbatch_size
-    costs = part_costs(request.transformer, request.accelerator, _links(request, form).tensor, form.microbatch_size)
+    microbatches = request.batch_size // config.microbatch_size
+    costs = tensor_parallel_costs(
+        request.transformer, request.accelerator, _links(request, config).tensor, config.microbatch_size
+    )
     peaks = [
-        position_bytes(costs, request.precision, form, request.transformer.layers, microbatches // form.data, position)
+        position_bytes(
+            costs, request.precision, config, request.transformer.layers, microbatches // config.data, position
+        )
         for position in range(p)
     ]
     seconds = chosen.minibatch_seconds
-    busy = microbatches // form.data * chosen.slowest_seconds / seconds
+    busy = microbatches // config.data * chosen.slowest_seconds / seconds
     slowest = 0 if costs.embedding.seconds > costs.head.seconds else len(stages) - 1
     return Plan(
         stages,
-        form.schedule,
+        config.schedule,
         microbatches,
-        form.microbatch_size,
-        recompute=form.recompute,
-        tensor_parallel=form.tensor,
+        config.microbatch_size,
+        recompute=config.recompute,
+        tensor_parallel=config.tensor,
         predicted=Prediction(
             minibatch_seconds=seconds,
             samples_per_second=chosen.samples_per_second,
-            bottleneck_seconds=chosen.slowest_seconds / form.data,
+            bottleneck_seconds=chosen.slowest_seconds / config.data,
             peak_bytes=tuple(peak for peak in peaks for _ in range(width)),
             bubble=max(0.0, chosen.bubble_seconds / seconds),
             limit=f"stage {slowest} (busy {busy:.0%} of the time)",
@@ -190,39 +194,39 @@ def plan_of(request: ThreeDRequest, chosen: Candidate) -> Plan:
     )
 
 
-def _order(one: Candidate) -> tuple[float, float, int]:
+def _order(one: ConfigEstimate) -> tuple[float, float, int]:
     """Fastest first; of equally fast ones the smaller in memory, then the one with fewer stages."""
-    return one.minibatch_seconds, one.peak_bytes, one.arrangement.pipeline * one.arrangement.stages_per_rank
+    return one.minibatch_seconds, one.peak_bytes, one.config.pipeline * one.config.stages_per_rank
 
 
-def _links(request: ThreeDRequest, form: Arrangement) -> ArrangementLinks:
-    cluster, ranks = request.cluster, form.devices
-    return ArrangementLinks(
-        tensor_ring(cluster, ranks, form.tensor),
-        data_ring(cluster, ranks, form.tensor, form.data),
-        pipeline_ring(cluster, ranks, form.pipeline),
+def _links(request: ThreeDRequest, config: ParallelConfig) -> ParallelLinks:
+    cluster, ranks = request.cluster, config.devices
+    return ParallelLinks(
+        tensor_ring(cluster, ranks, config.tensor),
+        data_ring(cluster, ranks, config.tensor, config.data),
+        pipeline_ring(cluster, ranks, config.pipeline),
         request.scatter_gather,
     )
 
 
-def _candidate(request: ThreeDRequest, form: Arrangement) -> Candidate:
-    links = _links(request, form)
-    costs = part_costs(request.transformer, request.accelerator, links.tensor, form.microbatch_size)
+def _estimate(request: ThreeDRequest, config: ParallelConfig) -> ConfigEstimate:
+    links = _links(request, config)
+    costs = tensor_parallel_costs(request.transformer, request.accelerator, links.tensor, config.microbatch_size)
     model, device, precision = request.transformer, request.accelerator, request.precision
-    return candidate(model, device, precision, links, costs, form, request.batch_size)
+    return estimate_config(model, device, precision, links, costs, config, request.batch_size)
 
 
-def _simulated(request: ThreeDRequest, one: Candidate) -> Candidate:
+def _simulated(request: ThreeDRequest, one: ConfigEstimate) -> ConfigEstimate:
     """`one` with the seconds of the simulator for its pipeline; all-reduces between replicas and updates stay.
 
-    What is too long to play keeps the closed form.
+    A pipeline that is too long to simulate keeps the closed form.
     """
-    form, links = one.arrangement, _links(request, one.arrangement)
-    microbatches = request.batch_size // (form.microbatch_size * form.data)
-    if microbatches * form.pipeline * form.stages_per_rank > _LONGEST_TRIAL:
+    config, links = one.config, _links(request, one.config)
+    microbatches = request.batch_size // (config.microbatch_size * config.data)
+    if microbatches * config.pipeline * config.stages_per_rank > _LONGEST_SIMULATION:
         return one
-    costs = part_costs(request.transformer, request.accelerator, links.tensor, form.microbatch_size)
-    before = play(request.transformer.layers, costs, form, links, microbatches, overlap=request.overlap)
+    costs = tensor_parallel_costs(request.transformer, request.accelerator, links.tensor, config.microbatch_size)
+    before = simulate_pipeline(request.transformer.layers, costs, config, links, microbatches, overlap=request.overlap)
     after = one.minibatch_seconds - one.pipelined_seconds + before
     return replace(
         one,
@@ -253,8 +257,8 @@ def _grids(request: ThreeDRequest, devices: int) -> Iterator[tuple[int, int, int
                 yield pipeline, tensor, data
 
 
-def _fitting(request: ThreeDRequest, limit: float, devices: int | None = None) -> Iterator[Arrangement]:
-    """All arrangements of which no device needs more than `limit` bytes."""
+def _fitting(request: ThreeDRequest, limit: float, devices: int | None = None) -> Iterator[ParallelConfig]:
+    """All configurations in which no device needs more than `limit` bytes."""
     for pipeline, tensor, data in _grids(request, request.count if devices is None else devices):
         for size in _divisors(request.batch_size // data, request.microbatch_size):
             microbatches = request.batch_size // data // size
@@ -262,42 +266,42 @@ def _fitting(request: ThreeDRequest, limit: float, devices: int | None = None) -
                 if per_rank > 1 and (pipeline == 1 or microbatches % pipeline):
                     continue
                 for recompute in (False, True) if request.recompute is None else (request.recompute,):
-                    form = Arrangement(pipeline, tensor, data, size, per_rank, recompute)
-                    form = replace(form, checkpoints=_checkpoints(request, form))
-                    if _peak_bytes(request, form) <= limit:
-                        yield form
+                    config = ParallelConfig(pipeline, tensor, data, size, per_rank, recompute)
+                    config = replace(config, checkpoints=_checkpoints(request, config))
+                    if _peak_bytes(request, config) <= limit:
+                        yield config
 
 
-def _checkpoints(request: ThreeDRequest, form: Arrangement) -> int:
-    per_stage = request.transformer.layers // (form.pipeline * form.stages_per_rank)
-    if not form.recompute:
+def _checkpoints(request: ThreeDRequest, config: ParallelConfig) -> int:
+    per_stage = request.transformer.layers // (config.pipeline * config.stages_per_rank)
+    if not config.recompute:
         return 1
     if request.checkpoints is not None:
         return min(request.checkpoints, per_stage)
-    microbatches = request.batch_size // (form.microbatch_size * form.data)
-    in_flight = stages_in_flight(form.pipeline, form.stages_per_rank, microbatches, 0)
-    costs = part_costs(request.transformer, request.accelerator, Ring(form.tensor), form.microbatch_size)
+    microbatches = request.batch_size // (config.microbatch_size * config.data)
+    in_flight = stages_in_flight(config.pipeline, config.stages_per_rank, microbatches, 0)
+    costs = tensor_parallel_costs(request.transformer, request.accelerator, Ring(config.tensor), config.microbatch_size)
     return checkpoint_count(per_stage, costs.boundary_bytes, costs.layer.saved_bytes, in_flight)
 
 
-def _peak_bytes(request: ThreeDRequest, form: Arrangement) -> float:
+def _peak_bytes(request: ThreeDRequest, config: ParallelConfig) -> float:
     # Bytes do not depend on the links.
-    costs = part_costs(request.transformer, request.accelerator, Ring(form.tensor), form.microbatch_size)
-    microbatches = request.batch_size // (form.microbatch_size * form.data)
+    costs = tensor_parallel_costs(request.transformer, request.accelerator, Ring(config.tensor), config.microbatch_size)
+    microbatches = request.batch_size // (config.microbatch_size * config.data)
     layers, precision = request.transformer.layers, request.precision
-    ends = {0, form.pipeline - 1}
-    return max(position_bytes(costs, precision, form, layers, microbatches, position) for position in ends)
+    outermost = {0, config.pipeline - 1}
+    return max(position_bytes(costs, precision, config, layers, microbatches, position) for position in outermost)
 
 
-def _smallest(request: ThreeDRequest, devices: int) -> tuple[float, Arrangement] | None:
-    """The arrangement of `devices` devices that needs least memory; of the microbatch sizes the least is enough."""
+def _smallest(request: ThreeDRequest, devices: int) -> tuple[float, ParallelConfig] | None:
+    """The configuration of `devices` devices that needs least memory; only the least microbatch size is tried."""
     request = request if request.microbatch_size is not None else replace(request, microbatch_size=1)
-    forms = [(_peak_bytes(request, form), form) for form in _fitting(request, inf, devices)]
-    return min(forms, key=lambda pair: pair[0], default=None)
+    configs = [(_peak_bytes(request, config), config) for config in _fitting(request, inf, devices)]
+    return min(configs, key=lambda pair: pair[0], default=None)
 
 
 def _enough_devices(request: ThreeDRequest, limit: float) -> int | None:
-    """The least number of devices on which an arrangement fits; replicas only add to them."""
+    """The least number of devices on which a configuration fits; more replicas only increase it."""
     model, data = request.transformer, request.data or 1
     tensors, pipelines = _divisors(model.heads, request.tensor), _divisors(model.layers, request.pipeline)
     for devices in sorted({tensor * pipeline * data for tensor in tensors for pipeline in pipelines}):
@@ -311,28 +315,28 @@ def _nothing_fits(request: ThreeDRequest) -> PlanError:
     model, limit = request.transformer, request.cluster.memory_bytes
     smallest = _smallest(request, request.count)
     fixed = [field.name for field in fields(request) if field.name in _FIXABLE and getattr(request, field.name)]
-    asked = " with " + ", ".join(f"{name} = {getattr(request, name)}" for name in fixed) if fixed else ""
+    given = " with " + ", ".join(f"{name} = {getattr(request, name)}" for name in fixed) if fixed else ""
     if smallest is None or limit is None:
         other = next((n for n in range(request.count - 1, 0, -1) if _smallest(request, n)), None)
-        mend = "leave a dimension free" if other is None else f"use devices={other}, the next smaller number that has"
+        fix = "leave a dimension free" if other is None else f"use devices={other}, the next smaller number that has"
         return PlanError(
-            f"{request.count} devices have no arrangement (p, t, d, b, v){asked}: expected p t d = {request.count}, t "
-            f"a divisor of {model.heads} heads, p v of {model.layers} layers, d b of a batch of {request.batch_size} "
-            f"(and m mod p = 0 if v > 1), found none. Change the batch size or the number of devices: {mend}"
+            f"{request.count} devices have no configuration (p, t, d, b, v){given}: expected p t d = {request.count}, "
+            f"t a divisor of {model.heads} heads, p v of {model.layers} layers, d b of a batch of {request.batch_size} "
+            f"(and m mod p = 0 if v > 1), found none. Change the batch size or the number of devices: {fix}"
         )
-    needed, form = smallest
-    mends = [f"devices of {bytes_text(needed)}"]
+    needed, config = smallest
+    fixes = [f"devices of {bytes_text(needed)}"]
     enough = _enough_devices(request, limit)
     if enough is not None:
-        mends.append(f"{enough} devices like these")
+        fixes.append(f"{enough} devices like these")
     if request.recompute is False:
         other_bytes = _smallest(replace(request, recompute=True), request.count)
         if other_bytes is not None and other_bytes[0] < needed:
-            mends.append(f"recompute=True, which needs {bytes_text(other_bytes[0])}")
+            fixes.append(f"recompute=True, which needs {bytes_text(other_bytes[0])}")
     return PlanError(
-        f"{model.parameters / 1e9:.4g} billion parameters do not fit on {request.count} devices{asked}: expected at "
-        f"most {bytes_text(limit)} on each, found {bytes_text(needed)} in the smallest arrangement, {form}. "
-        f"It takes {', or '.join(mends)}"
+        f"{model.parameters / 1e9:.4g} billion parameters do not fit on {request.count} devices{given}: expected at "
+        f"most {bytes_text(limit)} on each, found {bytes_text(needed)} in the smallest configuration, {config}. "
+        f"Use {', or '.join(fixes)}"
     )
 
 

@@ -1,11 +1,11 @@
-"""What the parts of a transformer cost one device: seconds, parameters and bytes for one microbatch, cut t ways.
+"""The costs of a transformer on one device: seconds, parameters and bytes for one microbatch, cut t ways.
 
-Layers are cut as Megatron-LM cuts them (thesis, section 4.2.3): the first matrix of each block by columns, the second
-by rows, so that a forward has two all-reduces of b s h numbers and a backward two more, in all 8 b s h (t - 1) / t
-numbers sent by every device. Embedding and head are cut along the vocabulary and have one each way.
+Layers are cut as Megatron-LM cuts them [Narayanan 2021, section 4.2.3]: the first matrix of each block by columns, the
+second by rows, so that a forward has two all-reduces of b s h numbers and a backward two more, in all 8 b s h (t - 1) /
+t numbers sent by every device. Embedding and head are cut along the vocabulary and have one each way.
 
-Matrix products follow the law of `Accelerator`; every backward has two of the forward's size. What is not a product is
-bound by memory: its time is its bytes, in fused kernels (thesis, section 4.4.2).
+Matrix products follow `AcceleratorModel`; every backward has two of the forward's size. What is not a
+product is bound by memory: its time is its bytes, in fused kernels [Narayanan 2021, section 4.4.2].
 
     per token and hidden number          forward                    backward
     two layer norms                      2 (read 2, write 2)        2 (read 4, write 2)
@@ -16,36 +16,36 @@ bound by memory: its time is its bytes, in fused kernels (thesis, section 4.4.2)
     dropout                              read 2, write 3            read 3, write 2
     per logit, cut t ways                read 6, write 4            read 4, write 2
 
-What is kept for the backward is counted as Korthikanti et al. count it (2022, "Reducing Activation Recomputation in
-Large Transformer Models", section 4): s b h (10 + 24 / t + 5 a s / (h t)) bytes per layer. The shared 10 are cut too
-where layer norms and dropouts run on a part of the sequence, which chapter 4 does not do.
+What is kept for the backward is counted as in Korthikanti et al. (2022, "Reducing Activation Recomputation in Large
+Transformer Models", section 4): s b h (10 + 24 / t + 5 a s / (h t)) bytes per layer. Sequence parallelism would cut the
+shared 10, too; it is not used here.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import PlanError
-from penstock.planning.ptd_p.accelerators import NUMBER_BYTES, Accelerator
+from penstock.planning.ptd_p.accelerator_models import NUMBER_BYTES, AcceleratorModel
 from penstock.planning.ptd_p.ring_links import Ring, tensor_ring
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["PartCosts", "TransformerCosts", "part_costs", "profile_of", "tensor_numbers"]
+__all__ = ["ModuleCosts", "TransformerCosts", "profile_of", "tensor_numbers", "tensor_parallel_costs"]
 
 
 @dataclass(frozen=True, slots=True)
-class PartCosts:
-    """One device's share of the embedding, a layer, or the head."""
+class ModuleCosts:
+    """Holds one device's share of the embedding, a layer, or the head."""
 
     forward_seconds: float
     backward_seconds: float
     """Both with the all-reduces among the t devices, without recomputation."""
     reduce_seconds: float
-    """How much of both is all-reduces."""
+    """The all-reduces' share of both."""
     parameters: float
     saved_bytes: float
-    """Kept of a microbatch from its forward to its backward."""
+    """The bytes that a microbatch keeps from its forward to its backward."""
 
     @property
     def seconds(self) -> float:
@@ -55,17 +55,17 @@ class PartCosts:
 
 @dataclass(frozen=True, slots=True)
 class TransformerCosts:
-    """All parts for one microbatch of `microbatch_size` samples on devices cut `tensor` ways."""
+    """Holds the costs of all modules for one microbatch on `tensor` devices."""
 
     microbatch_size: int
     tensor: int
-    embedding: PartCosts
-    layer: PartCosts
-    head: PartCosts
+    embedding: ModuleCosts
+    layer: ModuleCosts
+    head: ModuleCosts
     boundary_bytes: float
-    """What crosses a cut between two layers, whole: b s h numbers, alike on all t devices."""
+    """The whole activation between two layers: b s h numbers, equal on all t devices."""
     tied_parameters: float
-    """The vocabulary's table, which the first and the last stage both hold: V h / t."""
+    """The embedding of the vocabulary, which the first and the last stage both hold: V h / t."""
 
 
 def tensor_numbers(transformer: Transformer, microbatch_size: int, tensor: int) -> float:
@@ -74,10 +74,10 @@ def tensor_numbers(transformer: Transformer, microbatch_size: int, tensor: int) 
 
 
 @lru_cache(maxsize=4096)
-def part_costs(
-    transformer: Transformer, accelerator: Accelerator, ring: Ring, microbatch_size: int
+def tensor_parallel_costs(
+    transformer: Transformer, accelerator: AcceleratorModel, ring: Ring, microbatch_size: int
 ) -> TransformerCosts:
-    """The costs with layers cut over the t devices of `ring`; `PlanError` if t does not divide the heads."""
+    """The costs with layers cut over the t devices of `ring`; raises `PlanError` if t does not divide the heads."""
     if transformer.heads % ring.ranks:
         raise PlanError(
             f"tensor: expected a divisor of the model's {transformer.heads} heads, found {ring.ranks}: "
@@ -97,18 +97,18 @@ def part_costs(
 
 def profile_of(
     transformer: Transformer,
-    accelerator: Accelerator,
+    accelerator: AcceleratorModel,
     cluster: Cluster,
     *,
     microbatch_size: int = 1,
     tensor_parallel: int = 1,
     scatter_gather: bool = True,
 ) -> Profile:
-    """A profile of l + 2 layers (embedding, layers, head) as one of `tensor_parallel` neighbours in `cluster` sees it.
+    """A profile of l + 2 layers (embedding, layers, head) for one of `tensor_parallel` neighbours in `cluster`.
 
-    Seconds have the all-reduces among the t devices in them. Bytes are one device's: weights cut t ways; what crosses a
-    cut is b s h / t numbers with `scatter_gather`, else b s h. The head holds its own copy of the vocabulary's table.
-    Raises `PlanError`.
+    Seconds include the all-reduces among the t devices. Bytes are those of one device: weights are cut t ways, and a
+    cut sends b s h / t numbers with `scatter_gather`, else b s h. The head holds its own copy of the embedding. Raises
+    `PlanError`.
     """
     if tensor_parallel > cluster.devices:
         raise PlanError(
@@ -117,31 +117,31 @@ def profile_of(
         )
     whole = cluster.devices // tensor_parallel * tensor_parallel
     ring = tensor_ring(cluster, whole, tensor_parallel)
-    costs = part_costs(transformer, accelerator, ring, microbatch_size)
+    costs = tensor_parallel_costs(transformer, accelerator, ring, microbatch_size)
     cut_bytes = costs.boundary_bytes / (tensor_parallel if scatter_gather else 1)
     logits = NUMBER_BYTES * microbatch_size * transformer.sequence * transformer.vocabulary / tensor_parallel
-    parts = [("embedding", costs.embedding, cut_bytes)]
-    parts += [(f"layer {index}", costs.layer, cut_bytes) for index in range(transformer.layers)]
-    parts += [("head", costs.head, logits)]
+    modules = [("embedding", costs.embedding, cut_bytes)]
+    modules += [(f"layer {index}", costs.layer, cut_bytes) for index in range(transformer.layers)]
+    modules += [("head", costs.head, logits)]
     rows = tuple(
         LayerProfile(
             name,
-            part.forward_seconds,
-            part.backward_seconds,
+            module.forward_seconds,
+            module.backward_seconds,
             size,
-            part.saved_bytes,
-            NUMBER_BYTES * part.parameters,
+            module.saved_bytes,
+            NUMBER_BYTES * module.parameters,
         )
-        for name, part, size in parts
+        for name, module, size in modules
     )
     return Profile(rows, microbatch_size, transformer.name, accelerator.name)
 
 
-def _embedding(transformer: Transformer, accelerator: Accelerator, ring: Ring, rows: int) -> PartCosts:
-    """Read a row of each table, add, drop out; the sum over the parts of the vocabulary comes first."""
+def _embedding(transformer: Transformer, accelerator: AcceleratorModel, ring: Ring, rows: int) -> ModuleCosts:
+    """Sum over the shards of the vocabulary, read a row of each table, add, drop out."""
     numbers = rows * transformer.hidden
     reducing = ring.allreduce_seconds(NUMBER_BYTES * numbers)
-    return PartCosts(
+    return ModuleCosts(
         forward_seconds=accelerator.moving_seconds((6 + 5) * numbers) + reducing,
         backward_seconds=accelerator.moving_seconds((5 + 6) * numbers),
         reduce_seconds=reducing,
@@ -150,7 +150,7 @@ def _embedding(transformer: Transformer, accelerator: Accelerator, ring: Ring, r
     )
 
 
-def _layer(transformer: Transformer, accelerator: Accelerator, ring: Ring, microbatch_size: int) -> PartCosts:
+def _layer(transformer: Transformer, accelerator: AcceleratorModel, ring: Ring, microbatch_size: int) -> ModuleCosts:
     t, h, s = ring.ranks, transformer.hidden, transformer.sequence
     rows = microbatch_size * s
     matrices = [(rows, h, 3 * h / t), (rows, h / t, h), (rows, h, 4 * h / t), (rows, 4 * h / t, h)]
@@ -166,7 +166,7 @@ def _layer(transformer: Transformer, accelerator: Accelerator, ring: Ring, micro
     )
     weights = heads * s * s
     reducing = 2 * ring.allreduce_seconds(NUMBER_BYTES * rows * h)
-    return PartCosts(
+    return ModuleCosts(
         forward_seconds=forward + accelerator.moving_seconds((22 + 16 / t) * rows * h + 9 * weights) + reducing,
         backward_seconds=backward + accelerator.moving_seconds((30 + 24 / t) * rows * h + 11 * weights) + reducing,
         reduce_seconds=2 * reducing,
@@ -175,14 +175,14 @@ def _layer(transformer: Transformer, accelerator: Accelerator, ring: Ring, micro
     )
 
 
-def _head(transformer: Transformer, accelerator: Accelerator, ring: Ring, rows: int) -> PartCosts:
-    """The last layer norm, the logits against the embedding's table, and their cross entropy in 32 bits."""
+def _head(transformer: Transformer, accelerator: AcceleratorModel, ring: Ring, rows: int) -> ModuleCosts:
+    """The last layer norm, the logits by the embedding's table, and their cross entropy in 32 bits."""
     h, vocabulary = transformer.hidden, transformer.vocabulary / ring.ranks
     logits = rows * vocabulary
     reducing = ring.allreduce_seconds(NUMBER_BYTES * rows * h)
     forward = accelerator.product_seconds(rows, h, vocabulary)
     backward = accelerator.product_seconds(rows, vocabulary, h) + accelerator.product_seconds(h, rows, vocabulary)
-    return PartCosts(
+    return ModuleCosts(
         forward_seconds=forward + accelerator.moving_seconds(4 * rows * h + 10 * logits),
         backward_seconds=backward + accelerator.moving_seconds(6 * rows * h + 6 * logits) + reducing,
         reduce_seconds=reducing,

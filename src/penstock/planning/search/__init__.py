@@ -1,4 +1,4 @@
-"""The search that asks all planners, and the words for its outcome: wishes, verdicts, what is needed.
+"""The search over all planners: constraints, proposals, ranking, explanations, and what would fit where nothing does.
 
 May import the planners and ``simulating``. Start reading in ``searches.py``.
 """

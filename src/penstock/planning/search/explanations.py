@@ -1,10 +1,10 @@
-"""Verdicts: what a search found, in words and a table."""
+"""Explanations: the result of a search in words and a table."""
 
 from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.constraints import SYNCHRONOUS
-from penstock.planning.search.searches import EQUAL, Rejection, Search
+from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -14,24 +14,24 @@ _ROWS = 10
 """Plans in the table."""
 
 _REASON = 160
-"""Characters of a refusal."""
+"""Characters of the reason of a rejection."""
 
 
-def explain_search(search: Search) -> str:
-    """The best plan, the ranked table, why the runner-up lost, and what could not be planned."""
+def explain_search(search: SearchResult) -> str:
+    """The best plan, the ranked table, why the runner-up is not the best, and what could not be planned."""
     best, *others = search.ranked
     lines = [str(best), "", *_table(search.ranked[:_ROWS])]
-    hidden = len(search.ranked[_ROWS:]) + search.unjudged
+    hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
-    lines += _list(search.refusals)
+    lines += _list(search.rejections)
     return "\n".join(lines)
 
 
 def shape_text(plan: Plan) -> str:
-    """The replicas of the stages: ``15-1``; of many stages alike, ``8 stages x 2``."""
+    """The replicas of the stages: ``15-1``, or ``8 stages x 2`` for many equal stages."""
     replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]
     if len(set(replicas)) > 1 or 1 < len(replicas) <= 4:
         text = "-".join(map(str, replicas))
@@ -44,7 +44,7 @@ def shape_text(plan: Plan) -> str:
 
 def _table(plans: Sequence[Plan]) -> list[str]:
     head = ("", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by")
-    rows = [head, *(_row(place, plan) for place, plan in enumerate(plans, start=1))]
+    rows = [head, *(_row(position, plan) for position, plan in enumerate(plans, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     left = {1, 2, 3}
     return [
@@ -57,10 +57,10 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     ]
 
 
-def _row(place: int, plan: Plan) -> tuple[str, ...]:
+def _row(position: int, plan: Plan) -> tuple[str, ...]:
     predicted = _predicted(plan)
     return (
-        str(place),
+        str(position),
         plan.planner,
         plan.schedule + (" recompute" if plan.recompute else ""),
         shape_text(plan),
@@ -74,7 +74,7 @@ def _row(place: int, plan: Plan) -> tuple[str, ...]:
 
 
 def _compare(best: Plan, other: Plan) -> str:
-    """Why `other` lost."""
+    """Why `other` is not the best."""
     rate, lost = _predicted(best).samples_per_second, _predicted(other).samples_per_second
     name = f"The runner-up ({_name(other)})"
     if lost >= rate * (1 - EQUAL):
@@ -89,19 +89,19 @@ def _compare(best: Plan, other: Plan) -> str:
 
 
 def _advise(ranked: Sequence[Plan]) -> list[str]:
-    """What a person should know before running the best plan."""
+    """Warnings about the best plan."""
     best = ranked[0]
     lines = []
     if best.schedule not in SYNCHRONOUS:
-        told = "it trains with stale weights, so watch the loss"
+        advice = "it trains with stale weights, so watch the loss"
         same = next((plan for plan in ranked if plan.schedule in SYNCHRONOUS), None)
         if same is not None:
             share = _predicted(best).samples_per_second / _predicted(same).samples_per_second - 1
-            told += (
+            advice += (
                 f"; the best plan that trains as one device does ({_name(same)}) is {share:.1%} slower: "
                 "synchronous=True (--synchronous) plans only such"
             )
-        lines.append(f"{best.schedule} never flushes: {told}.")
+        lines.append(f"{best.schedule} never flushes: {advice}.")
     if best.schedule == "pipedream" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
         lines.append(
             "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
@@ -110,15 +110,15 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _list(refusals: Sequence[Rejection]) -> list[str]:
-    """One line for every planner and schedule that came to nothing."""
-    kinds = groupby(sorted(refusals, key=_kind), key=_kind)
+def _list(rejections: Sequence[Rejection]) -> list[str]:
+    """One line for every planner and schedule without a plan."""
+    kinds = groupby(sorted(rejections, key=_kind), key=_kind)
     lines = [f"  {planner}, {schedule}: {_shorten(next(same).reason)}" for (planner, schedule), same in kinds]
     return ["", "Not possible:", *lines] if lines else []
 
 
-def _kind(refusal: Rejection) -> tuple[str, str]:
-    return refusal.planner, refusal.schedule
+def _kind(rejection: Rejection) -> tuple[str, str]:
+    return rejection.planner, rejection.schedule
 
 
 def _shorten(reason: str) -> str:

@@ -1,90 +1,64 @@
-"""What would be needed where a search found nothing: memory, devices, recomputation. Each was tried, none guessed."""
+"""Explains a search without a plan: which memory, devices, recomputation or microbatches would be enough."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
+from penstock.planning.infeasibility import halves, nothing_fits, wider_clusters
 from penstock.planning.memory import peak_bytes
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import shape_text
-from penstock.planning.search.searches import Search, compare_plans
-from penstock.values.clusters import Cluster, LinkLevels
+from penstock.planning.search.searches import SearchResult, compare_plans
+from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["describe_needs"]
-
-_DOUBLINGS = 4
-"""How often more devices are tried."""
-
-_MOST_DEVICES = 128
-"""Beyond so many a search takes too long for an error message."""
+__all__ = ["explain_infeasibility"]
 
 
-def describe_needs(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints, found: Search) -> str:
-    """The text of the error of a search that `found` no plan."""
+def explain_infeasibility(
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, found: SearchResult
+) -> PlanError:
+    """The error of a search that `found` no plan."""
     free = replace(cluster, memory_bytes=None)
-    least = _least(profiles, free, replace(wishes, recompute=True) if wishes.recompute is None else wishes)
-    if cluster.memory_bytes is None or least is None:
-        reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in found.refusals))
-        return f"no plan: {reasons}"
-    enough = [f"{bytes_text(_needed(least, profiles, wishes))} on each device (for {_name(least)})"]
-    enough += _try_devices(profiles, cluster, wishes)
-    if wishes.recompute is False:
-        again = compare_plans(profiles, cluster, replace(wishes, recompute=True)).ranked
-        enough += [f"recompute=True (for {_name(again[0])})"] if again else []
-    enough += _try_smaller(profiles, cluster, wishes)
-    return (
-        f"nothing fits: expected a plan with at most {bytes_text(cluster.memory_bytes)} on each of {cluster.devices} "
-        f"devices, found none for {bytes_text(profiles[0].parameter_bytes)} of weights. Each of these would be enough: "
-        + "; ".join(enough)
+    either = replace(constraints, recompute=True) if constraints.recompute is None else constraints
+    unlimited = compare_plans(profiles, free, either).ranked
+    if cluster.memory_bytes is None or not unlimited:
+        reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
+        return PlanError(f"no plan: {reasons}")
+    needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}
+    least = min(unlimited, key=needed.__getitem__)
+    memory = f"{bytes_text(needed[least])} on each device (for {_name(least)})"
+    changes = _changes(profiles, cluster, constraints)
+    return nothing_fits("a plan", cluster, profiles[0].parameter_bytes, [[memory], *changes])
+
+
+def _changes(
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints
+) -> Iterator[Iterator[str | None]]:
+    """The attempts of `nothing_fits`: single changes of the search."""
+
+    def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str | None:
+        ranked = compare_plans(profiles, cluster, constraints).ranked
+        return f"{words} (for {_name(ranked[0])})" if ranked else None
+
+    if constraints.stages is None:
+        yield (attempt(f"{wide.devices} devices", profiles, wide, constraints) for wide in wider_clusters(cluster))
+    if constraints.recompute is False:
+        yield (attempt("recompute=True", profiles, cluster, replace(constraints, recompute=True)) for _ in range(1))
+    smallest = min(profiles, key=lambda profile: profile.microbatch_size)
+    yield (
+        attempt(f"microbatches of {size} samples", (smallest.scaled(size),), cluster, constraints)
+        for size in halves(smallest.microbatch_size)
     )
 
 
-def _least(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> Plan | None:
-    """Of the plans without a limit, the one whose fullest device needs the least."""
-    found = compare_plans(profiles, cluster, wishes).ranked
-    return min(found, key=lambda plan: _needed(plan, profiles, wishes), default=None)
-
-
-def _try_devices(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> list[str]:
-    """The first doubling of the devices with which something fits."""
-    wider = cluster
-    for _ in range(_DOUBLINGS):
-        wider = _double(wider)
-        if wider.devices > _MOST_DEVICES or wishes.stages is not None:
-            break
-        ranked = compare_plans(profiles, wider, wishes).ranked
-        if ranked:
-            return [f"{wider.devices} devices of this size (for {_name(ranked[0])})"]
-    return []
-
-
-def _double(cluster: Cluster) -> Cluster:
-    """Twice the devices, joined as the outermost level joins them, or by the slowest link of a matrix."""
-    if isinstance(cluster.links, LinkLevels):
-        *inner, (count, bandwidth) = cluster.links.levels
-        return replace(cluster, links=replace(cluster.links, levels=(*inner, (2 * count, bandwidth))))
-    return Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.memory_bytes)
-
-
-def _try_smaller(profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints) -> list[str]:
-    """Half the smallest microbatch, then half of that, until something fits."""
-    profile = min(profiles, key=lambda profile: profile.microbatch_size)
-    size = profile.microbatch_size
-    while size > 1:
-        size = -(-size // 2)
-        ranked = compare_plans((profile.scaled(size),), cluster, wishes).ranked
-        if ranked:
-            return [f"microbatches of {size} samples, measured in a profile of their own (for {_name(ranked[0])})"]
-    return []
-
-
-def _needed(plan: Plan, profiles: Sequence[Profile], wishes: PlanConstraints) -> float:
-    """What makes the search accept `plan`: planners count the gradients as if they were always there."""
+def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:
+    """The memory with which the search accepts `plan`: planners count the gradients as if they were permanent."""
     profile = next(profile for profile in profiles if profile.microbatch_size == plan.microbatch_size)
-    counted = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), wishes.optimizer_copies)
+    counted = peak_bytes(plan, chain_costs(profile, recompute=plan.recompute), constraints.optimizer_copies)
     return max(*counted, *(plan.predicted.peak_bytes if plan.predicted else ()))
 
 

@@ -1,10 +1,10 @@
-"""The search: every planner is asked, the simulator judges what they propose, and the fastest that fits is the plan.
+"""The search: every planner proposes plans, the simulator predicts them, and the fastest that fits is taken.
 
-Planners compare by closed forms, each by its own; those leave out what only the whole schedule shows (messages that
-wait for each other, fill and drain of unequal stages, what a rank holds at its worst moment). So they only propose.
+Each planner compares by its own closed form, which ignores what only the whole schedule shows: messages that wait for
+each other, fill and drain of unequal stages, the peak memory of a rank. So planners only propose.
 
-Laws of this file:
-  1. What was judged by the simulator is ranked; nothing else is.
+Rules of the search:
+  1. Only plans that were simulated are ranked.
   2. Plans within a thousandth of the fastest count as equally fast. Of these the first in this order is taken: one that
      trains as one device does, one that needs the least memory, one with the fewest stages.
 """
@@ -23,18 +23,18 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["EQUAL", "Rejection", "Search", "compare_plans"]
+__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
 
 _SHORTLIST = 12
-"""So many plans are simulated, the fastest by closed form, and the fastest of each planner for each schedule."""
+"""How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
 
 EQUAL = 1e-3
-"""Relative; predictions are not better than that."""
+"""A relative difference; predictions are not more accurate than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A trial that came to no plan, and why."""
+    """A query without a plan, and the reason."""
 
     planner: str
     schedule: str
@@ -42,76 +42,76 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """What came of a search."""
+class SearchResult:
+    """The result of a search."""
 
     ranked: tuple[Plan, ...]
     """Best first, each with its simulated prediction and its planner."""
-    unjudged: int
-    """How many more plans were left out because closed forms said that they are slower."""
-    refusals: tuple[Rejection, ...]
+    not_simulated: int
+    """How many more plans were not simulated, since they are slower by their closed forms."""
+    rejections: tuple[Rejection, ...]
 
 
 def compare_plans(
-    profiles: Sequence[Profile], cluster: Cluster, wishes: PlanConstraints, *, progress: bool | None = False
-) -> Search:
-    """Plans for `cluster`, of a model that was measured once or at several microbatch sizes.
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, *, progress: bool | None = False
+) -> SearchResult:
+    """Plans for `cluster` and a model that was measured at one or several microbatch sizes.
 
-    `ranked` is empty if nothing fits. `progress` shows a line on stderr, None on a terminal only.
+    `ranked` is empty if nothing fits. `progress` shows a line on stderr; None shows it on a terminal only.
     """
-    refusals: list[Rejection] = []
+    rejections: list[Rejection] = []
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
-    for trial in progress_line(wishes.trials(profiles, cluster), _title, "planning", progress):
+    for query in progress_line(constraints.trials(profiles, cluster), _title, "planning", progress):
         try:
-            for proposed in proposer.propose(trial):
-                if _is_pointless(proposed) and "1f1b-flush" in wishes.schedules:
+            for proposed in proposer.propose(query):
+                if _is_pointless(proposed) and "1f1b-flush" in constraints.schedules:
                     continue
-                if wishes.microbatches not in (None, proposed.microbatches):
-                    reason = f"it takes {proposed.microbatches} microbatches, and {wishes.microbatches} are asked for"
-                    refusals.append(Rejection(trial.planner, trial.request.schedule, reason))
+                if constraints.microbatches not in (None, proposed.microbatches):
+                    reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
+                    rejections.append(Rejection(query.planner, query.request.schedule, reason))
                     continue
                 bare = replace(proposed, predicted=None)
-                proposals.setdefault(bare, replace(proposed, planner=trial.planner))
+                proposals.setdefault(bare, replace(proposed, planner=query.planner))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Rejection(trial.planner, trial.request.schedule, str(error)))
+            rejections.append(Rejection(query.planner, query.request.schedule, str(error)))
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
-    judged = []
+    simulated = []
     for plan in progress_line(chosen, lambda plan: plan.schedule, "simulating", progress):
         try:
-            judged.append(_judge(plan, sizes[plan.microbatch_size or 0], cluster, wishes))
+            simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
-            refusals.append(Rejection(plan.planner, plan.schedule, str(error)))
-    return Search(_rank(judged), len(proposals) - len(chosen), tuple(refusals))
+            rejections.append(Rejection(plan.planner, plan.schedule, str(error)))
+    return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
 
 
-def _title(trial: PlannerQuery) -> str:
-    return f"{trial.planner}, {trial.request.schedule}"
+def _title(query: PlannerQuery) -> str:
+    return f"{query.planner}, {query.request.schedule}"
 
 
 def _is_pointless(plan: Plan) -> bool:
-    """Whether it has nothing over the same under 1f1b-flush: on a single stage there is nothing to fill or drain."""
+    """Whether `plan` is no better than the same under 1f1b-flush: a single stage has no fill and no drain."""
     return len(plan.stages) == 1 and plan.schedule not in ("pipedream", "1f1b-flush") and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:
-    """Those that are worth a simulation, the fastest by closed form first."""
+    """The plans that are worth a simulation, the fastest by closed form first."""
     plans.sort(key=_speed, reverse=True)
     kinds: set[tuple[str, str]] = set()
     chosen = []
-    for place, plan in enumerate(plans):
+    for position, plan in enumerate(plans):
         kind = plan.planner, plan.schedule
-        if place < _SHORTLIST or kind not in kinds:
+        if position < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
 
 
-def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanConstraints) -> Plan:
-    """`plan` as the simulator predicts it; `PlanError` if it does not fit after all."""
-    options = simulator_options(wishes.allreduce, wishes.optimizer_copies)
-    options["shared_nic"] = wishes.shared_nic
+def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
+    """`plan` with the simulator's prediction; raises `PlanError` if it does not fit with its message buffers."""
+    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
+    options["shared_nic"] = constraints.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)
     if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
         worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
@@ -122,14 +122,14 @@ def _judge(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanConstrain
     return replace(plan, predicted=outcome.prediction())
 
 
-def _rank(judged: list[Plan]) -> tuple[Plan, ...]:
-    """Fastest first, but for the one that law 2 takes out of those that are equally fast."""
-    judged.sort(key=_speed, reverse=True)
-    if not judged:
+def _rank(simulated: list[Plan]) -> tuple[Plan, ...]:
+    """Fastest first, after the one that rule 2 chooses among those that are equally fast."""
+    simulated.sort(key=_speed, reverse=True)
+    if not simulated:
         return ()
-    equal = [plan for plan in judged if _speed(plan) >= (1 - EQUAL) * _speed(judged[0])]
-    best = min(equal, key=_modesty)
-    return (best, *(plan for plan in judged if plan is not best))
+    equal = [plan for plan in simulated if _speed(plan) >= (1 - EQUAL) * _speed(simulated[0])]
+    best = min(equal, key=_tie_break)
+    return (best, *(plan for plan in simulated if plan is not best))
 
 
 def _speed(plan: Plan) -> float:
@@ -137,6 +137,6 @@ def _speed(plan: Plan) -> float:
     return plan.predicted.samples_per_second
 
 
-def _modesty(plan: Plan) -> tuple[bool, float, int]:
+def _tie_break(plan: Plan) -> tuple[bool, float, int]:
     assert plan.predicted is not None
     return plan.schedule not in SYNCHRONOUS, max(plan.predicted.peak_bytes), len(plan.stages)

@@ -1,5 +1,6 @@
-"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts; and its baselines."""
+"""SPP's planner: microbatches split over replicas, devices in the order of minimum cuts.
 
-from penstock.planning.spp.stage_numbers import plan_spp, spp_candidates
+Start reading in ``spp_search.py``.
+"""
 
-__all__ = ["plan_spp", "spp_candidates"]
+__all__: list[str] = []

@@ -1,19 +1,19 @@
-"""In which order the devices of a machine form a pipeline: recursive device ordering by minimum cuts.
+"""The order in which the devices of a machine form a pipeline: recursive device ordering by minimum cuts.
 
-Source: SPP (Luo et al., INFOCOM 2022, algorithm 2): cut the graph of devices in two where the least bandwidth crosses,
-order either side in the same way, and put one behind the other. Stages then take neighbours in this order, so that slow
-links are crossed seldom. The minimum cut is Stoer and Wagner's (Journal of the ACM, 1997). Where the text leaves a
-choice, ours is:
+[SPP 2022, algorithm 2]: cut the graph of devices in two where the least bandwidth crosses, order either side in the
+same way, and put one behind the other. Stages then take neighbours in this order, so that slow links are seldom
+crossed. The minimum cut is that of Stoer and Wagner (Journal of the ACM, 1997). Where the text leaves a choice, ours
+is:
 
   1. A link is as fast as the slower of its two directions: a pipeline uses both, for activations and for gradients.
-  2. A printed minimum cut, by the sum over all pairs of devices, splits a single device off a server, since a server of
-     4 among 8 has 112 links to the others and a device 31. Here a *group*, devices with faster links among themselves
-     than any of them has to the outside, stands for one node until it is alone, and two groups are joined by one link:
-     their slowest. Servers, and racks of servers, are groups. So each group is contiguous in the order.
-  3. The smaller side comes last; of two equal sides the one with the lowest rank comes first. Equal cuts, within
-     rounding: the first that is found, which leaves devices that are alike in ascending order.
-  4. Either side may be turned round, so that the two meet at the fastest link they can. (On random graphs of 4 and 5
-     devices this takes a quarter to a third off what the order costs over the best of all orders.)
+  2. The printed minimum cut, by the sum over all pairs of devices, splits a single device off a server, since a server
+     of 4 among 8 has 112 links to the others and a device 31. Here a *group*, devices with faster links among
+     themselves than any of them has to the outside, is one node until it is alone, and two groups are connected by one
+     link: their slowest. Servers, and racks of servers, are groups. So each group is contiguous in the order.
+  3. The smaller side comes last; of two equal sides the one with the lowest rank comes first. Of equal cuts, within
+     rounding, the first is taken, which keeps equal devices in ascending order.
+  4. Either side may be reversed, so that the two are connected by the fastest possible link. (On random graphs of 4 and
+     5 devices this reduces the excess over the best of all orders by a quarter to a third.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +32,10 @@ _EQUAL = 1 - 1e-9
 
 
 def device_order(speeds: Matrix) -> tuple[int, ...]:
-    """All devices, each once, neighbours in the pipeline side by side.
+    """All devices in the order of the pipeline.
 
     `speeds`, (V, V): bytes per second between two devices, symmetric; the diagonal is not read (see `link_speeds`).
-    O(V^4) at the worst, mostly in numpy; 64 devices take a fraction of a second.
+    O(V^4) in the worst case, mostly in numpy; 64 devices take a fraction of a second.
     """
     _check_square(speeds)
     groups = device_groups(speeds)
@@ -43,15 +43,15 @@ def device_order(speeds: Matrix) -> tuple[int, ...]:
     def arrange(members: tuple[int, ...]) -> tuple[int, ...]:
         if len(members) == 1:
             return members
-        parts = _parts(members, groups)
-        joined = np.array([[speeds[np.ix_(one, other)].min() for other in parts] for one in parts])
-        return _recursive_cuts(speeds, joined, [arrange(part) for part in parts])
+        subgroups = _subgroups(members, groups)
+        joined = np.array([[speeds[np.ix_(one, other)].min() for other in subgroups] for one in subgroups])
+        return _recursive_cuts(speeds, joined, [arrange(subgroup) for subgroup in subgroups])
 
     return arrange(tuple(range(len(speeds))))
 
 
 def minimum_cut(weights: Matrix) -> tuple[float, tuple[int, ...]]:
-    """(Weight, one side): the two parts of a graph, neither empty, with the least weight of edges between them.
+    """(Weight, one side) of the cut of a graph into two non-empty sides with the least weight of edges between them.
 
     `weights`, (n, n): symmetric, 0 or more, n at least 2; the diagonal is not read. The other side holds node 0.
     O(n^3).
@@ -75,9 +75,9 @@ def minimum_cut(weights: Matrix) -> tuple[float, tuple[int, ...]]:
 
 
 def device_groups(speeds: Matrix) -> tuple[tuple[int, ...], ...]:
-    """The groups of two devices or more, but not all of them, by size: faster inside than to the outside.
+    """The groups of two or more devices, but not all, by size: their links inside are faster than those outside.
 
-    Any two groups are disjoint or one holds the other. `speeds` as for `device_order`.
+    Any two groups are disjoint, or one contains the other. `speeds` as for `device_order`.
     """
     _check_square(speeds)
     groups = []
@@ -105,31 +105,32 @@ def link_latencies(cluster: Cluster) -> Matrix:
     return slower
 
 
-def _recursive_cuts(speeds: Matrix, weights: Matrix, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Algorithm 2 over `parts`, each in order already; row i of `weights` has the links of ``parts[i]``."""
-    links = weights[~np.eye(len(parts), dtype=bool)]
+def _recursive_cuts(speeds: Matrix, weights: Matrix, subgroups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Algorithm 2 over `subgroups`, each in order already; row i of `weights` has the links of ``subgroups[i]``."""
+    links = weights[~np.eye(len(subgroups), dtype=bool)]
     if not len(links) or links.min() >= links.max() * _EQUAL:
-        # Every part is cut off in turn, the last first: what many equal devices would take long to find out.
-        return reduce(partial(_join, speeds), parts)
+        # With equal links every subgroup is cut off in turn, the last first; finding these cuts would take long.
+        return reduce(partial(_join, speeds), subgroups)
     _, side = minimum_cut(weights)
-    other = tuple(part for part in range(len(parts)) if part not in side)
-    # Part 0, which has the lowest rank, is in `other`.
+    other = tuple(subgroup for subgroup in range(len(subgroups)) if subgroup not in side)
+    # Subgroup 0, which has the lowest rank, is in `other`.
     first, last = (other, side) if len(side) <= len(other) else (side, other)
     one, two = (
-        _recursive_cuts(speeds, weights[np.ix_(half, half)], [parts[part] for part in half]) for half in (first, last)
+        _recursive_cuts(speeds, weights[np.ix_(half, half)], [subgroups[subgroup] for subgroup in half])
+        for half in (first, last)
     )
     return _join(speeds, one, two)
 
 
 def _join(speeds: Matrix, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
-    """`one` and then `two`, either turned round if they then meet at a faster link."""
+    """`one` and then `two`, either reversed if that gives a faster link between them."""
     turned = [(left, right) for right in (two, two[::-1]) for left in (one, one[::-1])]
     left, right = max(turned, key=lambda pair: float(speeds[pair[0][-1], pair[1][0]]))
     return left + right
 
 
 def _cut_of_the_phase(weights: Matrix) -> tuple[int, int, float]:
-    """The last two nodes when the most tightly connected one is added at each turn, and the cut around the last."""
+    """The last two nodes, if the most tightly connected one is added in each step, and the cut around the last."""
     connection = weights[0].copy()
     waiting = np.ones(len(weights), dtype=bool)
     waiting[0] = False
@@ -145,9 +146,9 @@ def _cut_of_the_phase(weights: Matrix) -> tuple[int, int, float]:
 
 
 def _linked(speeds: Matrix) -> Iterator[np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """What hangs together by the links of some speed or faster, for every speed: two devices or more, not all.
+    """The connected components of the links of at least some speed, for every speed: two or more devices, not all.
 
-    Every group is among them. A maximum spanning tree (Prim) tells them all.
+    Every group is among them. They are read from a maximum spanning tree (Prim).
     """
     devices = len(speeds)
     reached = speeds[0].copy()
@@ -176,15 +177,15 @@ def _linked(speeds: Matrix) -> Iterator[np.ndarray[tuple[int], np.dtype[np.bool_
                 yield labels == label
 
 
-def _parts(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _subgroups(members: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The largest groups in `members` and the devices in none, by their lowest rank."""
     left = set(members)
-    parts = []
+    subgroups = []
     for group in reversed(groups):
         if len(group) < len(members) and left.issuperset(group):
-            parts.append(group)
+            subgroups.append(group)
             left -= set(group)
-    return sorted([*parts, *((device,) for device in left)])
+    return sorted([*subgroups, *((device,) for device in left)])
 
 
 def _check_square(matrix: Matrix) -> None:

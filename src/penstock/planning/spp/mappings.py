@@ -1,18 +1,18 @@
 """Layers to stages and stages to devices, for every number of stages at once: the dynamic program of SPP.
 
-Source: PRM (partition, replication, mapping) of SPP, Luo et al., INFOCOM 2022, section IV-B. The devices stand in a
-fixed order, each stage takes the next r of them, and all are used. With M microbatches, W is the least possible time
-that the busiest stage or link works for a whole minibatch:
+PRM (partition, replication, mapping) of [SPP 2022, section IV-B]. The devices have a fixed order, each stage takes the
+next r of them, and all are used. With M microbatches, W is the least possible time that the busiest stage or link works
+for a whole minibatch:
 
     stage   M (forward + backward) / r  +  all-reduce of the weights among the r devices
     link    M (activations + gradients) / (r r' B)      B: the slowest link between the two stages' devices
 
 Every microbatch is split over the replicas, so r r' links carry it. (On machines whose devices share one port, that is
-too good by up to r r'; the simulator, which has the last word on every plan, may see it otherwise.)
+too optimistic by up to r r'; the simulator decides in the end.)
 
 The printed recurrence runs over the first layers and devices. This one runs over the last: a suffix of the layers in
-xi stages on the last n devices. The answers are the same, and the number of stages behind a stage, which says how many
-microbatches it keeps in flight, is then part of the state; so that a memory limit excludes stages exactly.
+xi stages on the last n devices. The results are the same, and the number of stages behind a stage, which determines how
+many microbatches it keeps in flight, is then part of the state, so that a memory limit excludes stages exactly.
 
     W(l, xi, r, n) = min over c, r' of max(stage(l..c, r), link(c, r, r'), W(c, xi-1, r', n-r))
 
@@ -31,14 +31,14 @@ import numpy.typing as npt
 from penstock.planning.costs import ChainCosts, Flags, Matrix
 from penstock.values.plans import Stage
 
-__all__ = ["Machine", "Mapping", "cheapest_mappings"]
+__all__ = ["OrderedDevices", "StageMapping", "cheapest_mappings"]
 
 _Choices: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Machine:
-    """Devices in the order of the pipeline."""
+class OrderedDevices:
+    """Holds the devices and their links in the order of the pipeline."""
 
     ranks: tuple[int, ...]
     """The rank at every position."""
@@ -47,7 +47,7 @@ class Machine:
     latencies: Matrix
     """(V, V), by position: seconds."""
     shared_medium: bool = False
-    """The all-reduce of r replicas moves 2 (r-1) times the weights through one medium, not 2 (r-1)/r on every link."""
+    """Whether the all-reduce moves 2 (r-1) times the weights through one medium, not 2 (r-1)/r on every link."""
 
     @property
     def devices(self) -> int:
@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class StageMapping:
     """The best plan for some number of stages."""
 
     seconds: float
@@ -66,31 +66,31 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """All best plans on the last n devices, by replicas of the first stage (less 1), stages (less 1), first layer."""
+    """The best plans on the last n devices, by replicas of the first stage (less 1), stages (less 1), first layer."""
 
     seconds: Matrix
     cuts: _Choices
     """Where the first stage stops."""
     replicas: _Choices
-    """Of the second stage, less 1; the last index is here the layer at which that stage starts."""
+    """The replicas of the second stage, less 1; the last index is here the layer at which that stage starts."""
 
 
 def cheapest_mappings(
     costs: ChainCosts,
-    machine: Machine,
+    machine: OrderedDevices,
     microbatches: int,
     most_stages: int,
     fits: Callable[[int, int], Flags] | None = None,
     *,
     last_seconds: Matrix | None = None,
     replicas: Collection[int] | None = None,
-) -> tuple[Mapping, ...]:
+) -> tuple[StageMapping, ...]:
     """The best plan in 1, 2, ... `most_stages` stages.
 
-    ``fits(replicas, behind)``, if given, says of every interval of layers whether it fits in memory as a stage of so
-    many replicas with so many stages behind it. `last_seconds`, (N+1, N+1), are the seconds of the last stage where
-    they are others than those of `costs`: with recomputation, since it can do without. `replicas` are the counts that a
-    stage may have; None: any.
+    ``fits(replicas, behind)``, if given, returns for every interval of layers whether it fits in memory as a stage with
+    this number of replicas and of stages behind it. `last_seconds`, (N+1, N+1), are the seconds of the last stage if
+    they differ from `costs`: with recomputation the last stage has nothing to recompute. `replicas` are the numbers of
+    replicas that a stage may have; None: any.
     """
     counts = range(1, machine.devices + 1) if replicas is None else sorted(replicas)
     last = costs.seconds if last_seconds is None else last_seconds
@@ -104,7 +104,7 @@ def cheapest_mappings(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Front:
+class _LeadingDevices:
     """The links of the first r of the last n devices."""
 
     replicas: int
@@ -117,8 +117,8 @@ class _Front:
     outer_latencies: Matrix
 
 
-def _fronts(machine: Machine, devices: int, most_replicas: int) -> Iterator[_Front]:
-    """For r = 1, 2, ... `most_replicas` of the last `devices` devices."""
+def _fronts(machine: OrderedDevices, devices: int, most_replicas: int) -> Iterator[_LeadingDevices]:
+    """The first r of the last `devices` devices, for r = 1, 2, ... `most_replicas`."""
     last = slice(machine.devices - devices, machine.devices)
     speeds, latencies = machine.speeds[last, last], machine.latencies[last, last]
     speed, latency = np.inf, 0.0
@@ -130,12 +130,12 @@ def _fronts(machine: Machine, devices: int, most_replicas: int) -> Iterator[_Fro
             speed, latency = min(speed, float(reach[newcomer])), max(latency, float(delay[newcomer]))
             reach, delay = np.minimum(reach, speeds[newcomer]), np.maximum(delay, latencies[newcomer])
         nearest = np.minimum.accumulate(reach[replicas:]), np.maximum.accumulate(delay[replicas:])
-        yield _Front(replicas, speed, latency, *nearest)
+        yield _LeadingDevices(replicas, speed, latency, *nearest)
 
 
 def _table(
     costs: ChainCosts,
-    machine: Machine,
+    machine: OrderedDevices,
     microbatches: int,
     tables: Sequence[_Table],
     most_stages: int,
@@ -174,7 +174,7 @@ def _table(
     return table
 
 
-def _link_seconds(costs: ChainCosts, front: _Front, most_replicas: int) -> Matrix:
+def _link_seconds(costs: ChainCosts, front: _LeadingDevices, most_replicas: int) -> Matrix:
     """[r' - 1, c]: activations and gradients of one microbatch, over the cut before layer c to r' replicas."""
     second = np.arange(1, most_replicas + 1)
     carried = front.replicas * second * front.outer_speeds[:most_replicas]
@@ -182,13 +182,13 @@ def _link_seconds(costs: ChainCosts, front: _Front, most_replicas: int) -> Matri
     return sent
 
 
-def _unfold(tables: Sequence[_Table], machine: Machine, layers: int, count: int) -> Mapping:
+def _unfold(tables: Sequence[_Table], machine: OrderedDevices, layers: int, count: int) -> StageMapping:
     """The best plan in `count` stages on all devices."""
     firsts = tables[-1].seconds[:, count - 1, 0]
     replicas = int(firsts.argmin()) + 1
     seconds = float(firsts[replicas - 1])
     if seconds == np.inf:
-        return Mapping(seconds, ())
+        return StageMapping(seconds, ())
     stages: list[Stage] = []
     start, used = 0, 0
     for index in range(count):
@@ -198,4 +198,4 @@ def _unfold(tables: Sequence[_Table], machine: Machine, layers: int, count: int)
         used += replicas
         replicas = int(table.replicas[replicas - 1, count - index - 1, stop]) + 1
         start = stop
-    return Mapping(seconds, tuple(stages))
+    return StageMapping(seconds, tuple(stages))

@@ -1,5 +1,6 @@
-"""The planner of PipeDream-2BW: equal parallel pipelines of repeated blocks."""
+"""The planner of PipeDream-2BW: equal parallel pipelines of repeated blocks.
 
-from penstock.planning.two_bw.pipeline_searches import plan_two_bw, rank_pipelines
+Start reading in ``pipeline_searches.py``.
+"""
 
-__all__ = ["plan_two_bw", "rank_pipelines"]
+__all__: list[str] = []

@@ -1,8 +1,8 @@
 """A chain of blocks: what its stages cost and need, at one microbatch size, with or without recomputation.
 
-Stages begin and end between repeated blocks, never inside one, so a chain of hundreds of layers has few places to cut.
-Cuts are counted in these places here; `layers` translates. Everything that is asked more than once is kept, because a
-planner asks it for every number of replicas.
+Stages begin and end between repeated blocks, never inside one, so a chain of hundreds of layers has few positions to
+cut. Cuts are counted in these positions here; `layers` translates them. Results are cached, because a planner needs
+them for every number of replicas.
 """
 
 from collections.abc import Sequence
@@ -15,37 +15,37 @@ import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts, Flags, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, live_counts
-from penstock.planning.pipedream.straight import cut_evenly, least_slowest
+from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks
 from penstock.values.profiles import Profile
 
-__all__ = ["BlockChain", "Counts", "stage_counts"]
+__all__ = ["BlockChain", "StageCounts", "stage_counts"]
 
-Counts = tuple[tuple[int, int], ...]
+StageCounts = tuple[tuple[int, int], ...]
 """(Activations in flight, weight versions) of every stage."""
 
 
-def stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
-    """What each of `stages` stages holds under `schedule` with `microbatches` per pipeline, however many pipelines."""
-    # A pipeline that is full holds no more with more microbatches, but under gpipe.
+def stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
+    """The counts of each of `stages` stages under `schedule` with `microbatches` per pipeline."""
+    # Except under gpipe, a full pipeline holds no more with more microbatches.
     return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
 
 
 @cache
-def _stage_counts(schedule: str, microbatches: int, stages: int) -> Counts:
+def _stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
     return tuple(live_counts(schedule, microbatches, 1, stages - stage, stages) for stage in range(stages))
 
 
 class BlockChain:
-    """The costs of `profile`, whose stages begin and end at `places`, among them the equal cuts of `blocks`."""
+    """Holds the costs of `profile`, whose stages begin and end at `positions`, which include the cuts of `blocks`."""
 
     def __init__(
         self,
         profile: Profile,
         blocks: RepeatedBlocks,
-        places: tuple[int, ...],
+        positions: tuple[int, ...],
         *,
         recompute: bool,
         optimizer_copies: float,
@@ -55,47 +55,47 @@ class BlockChain:
         self.profile = profile
         self.recompute = recompute
         self._blocks = blocks
-        self._places = places
+        self._positions = positions
         self._optimizer_copies = optimizer_copies
         self._memory_bytes = np.inf if memory_bytes is None else memory_bytes
         self._bytes: dict[tuple[int, int], Matrix] = {}
-        self._least: dict[Counts, float] = {}
+        self._least: dict[StageCounts, float] = {}
         self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
 
         whole = chain_costs(profile, recompute=recompute, buffers=buffers)
-        points = np.array(self._places)
+        points = np.array(self._positions)
         sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
         grid = np.ix_(points, points)
         self.costs = ChainCosts(**{name: each[grid if each.ndim == 2 else points] for name, each in sums.items()})
 
     @property
     def units(self) -> int:
-        """Blocks and single layers between two places to cut; no pipeline has more stages."""
-        return len(self._places) - 1
+        """Blocks and single layers between two positions to cut; no pipeline has more stages."""
+        return len(self._positions) - 1
 
     def layers(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """`cuts` counted in layers."""
-        return tuple(self._places[cut] for cut in cuts)
+        return tuple(self._positions[cut] for cut in cuts)
 
     def equal_cuts(self, stages: int) -> tuple[int, ...] | None:
-        """The cuts of equally many blocks per stage, if there are such."""
+        """The cuts with equally many blocks per stage; None if there are none."""
         cuts = self._blocks.equal_cuts(stages)
-        return None if cuts is None else tuple(self._places.index(cut) for cut in cuts)
+        return None if cuts is None else tuple(self._positions.index(cut) for cut in cuts)
 
-    def stage_bytes(self, cuts: Sequence[int], counts: Counts) -> tuple[float, ...]:
-        """The peak of a rank of each stage."""
+    def stage_bytes(self, cuts: Sequence[int], counts: StageCounts) -> tuple[float, ...]:
+        """The peak memory of a rank of each stage."""
         return tuple(float(self._interval_bytes(*held)[cut]) for cut, held in zip(pairwise(cuts), counts, strict=True))
 
-    def fits(self, cuts: Sequence[int], counts: Counts) -> bool:
+    def fits(self, cuts: Sequence[int], counts: StageCounts) -> bool:
         """Whether every stage fits in a device's memory."""
         return max(self.stage_bytes(cuts, counts)) <= self._memory_bytes
 
-    def can_fit(self, counts: Counts) -> bool:
-        """Whether there are cuts with which every stage fits in a device's memory."""
+    def can_fit(self, counts: StageCounts) -> bool:
+        """Whether every stage fits in a device's memory with some cuts."""
         return self.least_bytes(counts) <= self._memory_bytes
 
-    def least_bytes(self, counts: Counts) -> float:
-        """The peak of the worst rank if the stages are cut to make that small; infinite if there are too few layers."""
+    def least_bytes(self, counts: StageCounts) -> float:
+        """The least peak of the worst rank over all cuts; infinite if there are too few layers."""
         if counts not in self._least:
             # A stage has a layer; `interval_bytes` gives a number for empty intervals too.
             empty = np.tri(self.units + 1, dtype=bool)
@@ -107,19 +107,19 @@ class BlockChain:
         return self._least[counts]
 
     def balanced_cuts(
-        self, counts: Counts, orientation: Orientation, microbatches: int, allreduce: AllReduce
+        self, counts: StageCounts, orientation: Orientation, microbatches: int, allreduce: AllReduce
     ) -> tuple[int, ...] | None:
-        """The cuts whose slowest stage is fastest, of those that fit in memory; None if none does.
+        """The cuts whose slowest stage is fastest among those that fit in memory; None if none does.
 
-        Exact if all links of `orientation` within pipelines are equally fast, and all between them; else each counts as
-        the slowest of its kind.
+        Exact if all links of `orientation` within pipelines are equally fast, and all between them; otherwise each
+        counts as the slowest of its kind.
         """
         hop = orientation.hop_seconds_per_byte.max(initial=0.0), orientation.hop_latency_seconds.max(initial=0.0)
         replicas = orientation.ranks.shape[1]
         per_byte = reduce_rounds(replicas, allreduce) * orientation.ring_seconds_per_byte.max() / microbatches
         constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
 
-        # The all-reduce is mostly hidden: then the cuts without it, which hold for any number of replicas, are best.
+        # The all-reduce is usually hidden: then the cuts without it, the same for any number of replicas, are best.
         slowest, cuts = self._cut(counts, hop)
         if cuts:
             heaviest = max(float(self.costs.parameter_bytes[cut]) for cut in pairwise(cuts))
@@ -128,7 +128,7 @@ class BlockChain:
         return cuts or None
 
     def _cut(
-        self, counts: Counts, hop: tuple[float, float], reduced: tuple[float, float] = (0.0, 0.0)
+        self, counts: StageCounts, hop: tuple[float, float], reduced: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, tuple[int, ...]]:
         """(Slowest seconds, cuts); no cuts if nothing fits. `hop`, `reduced`: (seconds per byte, seconds)."""
         key = (counts, hop, reduced)
@@ -153,11 +153,11 @@ class BlockChain:
 
 
 def _cut_evenly(work: Matrix, stages: int, fits: Sequence[Flags] | None = None) -> tuple[float, tuple[int, ...]]:
-    """(Slowest seconds, cuts) of so many stages that take `work`, what they send included; no cuts if nothing fits."""
+    """(Slowest seconds, cuts) of `stages` stages that take `work`, messages included; no cuts if nothing fits."""
 
     def seconds(stage: int, starts: npt.NDArray[np.int64]) -> Matrix:
         return work[starts] if fits is None else np.where(fits[stage][starts], work[starts], np.inf)
 
     between = [np.zeros(len(work))] * (stages - 1)
-    slowest = least_slowest(seconds, between)
+    slowest = least_bottleneck(seconds, between)
     return slowest, cut_evenly(seconds, between, slowest) if slowest < np.inf else ()

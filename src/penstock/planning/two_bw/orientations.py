@@ -1,8 +1,8 @@
-"""Orientations: how d parallel pipelines of p stages lie on the devices, and how slow their links are.
+"""Orientations: how d parallel pipelines of p stages are placed on the devices, and how slow their links are.
 
 With the replicas of a stage on consecutive ranks, their all-reduce stays inside a server wherever d divides the devices
-of a server, d equal to them included (thesis, section 3.3: "orienting pipelines appropriately"). With a pipeline on
-consecutive ranks, the activations do. Seconds per byte are asked for all pairs of an orientation at once, because a
+of a server, d equal to them included [Narayanan 2021, section 3.3]. With a pipeline on
+consecutive ranks, the activations do. Seconds per byte are computed for all pairs of an orientation at once, because a
 planner tries thousands of them.
 """
 
@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 
-__all__ = ["TOGETHER", "LinkTable", "Orientation", "Together"]
+__all__ = ["CONSECUTIVE_RANKS", "ConsecutiveRanks", "LinkTable", "Orientation"]
 
-Together: TypeAlias = Literal["replicas", "pipelines"]
-"""What is on consecutive ranks: the replicas of a stage, or the stages of a pipeline."""
+ConsecutiveRanks: TypeAlias = Literal["replicas", "pipelines"]
+"""Whether the replicas of a stage or the stages of a pipeline are on consecutive ranks."""
 
-TOGETHER: tuple[Together, ...] = get_args(Together)
+CONSECUTIVE_RANKS: tuple[ConsecutiveRanks, ...] = get_args(ConsecutiveRanks)
 
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Ranks: TypeAlias = npt.NDArray[np.intp]
@@ -27,23 +27,23 @@ _Ranks: TypeAlias = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Orientation:
-    """The links of d pipelines of p stages on the first d p ranks, one column per replica."""
+    """Holds the links of d pipelines of p stages on the first d p ranks, one column per replica."""
 
-    together: Together
+    consecutive: ConsecutiveRanks
     ranks: _Ranks
     """(p, d): the ranks of each stage in replica order."""
     hop_seconds_per_byte: _Numbers
-    """(p-1, d): of a cut, for each byte that crosses it, half of them activations and half of them gradients."""
+    """(p-1, d): the seconds of a cut per byte, half activations and half gradients."""
     hop_latency_seconds: _Numbers
-    """(p-1, d): of one activation and one gradient."""
+    """(p-1, d): the latency of one activation and one gradient."""
     ring_seconds_per_byte: _Numbers
-    """(p, d): from each replica of a stage to the next one around the ring; 0 without replicas."""
+    """(p, d): from each replica of a stage to the next one in the ring; 0 without replicas."""
     ring_latency_seconds: _Numbers
-    """(p, d): the same links' latency."""
+    """(p, d): the latency of the same links."""
 
 
 class LinkTable:
-    """The links of a cluster, ready to be asked for many pairs of ranks at once."""
+    """Holds the links of a cluster, to be looked up for many pairs of ranks at once."""
 
     def __init__(self, cluster: Cluster) -> None:
         match cluster.links:
@@ -60,22 +60,22 @@ class LinkTable:
             case _:
                 assert_never(cluster.links)
 
-    def orient(self, replicas: int, stages: int, together: Together) -> Orientation:
-        """`replicas` pipelines of `stages` stages on the first ranks. O(replicas x stages)."""
+    def orient(self, replicas: int, stages: int, consecutive: ConsecutiveRanks) -> Orientation:
+        """The orientation of `replicas` pipelines of `stages` stages on the first ranks. O(replicas x stages)."""
         numbers = np.arange(replicas * stages)
-        match together:
+        match consecutive:
             case "replicas":
                 ranks = numbers.reshape(stages, replicas)
             case "pipelines":
                 ranks = numbers.reshape(replicas, stages).T
             case _:
-                assert_never(together)
+                assert_never(consecutive)
         there, there_latency = self._links(ranks[:-1], ranks[1:])
         back, back_latency = self._links(ranks[1:], ranks[:-1])
-        around, around_latency = np.zeros((stages, 1)), np.zeros((stages, 1))
+        ring, ring_latency = np.zeros((stages, 1)), np.zeros((stages, 1))
         if replicas > 1:
-            around, around_latency = self._links(ranks, np.roll(ranks, -1, axis=1))
-        return Orientation(together, ranks, (there + back) / 2, there_latency + back_latency, around, around_latency)
+            ring, ring_latency = self._links(ranks, np.roll(ranks, -1, axis=1))
+        return Orientation(consecutive, ranks, (there + back) / 2, there_latency + back_latency, ring, ring_latency)
 
     def _links(self, a: _Ranks, b: _Ranks) -> tuple[_Numbers, _Numbers]:
         """(Seconds per byte, latency in seconds) from the ranks `a` to the ranks `b`, pair by pair."""

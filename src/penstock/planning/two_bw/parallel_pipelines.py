@@ -1,6 +1,7 @@
-"""Parallel pipelines: d equal pipelines of p stages, and what they take by the closed form of the thesis.
+"""Parallel pipelines: d equal pipelines of p stages, and their time by a closed form.
 
-Thesis, section 3.3.3. With m microbatches of b samples in each pipeline per minibatch, a pipeline takes one every
+[Narayanan 2021, section 3.3.3]. With m microbatches of b samples in each pipeline per minibatch, a pipeline takes one
+every
 
     t = max over stages i of max( compute_i + sum over its cuts of 2 |activations| / B_in-pipeline , reduce_i / m )
 
@@ -8,13 +9,12 @@ Thesis, section 3.3.3. With m microbatches of b samples in each pipeline per min
     samples_per_second = d m b / minibatch_seconds
 
 What crosses a cut is added to the compute time of both of its stages (no overlap), the all-reduce of the replicas is
-hidden behind the microbatches of a minibatch (max). Three things that the text leaves out or prints otherwise: the
-factor d of the throughput, without which the deepest pipeline always wins; the filling of a flush; latencies. With
-recomputation a stage computes its measured forward once more; where a backward takes two forwards this is the thesis's
-factor of 4/3.
+hidden behind the microbatches of a minibatch (max). We add three things to the text: the factor d of the throughput,
+without which the deepest pipeline always wins; the filling of a flush; latencies. With recomputation a stage computes
+its measured forward once more; where a backward takes two forwards this is the factor of 4/3 in the text.
 
-The text's overlap is not what every runtime does: the simulator, asked instead of this form, hides messages behind
-computation, shows what of an all-reduce nothing hides, and lets a last stage that never recomputes do without.
+Not every runtime overlaps as in the text: the simulator, which can be used instead of this form, hides messages behind
+computation, exposes the all-reduce where nothing hides it, and recomputes nothing on the last stage.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts
-from penstock.planning.two_bw.orientations import LinkTable, Orientation, Together
+from penstock.planning.two_bw.orientations import ConsecutiveRanks, LinkTable, Orientation
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Prediction, Stage
 
-__all__ = ["Candidate", "filling", "reduce_rounds", "slowest_stage"]
+__all__ = ["PipelineCandidate", "filling", "reduce_rounds", "slowest_stage"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to train with parallel pipelines, and what it takes."""
+class PipelineCandidate:
+    """Holds one configuration of parallel pipelines, and its costs."""
 
     schedule: str
     replicas: int
@@ -46,22 +46,21 @@ class Candidate:
     microbatch_size: int
     """``b``, samples."""
     microbatches: int
-    """``m``: of one minibatch in ONE pipeline."""
+    """``m``: the microbatches of one minibatch in ONE pipeline."""
     recompute: bool
-    together: Together
-    """What is on consecutive ranks."""
+    consecutive: ConsecutiveRanks
     microbatch_seconds: float
-    """``t``: each pipeline takes one more microbatch every so often."""
+    """``t``: the time between two microbatches of a pipeline."""
     samples_per_second: float
-    """Of all pipelines; by the closed form, or by what was asked instead of it."""
+    """The throughput of all pipelines, by the closed form or the cost that was used instead."""
     compute_seconds: float
-    """Of one microbatch in all stages, with recomputation."""
+    """The time of one microbatch in all stages, with recomputation."""
     stage_bytes: tuple[float, ...]
     """The peak of each rank of each stage."""
     limit: str
-    """What keeps the pipelines from being faster."""
+    """The limit of the speed, in words."""
     predicted: Prediction | None = None
-    """What was asked instead of the closed form."""
+    """The prediction of the cost that was used instead of the closed form."""
 
     @property
     def stages(self) -> int:
@@ -70,7 +69,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """``d p``: may be fewer than the cluster has."""
+        """``d p``, which may be fewer than the cluster has."""
         return self.replicas * self.stages
 
     @property
@@ -80,23 +79,23 @@ class Candidate:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a minibatch, ``d m b``."""
+        """The samples of a minibatch, ``d m b``."""
         return self.replicas * self.microbatches * self.microbatch_size
 
     @property
     def minibatch_seconds(self) -> float:
-        """Of a minibatch in the steady state."""
+        """The time of a minibatch in the steady state."""
         return self.batch_size / self.samples_per_second
 
     @property
     def bubble(self) -> float:
-        """Idle share of wall time; waiting for a slower stage or a link is idle too."""
+        """Idle share of wall time, including the time that a stage waits for slower stages or links."""
         present = self.stages * self.minibatch_seconds
         return max(0.0, 1 - self.microbatches * self.compute_seconds / present) if present else 0.0
 
     def plan(self, cluster: Cluster) -> Plan:
         """This candidate as a plan, with its prediction."""
-        ranks = LinkTable(cluster).orient(self.replicas, self.stages, self.together).ranks.tolist()
+        ranks = LinkTable(cluster).orient(self.replicas, self.stages, self.consecutive).ranks.tolist()
         stages = tuple(Stage(*cut, tuple(own)) for cut, own in zip(pairwise(self.cuts), ranks, strict=True))
         peaks = {rank: peak for own, peak in zip(ranks, self.stage_bytes, strict=True) for rank in own}
         predicted = Prediction(
@@ -118,12 +117,12 @@ class Candidate:
 
 
 def filling(schedule: str, stages: int) -> int:
-    """How many microbatches' time a minibatch of `schedule` spends on filling and draining `stages` stages."""
+    """How many microbatches' time a minibatch under `schedule` takes to fill and drain `stages` stages."""
     return 0 if schedule == "2bw" else stages - 1
 
 
 def reduce_rounds(replicas: int, allreduce: AllReduce) -> float:
-    """How many times the weights of a stage pass over one link while its `replicas` gradients are summed."""
+    """How many times the weights of a stage cross one link in the all-reduce of its `replicas` gradients."""
     return 2.0 * (replicas - 1) if allreduce == "shared" else 2 * (replicas - 1) / replicas
 
 
@@ -150,8 +149,8 @@ def slowest_stage(
     return float(times[slowest]), _limit(slowest, compute, sent, passed, reduced)
 
 
-def _limit(stage: int, *parts: npt.NDArray[np.float64]) -> str:
-    compute, sent, passed, reduced = (float(part[stage]) for part in parts)
+def _limit(stage: int, *seconds: npt.NDArray[np.float64]) -> str:
+    compute, sent, passed, reduced = (float(kind[stage]) for kind in seconds)
     if reduced > compute + sent + passed:
         return f"all-reduce of stage {stage}"
     if compute >= sent + passed:

@@ -1,17 +1,17 @@
 """The planner of PipeDream-2BW: all widths and depths of parallel pipelines, tried one by one.
 
-Thesis, section 3.3.2, Algorithm 1: for all d and p with d p devices or fewer, the largest microbatch that fits
-(SEARCH), with and without recomputation, and of all these the highest throughput. Where the printed algorithm goes
-wrong or is silent, ours is:
+[Narayanan 2021, section 3.3.2, Algorithm 1]: for all d and p with d p devices or fewer, the largest microbatch that
+fits (SEARCH), with and without recomputation, and of all these the highest throughput. Where the printed algorithm has
+errors or gaps, ours is:
 
-  1. Throughput counts all d pipelines; d p need not be all devices, and g is of the d p that are used.
+  1. Throughput counts all d pipelines; d p need not be all devices, and g refers to the d p that are used.
   2. m = p g microbatches per pipeline, with the largest g for which d m b is no more than the maximum safe batch; so
      m >= p, as 2bw demands. A flush also takes m < p: at m = 1 this is model parallelism without pipelining.
-  3. Stages of equally many blocks (what lies before the blocks joins stage 0, what lies behind them the last) are tried
-     beside stages that are balanced by their times: an embedding or a head can make equal blocks a bad choice, and
-     chains without repeated blocks have only these.
+  3. Both stages of equally many blocks (layers before the blocks join stage 0, layers behind them the last) and stages
+     that are balanced by their times are tried: an embedding or a head can make equal blocks a bad choice, and chains
+     without repeated blocks have only the latter.
   4. Under 2bw, which has no bubble, SEARCH takes the largest microbatch. Under a flush fewer, larger microbatches mean
-     a larger bubble, and every size that fits is tried (`every_size`). Under gpipe memory limits m too.
+     a larger bubble, and every size that fits is tried (`every_size`). Under gpipe memory also limits m.
   5. Memory counts gradients and the optimizer's state (`planning.memory`).
 """
 
@@ -22,11 +22,12 @@ from itertools import islice
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
-from penstock.planning.two_bw.block_chains import BlockChain, Counts, stage_counts
-from penstock.planning.two_bw.orientations import TOGETHER, LinkTable, Orientation
-from penstock.planning.two_bw.parallel_pipelines import Candidate, filling, slowest_stage
-from penstock.planning.two_bw.repeated_blocks import find_blocks, places_to_cut
+from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, stage_counts
+from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
+from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
+from penstock.planning.two_bw.repeated_blocks import cut_positions, find_blocks
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, text_of
@@ -34,41 +35,16 @@ from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["Cost", "plan_two_bw", "rank_pipelines", "simulated_cost"]
+__all__ = ["rank_pipelines", "simulated_cost"]
 
-Cost = Callable[[Plan, Profile, Cluster], Prediction]
-"""What a plan takes; the profile has the plan's microbatch size."""
+_Cost = Callable[[Plan, Profile, Cluster], Prediction]
+"""Predicts a plan; the profile has the plan's microbatch size."""
 
 _EFFORT = 1 << 14
-"""Stages times places to cut for which seconds are enough; balancing takes the square of this product. A chain of more
-layers, without blocks, may be cut in fewer places."""
+"""Stages times positions to cut for which seconds are enough; balancing takes the square of this product. A chain of
+more layers, without blocks, may be cut in fewer positions."""
 
 _SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
-
-
-def plan_two_bw(
-    profiles: Profile | Sequence[Profile],
-    cluster: Cluster,
-    request: Request,
-    *,
-    batch_size: int | None = None,
-    microbatch_sizes: Sequence[int] = (),
-    every_size: bool | None = None,
-    cost: Cost | None = None,
-    shortlist: int = 32,
-) -> Plan:
-    """The parallel pipelines with the highest throughput, as `rank_pipelines` ranks them. Raises `PlanError`."""
-    ranked = rank_pipelines(
-        profiles,
-        cluster,
-        request,
-        batch_size=batch_size,
-        microbatch_sizes=microbatch_sizes,
-        every_size=every_size,
-        cost=cost,
-        shortlist=shortlist,
-    )
-    return ranked[0].plan(cluster)
 
 
 def rank_pipelines(
@@ -79,20 +55,21 @@ def rank_pipelines(
     batch_size: int | None = None,
     microbatch_sizes: Sequence[int] = (),
     every_size: bool | None = None,
-    cost: Cost | None = None,
+    cost: _Cost | None = None,
     shortlist: int = 32,
-) -> tuple[Candidate, ...]:
+) -> tuple[PipelineCandidate, ...]:
     """All parallel pipelines that fit, best first; of equally fast ones the simpler (fewer devices, no recomputation).
 
     `profiles`: one, or several of the same model at different microbatch sizes. Their sizes are tried, and those of
     `microbatch_sizes`, for which the nearest smaller profile is scaled. `batch_size` is the maximum safe global batch,
-    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` asks for it; else
-    both ways are tried. `request.stages` fixes p, `request.straight` one pipeline.
+    samples; by default `request.microbatches` microbatches of the first profile. `request.recompute` requires it; else
+    both are tried. `request.stages` fixes p, `request.straight` one pipeline.
 
     With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
-    and only these are returned; it is asked of four times as many at most.
+    and only these are returned; at most four times as many are tried.
 
-    `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: it says what would be needed.
+    Raises `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: the error says what
+    would be enough.
     """
     measured = (profiles,) if isinstance(profiles, Profile) else tuple(profiles)
     _check_profiles(measured)
@@ -106,38 +83,39 @@ def rank_pipelines(
         if not is_count(count, least=1):
             raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
     sized = _profiles_by_size(measured, microbatch_sizes)
-    search = _Search(cluster, request, batch, _block_chains(sized, cluster, request))
+    search = _PipelineSearch(cluster, request, batch, _block_chains(sized, cluster, request))
     every = request.schedule != "2bw" if every_size is None else every_size
     candidates = sorted(search.candidates(every), key=_order)
     if not candidates:
-        raise PlanError(search.needs())
+        kind = f"parallel pipelines under {request.schedule}, of at most {batch} samples in a minibatch,"
+        raise nothing_fits(kind, cluster, measured[0].parameter_bytes, search.sufficient_changes())
     if cost is None:
         return tuple(candidates)
-    asked = candidates[: 4 * shortlist]
-    judged = (_judge(found, cost, sized[found.microbatch_size], cluster) for found in asked)
-    fitting = sorted(islice(filter(None, judged), shortlist), key=_order)
+    tried = candidates[: 4 * shortlist]
+    predicted = (_predict(found, cost, sized[found.microbatch_size], cluster) for found in tried)
+    fitting = sorted(islice(filter(None, predicted), shortlist), key=_order)
     if not fitting:
         raise PlanError(
-            f"nothing fits: of {len(candidates)} candidates that do by the closed form, the cost that was given finds "
-            f"none of the best {len(asked)} to fit. Use devices with more memory, a larger shortlist, or cost=None"
+            f"nothing fits: expected one of the best {len(tried)} candidates by the closed form, of {len(candidates)}, "
+            "to fit by the given cost, found none. Use devices with more memory, a larger shortlist, or cost=None"
         )
     return tuple(fitting)
 
 
 def simulated_cost(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
-    """What the simulator says; a cost for `rank_pipelines`."""
+    """The simulator's prediction, as a cost for `rank_pipelines`."""
     return evaluate(plan, profile, cluster).prediction()
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """Algorithm 1, for one question."""
+class _PipelineSearch:
+    """Algorithm 1 for one request."""
 
     cluster: Cluster
     request: Request
     batch_size: int
     chains: tuple[tuple[BlockChain, ...], ...]
-    """One row without and one with recomputation, as asked; in a row, the largest microbatches first."""
+    """One row without and one with recomputation, as requested; in a row, the largest microbatches first."""
 
     def __post_init__(self) -> None:
         schedule, stages = self.request.schedule, self.request.stages
@@ -164,20 +142,20 @@ class _Search:
 
     @property
     def most_stages(self) -> int:
-        """Of a pipeline."""
+        """The most stages of a pipeline."""
         return min(self.cluster.devices, self.units)
 
-    def candidates(self, every_size: bool) -> Iterator[Candidate]:
-        """For every p, d, recomputation and way to cut: that of the largest microbatch that fits, or of every one."""
+    def candidates(self, every_size: bool) -> Iterator[PipelineCandidate]:
+        """For every p, d, recomputation and kind of cuts: the candidate of the largest microbatch, or of every one."""
         links = LinkTable(self.cluster)
-        asked = self.request.stages
-        for stages in range(1, self.most_stages + 1) if asked is None else (asked,):
+        fixed = self.request.stages
+        for stages in range(1, self.most_stages + 1) if fixed is None else (fixed,):
             widest = 1 if self.request.straight else self.cluster.devices // stages
             for replicas in range(1, widest + 1):
-                ways = TOGETHER if replicas > 1 and stages > 1 else TOGETHER[:1]
-                orientations = [links.orient(replicas, stages, together) for together in ways]
+                ways = CONSECUTIVE_RANKS if replicas > 1 and stages > 1 else CONSECUTIVE_RANKS[:1]
+                orientations = [links.orient(replicas, stages, consecutive) for consecutive in ways]
                 for row in self.chains:
-                    found: list[Candidate] = []
+                    found: list[PipelineCandidate] = []
                     for equal in (True, False):
                         tried = (self._fastest(chain, orientations, equal) for chain in row)
                         fitting = (candidate for candidate in tried if candidate is not None)
@@ -186,8 +164,8 @@ class _Search:
                                 found.append(candidate)
                     yield from found
 
-    def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> Candidate | None:
-        """The better orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
+    def _fastest(self, chain: BlockChain, orientations: Sequence[Orientation], equal: bool) -> PipelineCandidate | None:
+        """The faster orientation, of equals the first, with as many microbatches as fit; None if nothing fits."""
         stages, replicas = orientations[0].ranks.shape
         blocks = chain.equal_cuts(stages)
         if blocks is None if equal else stages == 1:
@@ -207,7 +185,7 @@ class _Search:
         (seconds, limit), cuts, orientation = min(options, key=lambda option: option[0][0])
         samples = replicas * microbatches * chain.profile.microbatch_size
         total = (microbatches + filling(self.request.schedule, stages)) * seconds
-        return Candidate(
+        return PipelineCandidate(
             schedule=self.request.schedule,
             replicas=replicas,
             cuts=chain.layers(cuts),
@@ -215,7 +193,7 @@ class _Search:
             microbatch_size=chain.profile.microbatch_size,
             microbatches=microbatches,
             recompute=chain.recompute,
-            together=orientation.together,
+            consecutive=orientation.consecutive,
             microbatch_seconds=seconds,
             samples_per_second=samples / total if total else inf,
             compute_seconds=float(chain.costs.seconds[0, -1]),
@@ -224,7 +202,7 @@ class _Search:
         )
 
     def _balance(
-        self, chain: BlockChain, orientation: Orientation, microbatches: int, counts: Counts
+        self, chain: BlockChain, orientation: Orientation, microbatches: int, counts: StageCounts
     ) -> tuple[int, ...] | None:
         return chain.balanced_cuts(counts, orientation, microbatches, self.request.allreduce)
 
@@ -248,48 +226,33 @@ class _Search:
         last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
         if last < first or not fits(first):
             return 0
-        # More microbatches never need less memory: the last step that fits, by halving.
+        # More microbatches never need less memory: bisect for the last step that fits.
         if fits(last):
             return count(last)
         return count(first + bisect_left(range(first, last), True, key=lambda step: not fits(step)) - 1)
 
-    def needs(self) -> str:
-        """Why nothing fits, and what would be needed."""
+    def sufficient_changes(self) -> Iterator[list[str]]:
+        """The attempts of `nothing_fits`: the least memory, batch size or devices, the other two being as they are."""
         memory = inf if self.cluster.memory_bytes is None else self.cluster.memory_bytes
-        asked = self.request.stages
-        chains = [chain for row in self.chains for chain in row]
-        needs = []
-        for stages in range(1, self.units + 1) if asked is None else (asked,):
+        limits = {"memory": memory, "batch": self.batch_size, "devices": self.cluster.devices}
+        fixed = self.request.stages
+        found: dict[str, list[tuple[float, str]]] = {name: [] for name in limits}
+        for stages in range(1, self.units + 1) if fixed is None else (fixed,):
             deep = stages if self.request.schedule == "2bw" else 1
-            for chain in chains:
+            for chain in (chain for row in self.chains for chain in row):
                 least = chain.least_bytes(stage_counts(self.request.schedule, deep, stages))
-                needs.append((least, stages, deep * chain.profile.microbatch_size, chain))
-        here = [need for need in needs if need[1] <= self.cluster.devices]
-        devices = "1 device" if self.cluster.devices == 1 else f"{self.cluster.devices} devices"
-        size = "" if memory == inf else f" of {bytes_text(memory)}"
-        text = (
-            f"nothing fits: expected parallel pipelines under {self.request.schedule} on {devices}{size} with at most "
-            f"{self.batch_size} samples in a minibatch, found none. "
-        )
-        roomy = [need for need in here if need[0] <= memory]
-        if roomy:
-            _, stages, batch, chain = min(roomy, key=lambda need: (need[2], need[1]))
-            text += (
-                f"What fits in memory needs batch_size={batch} or more ({_words(stages, chain)}). Allow that, or try "
-            )
-            flush = " or the schedule 1f1b-flush" if self.request.schedule == "2bw" and stages > 1 else ""
-            return f"{text}smaller microbatches (microbatch_sizes){flush}"
-        least, stages, batch, chain = min(here, key=lambda need: need[0])
-        text += f"The least that a device needs is {bytes_text(least)} ({_words(stages, chain)}, batch_size={batch}). "
-        deeper = [need for need in needs if need[0] <= memory]
-        if deeper:
-            _, stages, batch, chain = min(deeper, key=lambda need: (need[1], need[2]))
-            text += f"{stages} devices would do ({_words(stages, chain)}, batch_size={batch}). "
-        return text + "Use devices with more memory, more devices, or smaller microbatches (microbatch_sizes)"
+                needs = {"memory": least, "batch": deep * chain.profile.microbatch_size, "devices": stages}
+                excess = [name for name in limits if needs[name] > limits[name]]
+                if len(excess) == 1:
+                    found[excess[0]].append((needs[excess[0]], _words(stages, chain)))
+        for name, text in (("memory", "{} on each device"), ("batch", "batch_size={}"), ("devices", "{} devices")):
+            if found[name]:
+                least, words = min(found[name], key=lambda need: need[0])
+                yield [f"{text.format(bytes_text(least) if name == 'memory' else least)} (for {words})"]
 
 
-def _judge(candidate: Candidate, cost: Cost, profile: Profile, cluster: Cluster) -> Candidate | None:
-    """The candidate with what `cost` says of it; None if by that it does not fit."""
+def _predict(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
+    """The candidate with its prediction by `cost`; None if it does not fit by that."""
     found = cost(candidate.plan(cluster), profile, cluster)
     if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
         return None
@@ -302,8 +265,8 @@ def _words(stages: int, chain: BlockChain) -> str:
     return f"{depth}, microbatches of {chain.profile.microbatch_size}{recompute}"
 
 
-def _order(candidate: Candidate) -> tuple[float | int, ...]:
-    """Fastest first. Twelve digits, so that rounding does not decide between equals, but the simpler one wins."""
+def _order(candidate: PipelineCandidate) -> tuple[float | int, ...]:
+    """Fastest first. Twelve digits, so that among equals the simpler one wins, not rounding."""
     return (
         -float(f"{candidate.samples_per_second:.12g}"),
         candidate.devices,
@@ -338,7 +301,7 @@ def _profiles_by_size(measured: tuple[Profile, ...], microbatch_sizes: Sequence[
     known = {profile.microbatch_size: profile for profile in measured}
     sized = {}
     for size in sorted({*known, *microbatch_sizes}, reverse=True):
-        # Small microbatches run less efficiently: a smaller profile promises too little rather than too much.
+        # Small microbatches run less efficiently: scaling a smaller profile is pessimistic, not optimistic.
         source = max((each for each in known if each <= size), default=min(known))
         sized[size] = known[size] if size in known else known[source].scaled(size)
     return sized
@@ -349,13 +312,13 @@ def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request)
     profile = next(iter(sized.values()))
     blocks = find_blocks(profile)
     depth = min(cluster.devices, len(profile)) if request.stages is None else request.stages
-    places = places_to_cut(profile, blocks, max(3 * depth, _EFFORT // depth))
+    positions = cut_positions(profile, blocks, max(3 * depth, _EFFORT // depth))
     return tuple(
         tuple(
             BlockChain(
                 profile,
                 blocks,
-                places,
+                positions,
                 recompute=recompute,
                 optimizer_copies=request.optimizer_copies,
                 memory_bytes=cluster.memory_bytes,

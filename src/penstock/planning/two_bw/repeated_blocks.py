@@ -1,9 +1,9 @@
-"""Repeated blocks: which layers of a profile are the same block many times over.
+"""Repeated blocks: which layers of a profile are repetitions of the same block.
 
-Large models repeat one block (thesis, section 3.2.2), and a profile may show each block as several layers. A layer is
-like the one a period before it if all its sizes are equal, byte for byte, and its times are as far apart as noise makes
-them. The longest run of such layers is cut into blocks; what lies before them (an embedding) and behind them (a head)
-stays apart.
+Large models repeat one block [Narayanan 2021, section 3.2.2], and a profile may show each block as several layers. A
+layer is like the one a period before it if all its sizes are equal, byte for byte, and its times are as far apart as
+noise makes them. The longest run of such layers is cut into blocks; what lies before them (an embedding) and behind
+them (a head) stays apart.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.values.profiles import Profile
 
-__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "find_blocks", "places_to_cut"]
+__all__ = ["TIME_TOLERANCE", "RepeatedBlocks", "cut_positions", "find_blocks"]
 
 TIME_TOLERANCE = 0.3
 """How far apart two measured times of the same layer may be, as a share of the larger one or of the mean layer's time;
@@ -23,7 +23,7 @@ the mean, because a layer that takes microseconds is measured with more noise th
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks:
-    """``[prefix | block | block | ... | suffix]``: a chain of layers around its blocks; no blocks if `count` is 0."""
+    """The structure ``[prefix | block | block | ... | suffix]`` of a chain; without blocks if `count` is 0."""
 
     prefix: int
     """Layers before the first block; all layers if there are no blocks."""
@@ -36,19 +36,19 @@ class RepeatedBlocks:
 
     @property
     def layers(self) -> int:
-        """Of the whole chain."""
+        """The number of layers of the whole chain."""
         return self.prefix + self.length * self.count + self.suffix
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where stages may begin and end: between any two layers, but not inside a block; 0 and all layers included."""
+        """Where stages may begin and end: between any two layers, except inside a block; including 0 and all layers."""
         start, stop = self.prefix, self.prefix + self.length * self.count
         return (*range(start), *range(start, stop, max(self.length, 1)), *range(stop, self.layers + 1))
 
     def equal_cuts(self, stages: int) -> tuple[int, ...] | None:
         """The ``stages + 1`` cuts of equally many blocks per stage; the first has the prefix too, the last the suffix.
 
-        None if the blocks cannot be shared out evenly.
+        None if the blocks cannot be divided evenly.
         """
         if stages == 1:
             return 0, self.layers
@@ -61,9 +61,9 @@ class RepeatedBlocks:
 def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share: float = 1 / 3) -> RepeatedBlocks:
     """The blocks that cover the most layers of `profile`; of equals those of fewer layers each. O(N^2) for N layers.
 
-    Where the run is longer than its blocks, they begin where the fewest bytes cross the cuts around them, and of equals
-    as early as possible. A repetition that takes less than `least_share` of the chain's seconds is not one of note
-    (a few equal convolutions in a row): then there are no blocks. Raises `PlanError` if `tolerance` is negative.
+    If the run is longer than its blocks, they begin where the fewest bytes cross the cuts between them, and of equals
+    as early as possible. A repetition that takes less than `least_share` of the chain's seconds (a few equal
+    convolutions in a row) does not count as blocks. Raises `PlanError` if `tolerance` is negative.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance: expected 0 or more, found {tolerance}: give a share of a layer's time")
@@ -86,16 +86,16 @@ def find_blocks(profile: Profile, tolerance: float = TIME_TOLERANCE, least_share
     return best if covered and repeated >= least_share * seconds.sum() else RepeatedBlocks(len(layers), 0, 0, 0)
 
 
-def places_to_cut(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
+def cut_positions(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[int, ...]:
     """`blocks.cuts`, or, of a chain without blocks, about `most` of them: one in every equal share of its seconds.
 
-    Of each share the place that the fewest bytes cross. 0 and all layers are among them.
+    In each share it is the position that the fewest bytes cross. 0 and all layers are included.
     """
     cuts = blocks.cuts
     if blocks.count or len(cuts) <= most:
         return cuts
-    ends = np.cumsum([layer.seconds for layer in profile.layers])
-    shares = np.minimum((ends / (ends[-1] or 1.0) * most).astype(np.int64), most - 1)
+    totals = np.cumsum([layer.seconds for layer in profile.layers])
+    shares = np.minimum((totals / (totals[-1] or 1.0) * most).astype(np.int64), most - 1)
     cheapest: dict[int, int] = {}
     for cut in cuts[1:-1]:
         share, crossing = int(shares[cut - 1]), profile.layers[cut - 1].cut_bytes
@@ -107,7 +107,7 @@ def places_to_cut(profile: Profile, blocks: RepeatedBlocks, most: int) -> tuple[
 def _alike(
     sizes: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], length: int, tolerance: float
 ) -> npt.NDArray[np.bool_]:
-    """For every layer i: whether layer i + `length` is like it."""
+    """Whether layer i + `length` is like layer i, for every i."""
     one, other = seconds[:-length], seconds[length:]
     scale = np.maximum(np.maximum(one, other), seconds.mean(axis=0))
     near = np.abs(one - other) <= tolerance * scale
@@ -128,5 +128,5 @@ def _longest_run(flags: npt.NDArray[np.bool_]) -> tuple[int, int]:
 
 def _crossing(cut_bytes: npt.NDArray[np.float64], first: int, length: int, count: int) -> float:
     """The bytes over the cuts between blocks, if the first block begins with layer `first`."""
-    ends = first + length * np.arange(1, count) - 1
-    return float(cut_bytes[ends].sum())
+    last_layers = first + length * np.arange(1, count) - 1
+    return float(cut_bytes[last_layers].sum())

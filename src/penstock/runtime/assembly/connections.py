@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
-from penstock.runtime.transport.transport import Edge, Transport
+from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.values.plans import Plan
@@ -54,8 +54,8 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     for group in schedule.ties:
         for ranks in zip(*(stages[stage] for stage in group), strict=True):
             edges.update({Edge(here, there): None for here in ranks for there in ranks})
-    edges.update({Edge(last, rank, "reports"): None for last in stages[-1] for rank in range(schedule.ranks)})
-    edges.update({Edge(stages[stage][0], rank, "buffers"): None for stage in buffered for rank in stages[stage]})
+    edges.update({Edge(last, rank, Channel.REPORTS): None for last in stages[-1] for rank in range(schedule.ranks)})
+    edges.update({Edge(stages[stage][0], rank, Channel.BUFFERS): None for stage in buffered for rank in stages[stage]})
     return tuple(edge for edge in edges if edge.source != edge.target)
 
 
@@ -73,13 +73,13 @@ def connect(
     buffered: Collection[int],
     device: torch.device,
     timeout_seconds: float,
-    lanes: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
 ) -> Transport:
-    """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `lanes`: the
-    processes of this rank, if they are several. Collective.
+    """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `tp_group`:
+    the processes of this rank, if they are several. Collective.
     """
     return connect_tensor_parallel(
-        world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), lanes
+        world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), tp_group
     )
 
 

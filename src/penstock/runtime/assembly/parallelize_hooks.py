@@ -43,7 +43,7 @@ class ParallelStages:
     """Over the parameters that the hook left."""
     modules: Mapping[int, StageModule]
     """By stage; empty if there was no hook."""
-    lanes: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
     """The processes of this rank; None if it is one process."""
     in_step: int = 1
     """So many replicas gather weights together and must do equally many forwards, in every stage."""
@@ -56,8 +56,8 @@ def _check_hook(
     if hook is None:
         if plan.tensor_parallel > 1:
             raise PlanError(
-                f"tensor_parallel is {plan.tensor_parallel} and there is no hook that splits the stages: every lane "
-                "would compute the same. Pass parallelize=, or set tensor_parallel to 1"
+                f"tensor_parallel is {plan.tensor_parallel} and there is no hook that splits the stages: every "
+                "tensor-parallel rank would compute the same. Pass parallelize=, or set tensor_parallel to 1"
             )
         return
     if processes == 1:
@@ -100,15 +100,15 @@ def parallelize_stages(
         _check_hook(hook, plan, schedule, chain, world.processes, masters)
     if hook is None:
         return ParallelStages(chain, {})
-    lanes = plan.tensor_parallel
-    (rank,) = world.local(schedule.ranks, lanes)
+    tensor_parallel_size = plan.tensor_parallel
+    (rank,) = world.local(schedule.ranks, tensor_parallel_size)
     device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
-    mesh = stage_mesh(schedule.placement, rank, lanes, device, timeout_seconds)
+    mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
     sharded = any(sharded_modules(module) for module in modules.values())
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
-    return ParallelStages(result, modules, mesh.get_group("tp") if lanes > 1 else None, in_step)
+    return ParallelStages(result, modules, mesh.get_group("tp") if tensor_parallel_size > 1 else None, in_step)
 
 
 def _apply(

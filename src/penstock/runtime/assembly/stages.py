@@ -66,8 +66,8 @@ def choose_plan(
     two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
-        lanes = 1 if tensor_parallel is None else tensor_parallel
-        ranks = max(1, processes // lanes) if is_count(lanes, least=1) else 1
+        tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
+        ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
         per_rank = stages_per_rank(schedule, stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
@@ -78,7 +78,7 @@ def choose_plan(
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _widened(uniform, lanes)
+        return _widened(uniform, tensor_parallel_size)
     given = {
         "schedule": schedule,
         "microbatches": microbatches,
@@ -102,17 +102,20 @@ def choose_plan(
     return plan
 
 
-def _widened(plan: Plan, lanes: int) -> Plan:
-    """`plan` with `lanes` processes in the place of each."""
-    if lanes == 1:
+def _widened(plan: Plan, tensor_parallel_size: int) -> Plan:
+    """`plan` with `tensor_parallel_size` processes in the place of each."""
+    if tensor_parallel_size == 1:
         return plan
     return replace(
         plan,
         stages=tuple(
-            replace(stage, ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, lanes)))
-            for stage in (plan.stages if is_count(lanes, least=1) else ())
+            replace(
+                stage,
+                ranks=tuple(process for rank in stage.ranks for process in processes_of(rank, tensor_parallel_size)),
+            )
+            for stage in (plan.stages if is_count(tensor_parallel_size, least=1) else ())
         ),
-        tensor_parallel=lanes,
+        tensor_parallel=tensor_parallel_size,
     )
 
 
@@ -204,11 +207,11 @@ def build_stages(
     grains: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
     readings: Sequence[ComputeWeights],
-    site: DeviceContext,
+    context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
     """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
     `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
-    `site`: of the ranks.
+    `context`: of the ranks.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
@@ -249,10 +252,10 @@ def build_stages(
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = _reducer(weights, transport, group, rank, index, late, site) if len(group) > 1 else None
+            reducer = _reducer(weights, transport, group, rank, index, late, context) if len(group) > 1 else None
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
-            order = site.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            replays = _replays(weights, index, site)
+            order = context.streams.order(rank, sorted(others.intersection(local) - {rank}))
+            replays = _replays(weights, index, context)
             held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
     return stages
 
@@ -264,21 +267,21 @@ def _reducer(
     rank: int,
     stage: int,
     late: Collection[str],
-    site: DeviceContext,
+    context: DeviceContext,
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.stage):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules, site.timer.now)
-    return Reducer(transport, group, rank, stage, trained, late, now=site.timer.now)
+        return ShardedReducer(transport, group, rank, stage, whole, modules, context.timer.now)
+    return Reducer(transport, group, rank, stage, trained, late, now=context.timer.now)
 
 
-def _replays(weights: VersionedWeights, stage: int, site: DeviceContext) -> CudaGraphStage | None:
+def _replays(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage whose work is not recorded."""
     module = weights.module(0)
     if not isinstance(module, CompiledStage) or not module.graphed:
         return None
-    return CudaGraphStage(module, GRAPH_CAPTURERS[site.device.type](site.device), stage, site.device)
+    return CudaGraphStage(module, GRAPH_CAPTURERS[context.device.type](context.device), stage, context.device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

@@ -15,7 +15,7 @@ from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.passes import Pass
 from penstock.runtime.batches.results import Figures, Loss, Report
 from penstock.runtime.devices.staging import Staging
-from penstock.runtime.transport.transport import Edge, PendingMessage, Transport
+from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.scheduling.placements import Placement
 
 __all__ = ["Reports"]
@@ -48,7 +48,7 @@ class Reports:
                     self.transport.send(edge, form, (message,))
                 reports.append(Report(taken, self.staging.to_host([message])))
             else:
-                reports.append(Report(taken, self.transport.post(Edge(last, self.rank, "reports"), form)))
+                reports.append(Report(taken, self.transport.post(Edge(last, self.rank, Channel.REPORTS), form)))
         return Loss(reports)
 
     def outputs(self, current: Pass, placement: Placement, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
@@ -61,12 +61,12 @@ class Reports:
                 for edge in self._edges(last, placement):
                     self.transport.send(edge, form, current.outputs[k])
             else:
-                tickets[k] = self.transport.post(Edge(last, self.rank, "reports"), form)
+                tickets[k] = self.transport.post(Edge(last, self.rank, Channel.REPORTS), form)
         messages = [tickets[k].wait() if k in tickets else current.outputs[k] for k in range(len(microbatches))]
         return [[tensor.to(self.device) for tensor in message if tensor is not None] for message in messages]
 
     def _edges(self, last: int, placement: Placement) -> list[Edge]:
-        return [Edge(last, rank, "reports") for rank in range(placement.ranks) if rank not in self.local]
+        return [Edge(last, rank, Channel.REPORTS) for rank in range(placement.ranks) if rank not in self.local]
 
     def _message(self, current: Pass, figures: Sequence[Figures]) -> Tensor:
         names = self.names.setdefault(current.training, figures[0].names)

@@ -1,7 +1,7 @@
-"""What the runtime asks of an accelerator: streams, events, copies that the host does not wait for, communicators.
+"""The interface to an accelerator: streams, events, communicators, and copies that do not block the host.
 
-A GPU does what it is told later, and in the order of each stream alone. What must come before what is decided where
-these calls are made, which is tested on a simulated device; here is only what cannot run without a real one.
+A GPU executes work after the host has queued it, and only in the order of each stream. This file holds what needs a
+real GPU. The order between streams is decided by the callers, which are tested on a simulated device.
 """
 
 import logging
@@ -16,98 +16,98 @@ from torch import Tensor
 
 from penstock.runtime.devices.communicators import Communicator, Members, connect_nccl, nccl_failure
 
-__all__ = ["ACCELERATORS", "Accelerator", "Cuda", "Event", "Layout", "Stream", "accelerator_of"]
+__all__ = ["ACCELERATORS", "Accelerator", "Event", "Layout", "Stream", "accelerator_of"]
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Of a tensor: its shape, its strides, which leave no gaps, and its type."""
+"""The shape, the strides (which leave no gaps) and the dtype of a tensor."""
 
-POOL_STREAMS = 32
-"""PyTorch's streams of each priority on a device."""
+_POOL_STREAMS = 32
+"""The number of streams of each priority in PyTorch's pool for one device."""
 Stream: TypeAlias = Any
-"""A queue of a device: what is in it is done in order, beside what is in the others."""
+"""A queue of work on a device. A device executes each stream in order, and different streams concurrently."""
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A position in a stream."""
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has reached this position."""
 
     def synchronize(self) -> None:
-        """Waits, on the host, until it has."""
+        """Blocks the host until the device has reached this position."""
 
 
 class Accelerator(Protocol):
-    """One device, with memory of its own."""
+    """One device with memory of its own."""
 
     @property
     def name(self) -> str:
-        """What no other device anywhere is called."""
+        """A globally unique identifier of the device, such as the UUID of a GPU."""
 
     @property
     def visible(self) -> int:
-        """How many devices of its kind this process sees."""
+        """The number of devices of this kind that the process sees."""
 
     @property
     def backend(self) -> str:
-        """What ``torch.distributed`` calls the library by which such devices send to each other; empty without one."""
+        """The ``torch.distributed`` backend for messages between such devices; empty if there is none."""
 
     def communicator(self, members: Members, ctas: int) -> Communicator:
-        """One by which `members` send to each other, made by them alone, all at the same time. At most `ctas`
-        multiprocessors of the device work, or wait, for it at a time.
+        """Makes a communicator between `members`. Collective: all members call it at the same time, and no other
+        process has to. The communicator occupies at most `ctas` multiprocessors of the device at a time.
         """
 
     def failure(self, communicator: Communicator) -> str:
-        """What broke `communicator`, one of this device's; empty while it is whole."""
+        """Describes what broke `communicator`, one of this device's; empty while it works."""
 
     def enter_thread(self) -> None:
-        """Makes this thread one that uses the device. A thread calls it before it does anything else with it."""
+        """Makes the device usable from this thread. A thread calls it before anything else here."""
 
     def stream(self) -> Stream:
-        """One that nothing else here uses, as long as there are enough of them."""
+        """Returns a stream that nothing else here uses, as long as the device has enough of them."""
 
     def current(self) -> Stream:
-        """The one that this thread computes on."""
+        """Returns the stream that is current in this thread."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """In its body this thread computes on `stream`."""
+        """Returns a context manager that makes `stream` the current stream of this thread."""
 
-    def record(self, stream: Stream) -> Event:
-        """The place after all that is in `stream` now."""
+    def record_event(self, stream: Stream) -> Event:
+        """Records an event behind all work that is now in `stream`."""
 
-    def mark(self, event: Event | None = None) -> Event:
-        """The place after all that is in the current stream now, which also knows when the device came there. `event`
-        is a mark that nobody needs any more: it becomes this one.
+    def record_timed_event(self, event: Event | None = None) -> Event:
+        """Records an event with a timestamp in the current stream. `event` is one from an earlier call that is no
+        longer needed; it is recorded again instead of a new one.
         """
 
     def seconds(self, start: Event, stop: Event) -> float:
-        """From one mark to another; the device has come to both."""
+        """The seconds between two timed events that the device has reached."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Has all that comes into `stream` from now on be done after `event`. The host goes on."""
+        """Makes all work that is queued in `stream` from now on wait for `event`. Does not block the host."""
 
     def host_memory(self, layout: Layout) -> Tensor:
-        """Memory of the host that the device can copy to and from by itself. It may be dropped as soon as a copy is
+        """Allocates pinned host memory, for copies that run beside the host. It may be dropped as soon as a copy is
         queued.
         """
 
     def device_memory(self, layout: Layout, stream: Stream) -> Tensor:
-        """Memory of the device. Once it is dropped, `stream` may use it for something else."""
+        """Allocates memory of the device. After it is dropped, later work in `stream` may reuse it."""
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        """Queues a copy between the device and memory of `host_memory`."""
+        """Queues a copy between the device and memory from `host_memory`."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """The memory of `tensor`, when it is dropped, is used for something else only after what is in `stream` by
-        then.
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Keeps the memory of `tensor`, after it is dropped, from being reused before the work that is then in `stream`
+        is done.
         """
 
 
-class Cuda:
-    """A GPU, through ``torch.cuda``."""
+class _Cuda:
+    """An NVIDIA GPU, through ``torch.cuda``."""
 
     _lent: ClassVar[WeakSet[Any]] = WeakSet()
-    """Streams that are in use in this process."""
+    """The streams that are in use in this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,22 +131,23 @@ class Cuda:
         return nccl_failure(communicator)
 
     def enter_thread(self) -> None:
-        # A new thread is on the first GPU, where CUDA would make a context as soon as the thread leaves a stream.
+        # In a new thread the first GPU is current. CUDA would create a context on it as soon as the thread leaves a
+        # stream.
         torch.cuda.set_device(self._device)
 
     def stream(self) -> Stream:
-        # PyTorch has so many streams for a device and gives them out in turn, whoever still uses them.
+        # PyTorch hands out the streams of a fixed pool round-robin, and does not look whether one is still in use.
         used = {(stream.device, stream.cuda_stream) for stream in self._lent}
-        for _ in range(POOL_STREAMS):
+        for _ in range(_POOL_STREAMS):
             made = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             if (made.device, made.cuda_stream) not in used:
                 break
         else:
             logging.getLogger("penstock").warning(
-                "this process uses more than %d streams of %s, which is all that PyTorch has: two of them are one "
-                "now, and what is in one may wait for what is in the other. Close pipelines that are done with, or "
-                "hold fewer stages in a process",
-                POOL_STREAMS,
+                "this process uses more than the %d streams of %s that PyTorch has: two of its streams are now the "
+                "same one, so that work in one may wait for work in the other. Close pipelines that are no longer "
+                "used, or place fewer stages in one process",
+                _POOL_STREAMS,
                 self._device,
             )
         self._lent.add(made)
@@ -158,13 +159,13 @@ class Cuda:
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
-    def record(self, stream: Stream) -> Event:
-        # Who waits for it on the host sleeps, and leaves the core to others.
+    def record_event(self, stream: Stream) -> Event:
+        # With `blocking`, a host thread that waits for the event sleeps instead of spinning on its core.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def mark(self, event: Any = None) -> Event:
+    def record_timed_event(self, event: Any = None) -> Event:
         made = torch.cuda.Event(enable_timing=True, blocking=True) if event is None else event  # type: ignore[no-untyped-call]
         made.record(self.current())
         return cast(Event, made)
@@ -177,7 +178,7 @@ class Cuda:
 
     def host_memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
-        # PyTorch gives such memory to nobody else before the copies from and to it are done.
+        # PyTorch reuses pinned memory only after the copies from and to it are done.
         return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=True)
 
     def device_memory(self, layout: Layout, stream: Stream) -> Tensor:
@@ -189,15 +190,15 @@ class Cuda:
         with self.on(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
 
-ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": Cuda}
-"""By the type of a device."""
+ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cuda": _Cuda}
+"""Constructors of accelerators, by device type."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """None for a CPU, which does at once what it is told."""
+    """The accelerator of `device`; None for a CPU, which executes work as soon as it is called."""
     make = ACCELERATORS.get(device.type)
     return None if make is None else make(device)

@@ -1,9 +1,10 @@
-"""Communicators of some of the ranks, made by these alone.
+"""Communicators between some of the ranks, made without the others.
 
-``torch.distributed.new_group`` is a call of all ranks. It has them wait for each other through the store, once for each
-group, and where the default group is bound to a device (``init_process_group(device_id=...)``), ranks that a group does
-not connect split the communicator of the default group: those that it does connect take no part in that if the group is
-Gloo's, and all stand still (pytorch#145376). So the backends are made here, without groups around them.
+``torch.distributed.new_group`` must be called by all ranks, and synchronizes them through the store once for each
+group. If the default group is bound to a device (``init_process_group(device_id=...)``), there is a second problem:
+ranks outside the new group split the communicator of the default group. That is a collective of all ranks, but the
+members of a new Gloo group take no part in it, so all ranks hang (pytorch#145376). So this file creates the backends
+directly, without a process group around them.
 
 A backend numbers its ranks in ascending order of their ranks in the world.
 """
@@ -19,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Communicator", "Members", "Work", "connect_gloo", "connect_nccl", "nccl_failure", "together"]
+__all__ = ["Communicator", "CommunicatorWork", "Members", "coalesce", "connect_gloo", "connect_nccl", "nccl_failure"]
 
 
-class Work(Protocol):
-    """What a device, or a thread of the backend, has been told to do."""
+class CommunicatorWork(Protocol):
+    """An operation of a communicator that has been started."""
 
     def is_completed(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Whether the operation is done or has failed."""
 
     def wait(self) -> Any:
-        """Has the stream of this thread wait for it."""
+        """Makes the current stream of this thread wait for the operation."""
 
 
 class Communicator(Protocol):
@@ -37,56 +38,58 @@ class Communicator(Protocol):
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether several calls can be one, which begin together."""
+        """Whether several operations can be merged into one that starts them together."""
 
     def _start_coalescing(self) -> None:
-        """The calls that follow are one."""
+        """Starts merging the operations that follow."""
 
-    def _end_coalescing(self) -> Work:
-        """No more of them."""
+    def _end_coalescing(self) -> CommunicatorWork:
+        """Ends merging, and starts the merged operation."""
 
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int, /) -> Work:
-        """Sends them, beside the computation."""
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int, /) -> CommunicatorWork:
+        """Starts to send the tensors, beside the computation."""
 
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> Work:
-        """Receives them, beside the computation."""
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> CommunicatorWork:
+        """Starts to receive the tensors, beside the computation."""
 
-    def _allgather_base(self, every: Tensor, own: Tensor, /) -> Work:
-        """Gives everybody's `own` to all, one after the other in `every`."""
+    def _allgather_base(self, every: Tensor, own: Tensor, /) -> CommunicatorWork:
+        """Writes the `own` of all ranks into `every` of each rank, in the order of the ranks."""
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
-    ) -> Work:
-        """Gives each rank its piece of `sent`; equal pieces if no sizes are given."""
+    ) -> CommunicatorWork:
+        """Sends each rank its slice of `sent`. The slices are equal if no sizes are given."""
 
     def abort(self) -> None:
-        """Ends what it waits for. May wait until all communicators of the device have been told to end, too."""
+        """Ends all operations. May block until all communicators of the device are being aborted as well."""
 
     def shutdown(self) -> None:
-        """Gives back what it has taken. Its other ends do so at the same time."""
+        """Releases the communicator. Collective."""
 
 
 class Members(NamedTuple):
-    """Who a communicator connects."""
+    """The processes that a communicator connects."""
 
     name: str
-    """Of the communicator, the same on all of them, which no other one has in `store`."""
+    """The name of the communicator: the same on all members, and unique in `store`."""
     ranks: tuple[int, ...]
-    """In ascending order."""
+    """The ranks of the members, in ascending order."""
     rank: int
-    """This process."""
+    """The rank of this process."""
     store: Store
-    """Where they meet."""
+    """Where the members exchange their addresses."""
     seconds: float
-    """How long a message may take."""
+    """The timeout of an operation."""
 
-    def place(self, rank: int) -> int:
-        """What the communicator calls `rank`."""
+    def group_rank(self, rank: int) -> int:
+        """The rank that `rank` has inside the communicator."""
         return self.ranks.index(rank)
 
 
-def together(communicator: Communicator, calls: Sequence[Callable[[], Work]]) -> Sequence[Work]:
-    """What `calls` of `communicator` give. NCCL does several in one kernel, so that none waits for another one."""
+def coalesce(communicator: Communicator, calls: Sequence[Callable[[], CommunicatorWork]]) -> Sequence[CommunicatorWork]:
+    """Starts the operations `calls` of `communicator` together. NCCL runs them in one kernel, so that none of them
+    waits for another.
+    """
     if len(calls) == 1 or not communicator.supports_coalescing:
         return [call() for call in calls]
     communicator._start_coalescing()
@@ -96,10 +99,10 @@ def together(communicator: Communicator, calls: Sequence[Callable[[], Work]]) ->
 
 
 def connect_gloo(members: Members) -> Communicator:
-    """A communicator of `members` on the host."""
+    """Makes a communicator of `members` on the host."""
     made = dist.ProcessGroupGloo(
         PrefixStore(members.name, members.store),
-        members.place(members.rank),
+        members.group_rank(members.rank),
         len(members.ranks),
         timedelta(seconds=members.seconds),
     )
@@ -107,41 +110,45 @@ def connect_gloo(members: Members) -> Communicator:
 
 
 def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communicator:
-    """A communicator of `members`, of whom each has a GPU; this one's is `device`. They connect now.
+    """Makes and connects a communicator of `members`, which have one GPU each; `device` is this one's.
 
-    NCCL waits for a message by a kernel, in as many blocks as a communicator has channels, each of which keeps a
-    multiprocessor from computing. By default these are up to 32, of the 132 that an H100 has.
+    A kernel of NCCL waits for each message. It has as many blocks as the communicator has channels, and each block
+    keeps a multiprocessor from computing. NCCL's default is up to 32 channels; an H100 has 132 multiprocessors.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # PyTorch counts from when a message is told of, however late the device comes to it; the watch knows better.
+    # PyTorch measures the timeout from the call, however late the device begins the operation. Our own watchdog
+    # measures better.
     options._timeout = timedelta(days=1)
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas
-    # PyTorch's own thread would end the process at the first error, before any rank could say what went wrong; a watch
-    # of ours looks for errors instead. The other two would have the host wait for messages, and warn of what is meant.
+    # By default a thread of PyTorch ends the process at the first error, before any rank could say what went wrong. Our
+    # own watchdog looks for errors instead. The other two variables turn off blocking waits on the host and a warning
+    # about messages between two ranks, which are intended here.
     with _environment(
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
         TORCH_NCCL_BLOCKING_WAIT="0",
         TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING="false",
     ):
         made = dist.ProcessGroupNCCL(
-            PrefixStore(members.name, members.store), members.place(members.rank), len(members.ranks), options
+            PrefixStore(members.name, members.store), members.group_rank(members.rank), len(members.ranks), options
         )
-        # Otherwise single messages and grouped ones would each connect at their first use, and apart.
+        # Without this call, single and merged messages would each connect at their first use, separately.
         made.eager_connect_single_device(device)
     return cast(Communicator, made)
 
 
 def nccl_failure(communicator: Any) -> str:
-    """What PyTorch has found wrong with `communicator`, which `connect_nccl` made; empty if nothing."""
+    """Describes the error that PyTorch has found in `communicator`, one that `connect_nccl` made; empty if there is
+    none.
+    """
     error = communicator.get_error()
     return "" if error == torch._C._distributed_c10d.ErrorType.SUCCESS else f"NCCL: {error}"
 
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """In its body the environment has `variables`."""
+    """Sets `variables` in the environment for the duration of a block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

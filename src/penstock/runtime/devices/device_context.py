@@ -1,4 +1,4 @@
-"""Where a process computes: its device, and what goes with it."""
+"""The device of a process, with its streams, its timer and its copies to and from the host."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ __all__ = ["DeviceContext", "make_device_context"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """Of the ranks of one process."""
+    """Holds what the ranks of one process compute with."""
 
     device: torch.device
     staging: Staging
-    """To the host and back."""
+    """Copies tensors to the host and back."""
     streams: Streams
     timer: Timer
 
 
 def make_device_context(device: torch.device, ranks: Iterable[int], check: Callable[[], None]) -> DeviceContext:
-    """The site of `ranks`, which compute on `device`. `check` raises if what comes to them has broken off."""
+    """Makes the context of `ranks`, which compute on `device`. `check` raises if their messages have been aborted."""
     return DeviceContext(device, staging_for(device, check), streams_for(device, ranks), timer_for(device))

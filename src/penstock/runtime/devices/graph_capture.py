@@ -1,8 +1,8 @@
-"""What records work of a device, so that the host can have it done again by one call.
+"""Captures work of a device as a graph, so that one call of the host replays it.
 
-A recording has the device do the same operations on the same memory: what it reads is put there before, and what it
-makes lies there until it is done again. Which memory may be overwritten when is decided where recordings are used,
-which is tested with a recorder that the CPU stands in for; here is only what cannot run without a GPU.
+A replay repeats the same operations on the same memory: its inputs are copied there first, and its outputs stay there
+until the next replay. This file holds what needs a real GPU. When memory may be overwritten is decided by the callers,
+which are tested with a capturer that simulates graphs on the CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,64 +12,65 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["GRAPH_CAPTURERS", "CudaGraphCapturer", "GraphCapturer", "Pool", "Work"]
+__all__ = ["GRAPH_CAPTURERS", "GraphCapturer", "GraphPool", "GraphWork"]
 
-Pool: TypeAlias = Any
-"""Memory that recordings take theirs from."""
-Work: TypeAlias = Callable[[], Sequence[Tensor]]
-"""Makes tensors on the device, and reads nothing on the host."""
+GraphPool: TypeAlias = Any
+"""A memory pool that captured graphs allocate from."""
+GraphWork: TypeAlias = Callable[[], Sequence[Tensor]]
+"""Work to capture: launches work on the device, returns the tensors that it makes, and must not synchronize."""
 
 
 class GraphCapturer(Protocol):
-    """Records work of one device."""
+    """Captures the work of one device."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Where work runs before it is recorded, so that nothing is compiled or chosen while it is. After all that this
-        thread did before, and before all that follows.
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Returns a context manager for runs of the work before its capture, so that nothing is compiled or selected
+        during the capture. The runs are ordered after all earlier work of this thread, and before all later work.
         """
 
-    def pool(self) -> Pool:
-        """New memory. Recordings that share it overwrite what the others keep there for themselves."""
+    def pool(self) -> GraphPool:
+        """Makes a new memory pool. Graphs that share a pool overwrite each other's internal memory."""
 
-    def record(self, work: Work, pool: Pool) -> tuple[Sequence[Tensor], Callable[[], None]]:
-        """What `work` returns, whose numbers come when it is done again; and what does it again, in the stream that
-        the thread is in then.
+    def capture(self, work: GraphWork, pool: GraphPool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """Captures `work`. Returns its outputs, which hold numbers after a replay, and a function that replays it in
+        the current stream of the thread.
         """
 
 
-class CudaGraphCapturer:
-    """CUDA graphs, through ``torch.cuda``.
+class _CudaGraphCapturer:
+    """Captures CUDA graphs, through ``torch.cuda``.
 
-    Not by ``torch.cuda.make_graphed_callables``. It waits for the whole device, and so for messages that NCCL is yet to
-    receive from a peer that may wait for this rank; it forbids threads beside this one what they do for messages; and
-    it gives the gradients of weights in memory of the graph, which autograd takes for ``.grad`` as it is, so that the
-    next microbatch overwrites them.
+    It does not use ``torch.cuda.make_graphed_callables``, for three reasons. That function synchronizes the whole
+    device, and so waits for pending NCCL receives from a peer that may itself wait for this rank. It forbids other
+    threads the CUDA calls that messages need. And it returns the gradients of weights in the graph's own memory, which
+    autograd uses as ``.grad`` without a copy, so that the next microbatch overwrites them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Libraries keep memory for each stream that they work on. On a stream that nothing else works on they take it
-        # while work is recorded, from its pool, which nobody empties for them.
-        self._warming, self._recording = (
+        # Libraries allocate a workspace for each stream that they run on. On a stream that is used for nothing else,
+        # this happens during the capture and from the graph's pool, which is never emptied.
+        self._warming, self._capturing = (
             torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         )
 
-    def aside(self) -> AbstractContextManager[None]:
+    def warm_up(self) -> AbstractContextManager[None]:
         return self._on(self._warming)
 
-    def pool(self) -> Pool:
+    def pool(self) -> GraphPool:
         return torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work, pool: Pool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    def capture(self, work: GraphWork, pool: GraphPool) -> tuple[Sequence[Tensor], Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        with self._on(self._recording):
-            # Only this thread is held to what can be recorded: those that carry messages go on.
+        with self._on(self._capturing):
+            # With this mode the restrictions of a capture hold only for this thread. Threads that carry messages
+            # continue.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 results = work()
             except BaseException:
-                # Ending what is broken is an error, too, that says less.
+                # Ending a broken capture raises as well, with a less informative error.
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -85,5 +86,5 @@ class CudaGraphCapturer:
         current.wait_stream(stream)
 
 
-GRAPH_CAPTURERS: dict[str, Callable[[torch.device], GraphCapturer]] = {"cuda": CudaGraphCapturer}
-"""By the type of a device."""
+GRAPH_CAPTURERS: dict[str, Callable[[torch.device], GraphCapturer]] = {"cuda": _CudaGraphCapturer}
+"""Constructors of graph capturers, by device type."""

@@ -1,4 +1,4 @@
-"""Which device a process computes on, where nobody says so, and what its GPU must know before it is first used."""
+"""The device of a process where the user names none, and CUDA's settings that must be made before its first use."""
 
 import os
 
@@ -7,31 +7,32 @@ import torch
 __all__ = ["CONNECTIONS", "count_queues", "local_device", "prepare_gpu"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The environment variable that says by how many queues CUDA feeds a GPU. Streams that share a queue wait for each
-other, so that one that waits for a message keeps others from going on."""
-MOST_CONNECTIONS, USUAL_CONNECTIONS = 32, 8
-"""What CUDA can do, and what it does if nobody says anything."""
+"""The environment variable for the number of hardware queues through which CUDA feeds a GPU. Streams that share a queue
+wait for each other, so that one that waits for a message blocks others.
+"""
+_MOST_CONNECTIONS, _USUAL_CONNECTIONS = 32, 8
+"""The largest value that CUDA supports, and its default."""
 
 
 def prepare_gpu() -> None:
-    """Has CUDA use as many queues as it can, unless the user says how many. Called before the GPU is first used; after
-    that CUDA reads the variable no more.
+    """Makes CUDA use as many queues as it can, unless the user has set their number. It is called before the GPU is
+    first used; CUDA does not read the variable again after that.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+        os.environ.setdefault(CONNECTIONS, str(_MOST_CONNECTIONS))
 
 
 def count_queues() -> int:
-    """By how many queues CUDA feeds this process's GPU."""
-    told = os.environ.get(CONNECTIONS, "")
-    return int(told) if told.isdecimal() else USUAL_CONNECTIONS
+    """The number of queues through which CUDA feeds this process's GPU."""
+    value = os.environ.get(CONNECTIONS, "")
+    return int(value) if value.isdecimal() else _USUAL_CONNECTIONS
 
 
 def local_device() -> torch.device:
-    """The GPU of this process, which becomes PyTorch's current one; the CPU if there is none.
+    """Returns the GPU of this process and makes it PyTorch's current one; returns the CPU if there is no GPU.
 
-    ``torchrun`` numbers the processes of a host (``LOCAL_RANK``) and gives each the GPU of its number, or one in turn
-    if there are more processes than GPUs. Without ``torchrun`` it is PyTorch's current GPU.
+    ``torchrun`` numbers the processes of a host (``LOCAL_RANK``). Each takes the GPU of its number, modulo the number
+    of GPUs. Without ``torchrun`` it is PyTorch's current GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,14 +1,15 @@
-"""Tensors of an accelerator on their way through host memory: copied beside the computation, in the right order.
+"""Copies tensors of an accelerator to and from host memory, beside the computation and in the right order.
 
-A message that Gloo carries is copied to host memory when it is sent and to the device when it has come. The copies are
-on streams of their own, one for each direction, so that neither the device's computation nor the computing thread waits
-for them. There is no more than one such pair in a process for each thing that needs one: a GPU has few streams.
+Gloo sends from and receives into host memory, so a message is copied to the host before it is sent and to the device
+after it has arrived. The copies run on two streams of their own, one for each direction, so that they block neither the
+computation on the device nor the computing thread. Each user of this file shares one such pair of streams, since a GPU
+has few.
 
-Laws of this file:
-  1. A copy comes after what the computing stream had in it when the tensor was handed over, and what the computing
-     stream does with a tensor comes after the copy that brought it.
-  2. Memory that two streams use is given away by neither before the other one is done with it.
-  3. Only `Event.synchronize` waits on the host, and only threads beside the computing one call it.
+Invariants of this file:
+  1. A copy comes after all work that was in the computing stream when the tensor was handed over. Work of the computing
+     stream on a tensor comes after the copy that brought it.
+  2. Memory that two streams use is not reused before both are done with it.
+  3. Only `Event.synchronize` blocks the host, and only threads beside the computing one call it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,65 +21,65 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, Layout, Stream, accelerator_of
 
-__all__ = ["NOTHING", "DeviceStaging", "HostStaging", "Staged", "Staging", "on_host", "staging_for"]
+__all__ = ["NOTHING_STAGED", "DeviceStaging", "HostStaging", "Staged", "Staging", "on_host", "staging_for"]
 
 Staged: TypeAlias = tuple[Sequence[Tensor], Event]
-"""Tensors, and when they are there."""
+"""Tensors, and the event after which they hold their values."""
 
 
 class Staging(Protocol):
-    """The way between a device and the host."""
+    """Moves tensors between a device and the host."""
 
-    apart: bool
+    separate_memory: bool
     """Whether the device has memory of its own."""
 
     def enter_thread(self) -> None:
-        """Called by a thread before it does anything else here."""
+        """Makes this object usable from this thread. A thread calls it before anything else here."""
 
     def host_memory(self, layout: Layout) -> Tensor:
-        """Memory of the host to receive in."""
+        """Allocates host memory to receive in."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> Staged:
-        """Copies of `tensors` on the host. Called on the computing thread."""
+        """Starts to copy `tensors` to the host. Called on the computing thread."""
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
-        """Copies on the device of `tensors`, which are in `host_memory`. Called on any thread."""
+        """Starts to copy `tensors`, which are in `host_memory`, to the device. Called on any thread."""
 
-    def stay(self, tensors: Sequence[Tensor]) -> Staged:
-        """`tensors` themselves, which this thread has computed, for who computes on another stream."""
+    def in_place(self, tensors: Sequence[Tensor]) -> Staged:
+        """Returns `tensors` with an event recorded on the current stream, so that another stream can wait for them."""
 
-    def follow(self, staged: Staged) -> Sequence[Tensor]:
-        """The tensors, for the stream that this thread computes on, which goes on when they are there."""
+    def wait_for(self, staged: Staged) -> Sequence[Tensor]:
+        """Returns the tensors, and makes the current stream wait until they hold their values."""
 
 
-class _Now:
-    """What has been already."""
+class _CompletedEvent:
+    """An event that is already over."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Returns at once."""
 
 
-_NOW = _Now()
+_COMPLETED = _CompletedEvent()
 
 
 def on_host(tensors: Sequence[Tensor]) -> Staged:
-    """`tensors`, which are on the host."""
-    return tensors, _NOW
+    """Returns `tensors`, which are on the host and ready."""
+    return tensors, _COMPLETED
 
 
-NOTHING = on_host(())
+NOTHING_STAGED = on_host(())
 
 
 class HostStaging:
-    """For tensors that are on the host anyway."""
+    """Passes tensors through that are on the host anyway."""
 
-    apart = False
+    separate_memory = False
 
     def enter_thread(self) -> None:
-        """The host is every thread's."""
+        """Does nothing: every thread can use the host."""
 
     def host_memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
@@ -90,15 +91,15 @@ class HostStaging:
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
         return on_host(tensors)
 
-    def stay(self, tensors: Sequence[Tensor]) -> Staged:
+    def in_place(self, tensors: Sequence[Tensor]) -> Staged:
         return on_host(tensors)
 
-    def follow(self, staged: Staged) -> Sequence[Tensor]:
+    def wait_for(self, staged: Staged) -> Sequence[Tensor]:
         return staged[0]
 
 
-class _Checked:
-    """An event that says nothing of what came before it if that was broken off; `check` raises why it was."""
+class _CheckedEvent:
+    """An event that also passes if the work before it was aborted. `check` raises the reason in that case."""
 
     def __init__(self, event: Event, check: Callable[[], None]) -> None:
         self.query, self._event, self._check = event.query, event, check
@@ -109,22 +110,22 @@ class _Checked:
 
 
 class DeviceStaging:
-    """For tensors of `accelerator`, on a stream for copies to the host and one for copies to the device.
+    """Stages the tensors of `accelerator`, on one stream for copies to the host and one for copies to the device.
 
-    `check` raises why the device was kept from computing them, if it was: what is on the host then is of no use.
+    `check` raises if the work of the device was aborted: the copies on the host are then worthless.
     """
 
-    apart = True
+    separate_memory = True
 
     def __init__(self, accelerator: Accelerator, check: Callable[[], None] = lambda: None) -> None:
         self._accelerator, self._check = accelerator, check
 
     @cached_property
-    def _out(self) -> Stream:
+    def _to_host_stream(self) -> Stream:
         return self._accelerator.stream()
 
     @cached_property
-    def _in(self) -> Stream:
+    def _to_device_stream(self) -> Stream:
         return self._accelerator.stream()
 
     def enter_thread(self) -> None:
@@ -134,43 +135,44 @@ class DeviceStaging:
         return self._accelerator.host_memory(layout)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Staged:
-        accelerator, stream = self._accelerator, self._out
-        accelerator.wait(stream, accelerator.record(accelerator.current()))
+        accelerator, stream = self._accelerator, self._to_host_stream
+        accelerator.wait(stream, accelerator.record_event(accelerator.current()))
         copies = []
         for tensor in tensors:
             copy = accelerator.host_memory(_layout(tensor))
             accelerator.copy(copy, tensor.detach(), stream)
-            # It was made on the computing stream, which would use its memory again as soon as nobody holds it.
-            accelerator.keep(tensor, stream)
+            # The tensor belongs to the computing stream, whose allocator would reuse the memory as soon as the tensor
+            # is dropped.
+            accelerator.record_stream(tensor, stream)
             copies.append(copy)
-        return copies, _Checked(accelerator.record(stream), self._check)
+        return copies, _CheckedEvent(accelerator.record_event(stream), self._check)
 
     def to_device(self, tensors: Sequence[Tensor]) -> Staged:
-        accelerator, stream = self._accelerator, self._in
+        accelerator, stream = self._accelerator, self._to_device_stream
         copies = []
         for tensor in tensors:
             copy = accelerator.device_memory(_layout(tensor), stream)
             accelerator.copy(copy, tensor, stream)
             copies.append(copy)
-        return copies, accelerator.record(stream)
+        return copies, accelerator.record_event(stream)
 
-    def stay(self, tensors: Sequence[Tensor]) -> Staged:
-        return tensors, self._accelerator.record(self._accelerator.current())
+    def in_place(self, tensors: Sequence[Tensor]) -> Staged:
+        return tensors, self._accelerator.record_event(self._accelerator.current())
 
-    def follow(self, staged: Staged) -> Sequence[Tensor]:
+    def wait_for(self, staged: Staged) -> Sequence[Tensor]:
         tensors, event = staged
         if not tensors:
             return tensors
         current = self._accelerator.current()
         self._accelerator.wait(current, event)
         for tensor in tensors:
-            # It was made on another stream.
-            self._accelerator.keep(tensor, current)
+            # The tensor was allocated on another stream.
+            self._accelerator.record_stream(tensor, current)
         return tensors
 
 
 def staging_for(device: torch.device, check: Callable[[], None] = lambda: None) -> Staging:
-    """For tensors on `device`: a CPU or a GPU, whose computation fails as `check` says."""
+    """Makes the staging for tensors on `device`. `check` raises if its work was aborted."""
     accelerator = accelerator_of(device)
     return HostStaging() if accelerator is None else DeviceStaging(accelerator, check)
 

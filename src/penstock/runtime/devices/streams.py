@@ -1,15 +1,17 @@
-"""The streams of a process's ranks on their device, and how these streams meet.
+"""The streams of a process's ranks on their device, and the order between them.
 
-Ranks that share a device compute on a stream each, so that it does the work of one while another one waits. Versions of
-weights are made on one more stream, beside what still computes with older versions.
+Ranks that share a device compute on one stream each, so that the device works for one rank while another one waits.
+Updates run on one more stream, beside computation that still reads older weight versions.
 
-Laws of this file:
-  1. What a part of the schedule does comes after all that the caller's stream had in it before, and all that comes into
-     the caller's stream after the part comes after the whole of it: between steps the user sees the newest weights.
-  2. An update comes after all that has read the weights that it may overwrite, and whatever reads a version comes after
-     the update that made it.
-  3. Gradients are kept until the stream that they were made on has waited for the update. An allocator that is told of
-     both streams instead gives their memory away only when the update is done, and the host is ahead of that.
+Invariants of this file:
+  1. The work of a segment of the schedule (a step or a drain) comes after all work that was in the caller's stream
+     before, and all later work in the caller's stream comes after the whole segment. So the user sees the newest
+     weights between steps.
+  2. An update comes after all work that has read the weights that it may overwrite. All work that reads a version comes
+     after the update that made it.
+  3. Gradients are kept alive until the stream that they were made on has waited for the update. Recording both streams
+     with the allocator would instead return the memory only when the update is done on the device, and the host runs
+     ahead of that.
 """
 
 from collections import deque
@@ -22,31 +24,32 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, Stream, accelerator_of
 
-__all__ = ["DeviceStreams", "HostStreams", "Streams", "UpdateOrder", "streams_for"]
+__all__ = ["DeviceStreams", "Streams", "UpdateOrder", "streams_for"]
 
 
 class Streams(Protocol):
-    """Those of the ranks of a process."""
+    """The streams of the ranks of one process."""
 
     def on(self, rank: int) -> AbstractContextManager[object]:
-        """In its body this thread computes for `rank`."""
+        """Returns a context manager in which this thread computes for `rank`."""
 
-    def part(self) -> AbstractContextManager[None]:
-        """Around a part of the schedule."""
+    def ordered_segment(self) -> AbstractContextManager[None]:
+        """Returns a context manager that orders a segment of the schedule with the caller's stream."""
 
     def order(self, rank: int, sharing: Sequence[int]) -> "UpdateOrder | None":
-        """Between the updates of a stage that `rank` holds and what computes with it; `sharing` are the other ranks of
-        this process that hold some of the same weights. None where everything is done in the order of the program.
+        """Makes the order between the updates of a stage that `rank` holds and the computation that uses it. `sharing`:
+        the other ranks of this process that hold some of the same weights. None on a device that executes all work in
+        the order of the program.
         """
 
 
-class HostStreams:
-    """For ranks that compute on a CPU."""
+class _HostStreams:
+    """Ranks that compute on a CPU."""
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def part(self) -> AbstractContextManager[None]:
+    def ordered_segment(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def order(self, rank: int, sharing: Sequence[int]) -> "UpdateOrder | None":
@@ -54,7 +57,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """For `ranks` that share the device `accelerator`. One alone computes on the caller's stream."""
+    """Streams of `ranks`, which share the device `accelerator`. A single rank computes on the caller's stream."""
 
     def __init__(self, accelerator: Accelerator, ranks: Iterable[int]) -> None:
         self._accelerator = accelerator
@@ -67,20 +70,20 @@ class DeviceStreams:
         return self._accelerator.on(self._own[rank]) if self._own else nullcontext()
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def ordered_segment(self) -> Iterator[None]:
         accelerator = self._accelerator
         caller = accelerator.current()
         if self._own:
-            begun = accelerator.record(caller)
+            begun = accelerator.record_event(caller)
             for stream in self._own.values():
                 accelerator.wait(stream, begun)
         try:
             yield
         finally:
-            updated = accelerator.record(self._updates)
+            updated = accelerator.record_event(self._updates)
             for stream in self._own.values():
                 accelerator.wait(stream, updated)
-                accelerator.wait(caller, accelerator.record(stream))
+                accelerator.wait(caller, accelerator.record_event(stream))
             accelerator.wait(caller, updated)
             for order in self._orders:
                 order.forget()
@@ -91,61 +94,62 @@ class DeviceStreams:
         return made
 
 
-class _Made(NamedTuple):
-    """A version that is being made."""
+class _PendingVersion(NamedTuple):
+    """A weight version whose update is in the stream of updates."""
 
     version: int
     event: Event
     gradients: object
-    """What it is made of."""
+    """The gradients that the update reads. They are kept alive."""
 
 
 class UpdateOrder:
-    """Of a stage whose weights `sharing`, streams of other ranks, read as well, and `updates` writes.
+    """Orders the updates of one stage, which run in the stream `updates`, with the computation of its rank and with
+    `sharing`, the streams of other ranks that read the same weights.
 
-    Its methods are called where the stage's rank computes.
+    Its methods are called while the stream of the stage's rank is current.
     """
 
     def __init__(self, accelerator: Accelerator, updates: Stream, sharing: Sequence[Stream]) -> None:
         self._accelerator, self._updates = accelerator, updates
         self._sharing = tuple(sharing)
-        self._made: deque[_Made] = deque()
-        """Versions that this rank's stream has not waited for, oldest first."""
+        self._pending: deque[_PendingVersion] = deque()
+        """The versions that this rank's stream has not waited for, oldest first."""
 
     @contextmanager
     def making(self, version: int, gradients: dict[str, Tensor]) -> Iterator[None]:
-        """In its body this thread makes `version` out of `gradients`."""
+        """Returns a context manager in which this thread makes `version` out of `gradients`."""
         accelerator = self._accelerator
         for stream in (accelerator.current(), *self._sharing):
-            accelerator.wait(self._updates, accelerator.record(stream))
+            accelerator.wait(self._updates, accelerator.record_event(stream))
         with accelerator.on(self._updates):
             yield
-        self._made.append(_Made(version, accelerator.record(self._updates), dict(gradients)))
+        self._pending.append(_PendingVersion(version, accelerator.record_event(self._updates), dict(gradients)))
 
     def read(self, version: int) -> None:
-        """What this rank computes from now on may read `version`."""
-        if self._made and self._made[0].version <= version:
+        """Orders work that may read `version`: this rank's later work comes after its update."""
+        if self._pending and self._pending[0].version <= version:
             self._follow(version)
 
     def settle(self) -> None:
-        """This rank is about to make gradients: those of the last update are let go of first."""
-        if self._made:
-            self._follow(self._made[-1].version)
+        """Releases the gradients of the last update. It is called before this rank makes new ones."""
+        if self._pending:
+            self._follow(self._pending[-1].version)
 
     def forget(self) -> None:
-        """This rank's stream goes on after all that has been done."""
-        self._made.clear()
+        """Drops all pending versions. It is called when the rank's stream has been ordered after all updates."""
+        self._pending.clear()
 
     def _follow(self, version: int) -> None:
-        made = [one for one in self._made if one.version <= version]
-        # Some of the weights may be updated with another stage that shares them, perhaps later.
-        event = self._accelerator.record(self._updates) if self._sharing else made[-1].event
+        made = [one for one in self._pending if one.version <= version]
+        # Another stage that shares some of the weights may update them, perhaps later.
+        event = self._accelerator.record_event(self._updates) if self._sharing else made[-1].event
         self._accelerator.wait(self._accelerator.current(), event)
         for _ in made:
-            self._made.popleft()
+            self._pending.popleft()
 
 
 def streams_for(device: torch.device, ranks: Iterable[int]) -> Streams:
-    """For `ranks`, which compute on `device`."""
+    """Makes the streams of `ranks`, which compute on `device`."""
     accelerator = accelerator_of(device)
-    return HostStreams() if accelerator is None else DeviceStreams(accelerator, ranks)
+    return _HostStreams() if accelerator is None else DeviceStreams(accelerator, ranks)

@@ -1,11 +1,11 @@
-"""Moments: when something was done, on the host's clock, or when a device will have come so far in its stream.
+"""Timestamps of actions: on the host's clock, or of the position that a device reaches in its stream.
 
-A device does later what it is told, so what the host sees of an action is how long it took to tell. Marks in the stream
-cost a few microseconds and no waiting; what they say is asked for when somebody wants to know.
+A device executes work after the host has queued it, so the host's clock only shows how long queueing took. Timed events
+in the stream cost a few microseconds and block nothing. They are read only on demand.
 
-To make an event costs more than to record it, and there are two for every action, whether or not anybody asks. So an
-event is recorded again once nobody refers to its mark. What refers to a mark is a record of the last minibatches, a
-forecast, or whoever reads a timeline; none of them has to give anything back.
+Creating an event costs more than recording it, and every action needs two, whether or not they are ever read. So the
+event of a timestamp that is no longer referenced is recorded again. The timings of the last minibatches, the checks of
+predictions and open timelines hold references; none of them has to release anything explicitly.
 """
 
 import time
@@ -16,11 +16,11 @@ import torch
 
 from penstock.runtime.devices.accelerators import Accelerator, Event, accelerator_of
 
-__all__ = ["DeviceTimer", "EventTimestamp", "HostTimer", "Timer", "Timestamp", "timer_for"]
+__all__ = ["DeviceTimer", "HostTimer", "Timer", "Timestamp", "timer_for"]
 
 
-class EventTimestamp:
-    """A place in a stream, which `event` is at. It goes to `free` when nobody refers to the mark any more."""
+class _EventTimestamp:
+    """The position of `event` in a stream. When the timestamp is no longer referenced, its event goes to `free`."""
 
     __slots__ = ("_free", "event")
 
@@ -31,73 +31,75 @@ class EventTimestamp:
         self._free.append(self.event)
 
 
-Timestamp: TypeAlias = float | EventTimestamp
-"""A moment: in seconds of ``time.perf_counter``, or a place in a stream."""
+Timestamp: TypeAlias = float | _EventTimestamp
+"""Seconds of ``time.perf_counter``, or a position in a stream."""
 
 
 class Timer(Protocol):
-    """How moments are taken and read."""
+    """Takes and reads timestamps."""
 
     def now(self) -> Timestamp:
-        """This one; on a device, the one when all that this thread's stream has in it will be done."""
+        """A timestamp of now; on a device, of the end of all work that is in this thread's current stream."""
 
-    def passed(self, mark: Timestamp) -> bool:
-        """Whether it is over."""
+    def passed(self, timestamp: Timestamp) -> bool:
+        """Whether the timestamp has been reached."""
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
-        """From one moment to another; both are over, or are waited for."""
+        """The seconds between two timestamps. Blocks until both have been reached."""
 
-    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
-        """In seconds of ``time.perf_counter``. Waits for all that this thread's stream has in it."""
+    def to_host_seconds(self, timestamps: Sequence[Timestamp]) -> list[float]:
+        """Converts timestamps to seconds of ``time.perf_counter``. Blocks until the work in this thread's current
+        stream is done.
+        """
 
 
 class HostTimer:
-    """Of the host's clock."""
+    """Reads the host's clock."""
 
     now = staticmethod(time.perf_counter)
 
-    def passed(self, mark: Timestamp) -> bool:
+    def passed(self, timestamp: Timestamp) -> bool:
         return True
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
         return cast(float, stop) - cast(float, start)
 
-    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
-        return [cast(float, mark) for mark in marks]
+    def to_host_seconds(self, timestamps: Sequence[Timestamp]) -> list[float]:
+        return [cast(float, timestamp) for timestamp in timestamps]
 
 
 class DeviceTimer:
-    """Of the streams of `accelerator`, whose clock runs by itself: it is set by the host's whenever it is read."""
+    """Reads the streams of `accelerator`. Each conversion to host seconds synchronizes the two clocks."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._free: list[Event] = []
-        """Events of marks that are gone. Threads take from it and add to it, each by one call that is not divided."""
+        """Events of dropped timestamps. Threads pop and append them, both atomic operations."""
 
-    def now(self) -> EventTimestamp:
+    def now(self) -> _EventTimestamp:
         try:
             event: Event | None = self._free.pop()
         except IndexError:
             event = None
-        return EventTimestamp(self._accelerator.mark(event), self._free)
+        return _EventTimestamp(self._accelerator.record_timed_event(event), self._free)
 
-    def passed(self, mark: Timestamp) -> bool:
-        return cast(EventTimestamp, mark).event.query()
+    def passed(self, timestamp: Timestamp) -> bool:
+        return cast(_EventTimestamp, timestamp).event.query()
 
     def seconds(self, start: Timestamp, stop: Timestamp) -> float:
-        begun, ended = cast(EventTimestamp, start).event, cast(EventTimestamp, stop).event
+        begun, ended = cast(_EventTimestamp, start).event, cast(_EventTimestamp, stop).event
         begun.synchronize()
         ended.synchronize()
         return self._accelerator.seconds(begun, ended)
 
-    def on_clock(self, marks: Sequence[Timestamp]) -> list[float]:
+    def to_host_seconds(self, timestamps: Sequence[Timestamp]) -> list[float]:
         now = self.now()
         now.event.synchronize()
         host = time.perf_counter()
-        return [host - self.seconds(mark, now) for mark in marks]
+        return [host - self.seconds(timestamp, now) for timestamp in timestamps]
 
 
 def timer_for(device: torch.device) -> Timer:
-    """Those of what computes on `device`."""
+    """Makes the timer for computation on `device`."""
     accelerator = accelerator_of(device)
     return HostTimer() if accelerator is None else DeviceTimer(accelerator)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock.runtime.engine.local_stages import LocalStage
-from penstock.runtime.transport.transport import Edge, Transport
+from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.scheduling.placements import Placement
 
 __all__ = ["share_buffers"]
@@ -30,12 +30,12 @@ def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Pla
     for rank, index, buffers, ranks in replicated:
         if rank == ranks[0]:
             for other in ranks[1:]:
-                edge = Edge(rank, other, "buffers")
+                edge = Edge(rank, other, Channel.BUFFERS)
                 # Copies: training goes on in the buffers themselves.
                 transport.send(edge, ("buffers", index), [buffer.detach().clone() for buffer in buffers])
     for rank, index, buffers, ranks in replicated:
         if rank != ranks[0]:
-            message = transport.post(Edge(ranks[0], rank, "buffers"), ("buffers", index)).wait()
+            message = transport.post(Edge(ranks[0], rank, Channel.BUFFERS), ("buffers", index)).wait()
             with torch.no_grad():
                 for buffer, found in zip(buffers, message, strict=True):
                     assert found is not None

@@ -50,7 +50,7 @@ LocalStages: TypeAlias = Mapping[int, Mapping[int, LocalStage]]
 class Engine:
     """Runs `schedule` on the `stages` of this process with one worker for each of its ranks.
 
-    `forecast`: is told how long steps take on `site`. `seed`: of the random layers.
+    `forecast`: is told how long steps take on `context`. `seed`: of the random layers.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         workers: Sequence[Worker],
         transport: Transport,
         forecast: Forecast | None,
-        site: DeviceContext,
+        context: DeviceContext,
         seed: int | None,
     ) -> None:
         self.seed = seed
@@ -69,8 +69,8 @@ class Engine:
         """What was done in the last minibatches."""
         self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
         self._ranks = tuple(stages)
-        self._reports = Reports(transport, self._ranks, self._ranks[0], site.device, site.staging)
-        self._forecast, self._site = forecast, site
+        self._reports = Reports(transport, self._ranks, self._ranks[0], context.device, context.staging)
+        self._forecast, self._context = forecast, context
         last = schedule.stages - 1
         self._told = [worker.scales for worker in workers if worker.scales is not None and last in worker.stages]
         """The courses of the loss scale on those ranks that have the last stage."""
@@ -91,12 +91,12 @@ class Engine:
         first = self._minibatch * self._schedule.microbatches
         current = self._training_pass(first + self._schedule.microbatches)
         measured = self._forecast and self._forecast.wants(self._minibatch, (part.samples for part in microbatches))
-        start = self._site.timer.now() if measured else 0.0
+        start = self._context.timer.now() if measured else 0.0
         self._run(current, microbatches, first, self._schedule, Step(self._minibatch))
         self._minibatch += 1
         if self._forecast:
             if measured:
-                self._forecast.add(start, self._site.timer.now(), self.records[-1])
+                self._forecast.add(start, self._context.timer.now(), self.records[-1])
             self._forecast.compare()
         return self._reports.loss(current, self._schedule.placement, range(first, first + len(microbatches)))
 
@@ -155,12 +155,14 @@ class Engine:
         for course in self._told:
             course.load_state(state.get("loss_scale", {}))
 
-    def timeline(self, world: World, lanes: int, minibatches: int) -> Timeline:
-        """What every rank did in its last `minibatches`. `lanes`: so many processes do the same. Collective."""
-        # The first lane of a rank tells of it.
-        told = list(self.records)[-minibatches:] if world.rank % lanes == 0 else []
+    def timeline(self, world: World, tensor_parallel_size: int, minibatches: int) -> Timeline:
+        """What every rank did in its last `minibatches`. Collective.
+
+        `tensor_parallel_size`: the number of processes of a rank. They do the same, and the first one reports it.
+        """
+        told = list(self.records)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
         mine = [record for records in told for record in records]
-        times = iter(self._site.timer.on_clock([mark for *_, start, stop in mine for mark in (start, stop)]))
+        times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in mine for mark in (start, stop)]))
         timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in mine]
         records = [record for some in world.gather(timed) for record in some]
         zero = min((start for _, _, start, _ in records), default=0.0)
@@ -198,8 +200,8 @@ class Engine:
         for worker in self._workers:
             worker.begin(current, schedule, numbered, programs[worker.rank])
         trains = schedule is self._schedule and isinstance(part, Step)
-        with self._site.streams.part():
-            run_programs(self._workers, programs, self._site.streams, self._prepare if trains else None)
+        with self._context.streams.ordered_segment():
+            run_programs(self._workers, programs, self._context.streams, self._prepare if trains else None)
         records = [record for worker in self._workers for record in worker.end()]
         if current.training:
             self.records.append(records)
@@ -221,7 +223,7 @@ def make_workers(
     counted: Mapping[int, Mapping[str, nn.Parameter]],
     updater: Updater,
     transport: Transport,
-    site: DeviceContext,
+    context: DeviceContext,
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters whose norms it tells."""
     return [
@@ -233,10 +235,12 @@ def make_workers(
             recipe.loss_fn,
             updater,
             transport,
-            partial(recipe.computing, site.device) if recipe.autocast else None,
-            Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm, site.device) if schedule.norms else None,
+            partial(recipe.computing, context.device) if recipe.autocast else None,
+            Norms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
+            if schedule.norms
+            else None,
             LossScaler(recipe.scaling) if recipe.scaling else None,
-            site.timer.now,
+            context.timer.now,
         )
         for rank, own in stages.items()
     ]

@@ -45,7 +45,7 @@ class Mailbox:
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
         """By receive, where its pieces come from, in the order of their rows."""
-        self._tickets: dict[tuple[Action, Edge], PendingMessage] = {}
+        self._receives: dict[tuple[Action, Edge], PendingMessage] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
@@ -55,7 +55,7 @@ class Mailbox:
             self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
         self._microbatches = microbatches
-        self._transport.begin()
+        self._transport.begin_segment()
         for action in program:
             if isinstance(action, _RECEIVES):
                 edges = self._awaited[action] = self._edges_to(action)
@@ -96,22 +96,22 @@ class Mailbox:
             self._arrived[target, microbatch, stage] = message
             return
         # Now, since a backward of the rank's first stage is the last that is known of a microbatch.
-        form = self._form(stage, target, microbatch)
+        kind = self._kind(stage, target, microbatch)
         if self._placement.split:
             parts = self._scatter(stage, microbatch, target, message)
         else:
             parts = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), form, part) for rank, part in parts.items()]
+        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), kind, part) for rank, part in parts.items()]
 
     def send(self, action: Send) -> None:
         """Sends what was left for it."""
-        for edge, form, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
-            self._transport.send(edge, form, message)
+        for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
+            self._transport.send(edge, kind, message)
 
     def receive(self, action: Receive) -> None:
         """Waits for a message, which `take` then gives."""
         edges = self._awaited.pop(action)
-        message = _gather([self._tickets.pop((action, edge)).wait() for edge in edges], self._joins(action))
+        message = _gather([self._receives.pop((action, edge)).wait() for edge in edges], self._joins(action))
         self._arrived[action.stage, action.microbatch, action.source] = message
         for edge in edges:
             self._post(edge)
@@ -119,7 +119,7 @@ class Mailbox:
     def send_tied(self, action: SendTied, message: Message) -> None:
         """Sends the gradients of weights that two stages share."""
         edge = Edge(self.rank, peer(action, self.rank, self._placement))
-        self._transport.send(edge, self._tied_form(action.stage, action.target, action.version), message)
+        self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
 
     def receive_tied(self, action: ReceiveTied) -> Message:
         """Waits for such gradients."""
@@ -128,8 +128,8 @@ class Mailbox:
     def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
         """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
         for rank in peers(action, self.rank, self._placement):
-            form = ("norms", action.stage, action.target, len(norms))
-            self._transport.send(Edge(self.rank, rank), form, tuple(norms))
+            kind = ("norms", action.stage, action.target, len(norms))
+            self._transport.send(Edge(self.rank, rank), kind, tuple(norms))
 
     def receive_norms(self, action: ReceiveNorms) -> Message:
         """Waits to be told."""
@@ -137,13 +137,13 @@ class Mailbox:
 
     def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
         (edge,) = self._awaited.pop(action)
-        message = self._tickets.pop((action, edge)).wait()
+        message = self._receives.pop((action, edge)).wait()
         self._post(edge)
         return message
 
     def ready(self, action: Receive | ReceiveTied | ReceiveNorms) -> bool:
         """Whether the message has come."""
-        return all(self._tickets[action, edge].ready() for edge in self._awaited[action])
+        return all(self._receives[action, edge].ready() for edge in self._awaited[action])
 
     def _post(self, edge: Edge) -> None:
         """Posts the next receive that is due on `edge`, if there is one."""
@@ -151,15 +151,15 @@ class Mailbox:
             action = due.popleft()
             match action:
                 case Receive(stage, microbatch, source):
-                    form = self._form(source, stage, microbatch)
+                    kind = self._kind(source, stage, microbatch)
                 case ReceiveTied(stage, version, source):
-                    form = self._tied_form(source, stage, version)
+                    kind = self._tied_kind(source, stage, version)
                 case ReceiveNorms(stage, version, source):
                     norms = carried_norms(self._schedule, source, version, stage)
-                    form = ("norms", source, stage, len(norms))
+                    kind = ("norms", source, stage, len(norms))
                 case _:
                     assert_never(action)
-            self._tickets[action, edge] = self._transport.post(edge, form)
+            self._receives[action, edge] = self._transport.post(edge, kind)
 
     def _edges_to(self, action: Receive | ReceiveTied | ReceiveNorms) -> tuple[Edge, ...]:
         if isinstance(action, Receive) and self._placement.split:
@@ -167,10 +167,10 @@ class Mailbox:
             return tuple(Edge(source, self.rank) for source in sources)
         return (Edge(peer(action, self.rank, self._placement), self.rank),)
 
-    def _form(self, source: int, target: int, microbatch: int) -> Hashable:
+    def _kind(self, source: int, target: int, microbatch: int) -> Hashable:
         return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
 
-    def _tied_form(self, source: int, target: int, version: int) -> Hashable:
+    def _tied_kind(self, source: int, target: int, version: int) -> Hashable:
         # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.
         own = source if self.rank in self._placement.stages[source] else target
         return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)

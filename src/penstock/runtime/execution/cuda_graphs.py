@@ -31,7 +31,7 @@ from torch.func import functional_call
 from penstock.capturing.chain import Around, StageModule
 from penstock.capturing.preservation import preserved
 from penstock.errors import PenstockError
-from penstock.runtime.devices.graph_capture import GraphCapturer, Pool
+from penstock.runtime.devices.graph_capture import GraphCapturer, GraphPool
 
 __all__ = ["CudaGraphStage"]
 
@@ -100,7 +100,7 @@ class _Stage:
     """Their memory in other leaves."""
     names: dict[str, nn.Parameter] = field(init=False)
     """The aliases by each place where a layer has them; one that the module has under several names is one place."""
-    backwards: Pool = field(init=False)
+    backwards: GraphPool = field(init=False)
     """Memory of all backwards: nothing of one is wanted when the next one begins."""
     outputs: tuple[tuple[Tensor, bool], ...] = ()
     """What a forward returns, on the meta device, and whether it has a gradient: known from the first place on."""
@@ -188,7 +188,7 @@ class _Recording:
         stage = self._stage
         buffers = list(stage.module.buffers())
         found: _Found = ()
-        with stage.recorder.aside():
+        with stage.recorder.warm_up():
             for _ in range(WARM_UPS):
                 self._compute()
                 found = self._differentiate([torch.zeros_like(o) for o in self._live if o.requires_grad])
@@ -217,10 +217,10 @@ class _Recording:
     def _record(self) -> None:
         stage, recorder = self._stage, self._stage.recorder
         try:
-            outputs, self._go_forward = recorder.record(self._compute, recorder.pool())
+            outputs, self._go_forward = recorder.capture(self._compute, recorder.pool())
             self._outputs = tuple([output.detach() for output in outputs])
             if self._starts:
-                _, self._go_backward = recorder.record(self._keep_gradients, stage.backwards)
+                _, self._go_backward = recorder.capture(self._keep_gradients, stage.backwards)
         except RuntimeError as error:
             raise PenstockError(
                 f"stage {stage.number} ({', '.join(stage.module.names)}) cannot be recorded as a CUDA graph: expected "

@@ -1,8 +1,8 @@
-"""Transport: ordered messages between ranks, sums over replicas, failures, and the processes that a pipeline runs in.
+"""Transport: ordered messages between ranks, sums over replicas, failures, and the processes of a pipeline.
 
-May import ``devices``. Start reading in ``transport.py``, the protocol that the engine speaks to. Then
-``backend_selection.py`` chooses between ``shared_memory/``, ``nccl/`` and ``gloo/``, and ``endpoints.py`` connects.
-A new transport is a room beside these three, a value of ``Backend``, and its lines in ``endpoints.py``.
+May import ``devices``. Start reading in ``transport.py``, the protocol that the engine uses. Then
+``backend_selection.py`` chooses between ``shared_memory/``, ``nccl/`` and ``gloo/``, and ``endpoints.py`` connects. A
+new backend is a room beside these three, a value of ``Backend``, and its lines in ``endpoints.py``.
 """
 
 __all__: list[str] = []

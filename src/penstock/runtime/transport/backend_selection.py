@@ -1,11 +1,12 @@
-"""What carries the messages of each edge: shared memory, NCCL, or Gloo, which works everywhere.
+"""Selects the backend of each edge: shared memory, NCCL, or Gloo, which works everywhere.
 
   shared memory  between processes of one host that compute on CPUs
-  NCCL           between GPUs, each of one process: what stages send each other, and sums over replicas
-  Gloo           all else; tensors of a GPU pass through host memory. NCCL refuses two processes on one GPU. Reports are
-                 read on the host, and buffers are shared once in a while: neither is worth a communicator's memory.
+  NCCL           between processes with a GPU each: messages between stages, and sums over replicas
+  Gloo           everything else. Tensors of a GPU pass through host memory. NCCL refuses two processes on one GPU.
+                 Reports are read on the host, and buffers are shared rarely: neither is worth the memory of a
+                 communicator.
 
-Law of this file: every rank chooses from what all ranks said, so that all choose the same.
+Invariant of this file: every rank chooses from what all ranks have gathered, so that all choose the same.
 """
 
 import logging
@@ -21,155 +22,164 @@ import torch
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import CONNECTIONS, count_queues
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Channel, Edge
 
 __all__ = [
     "NCCL",
     "SHARED_MEMORY",
     "Backend",
     "DeviceInfo",
-    "channels",
+    "ctas_per_message",
     "device_info_of",
     "select_backends",
     "sums_over_nccl",
-    "warn_of_many",
-    "warn_of_sharing",
+    "warn_of_many_communicators",
+    "warn_of_shared_gpus",
 ]
 
 SHARED_MEMORY = "PENSTOCK_SHARED_MEMORY"
-"""The environment variable that, if it is 0, has the processes of one host use Gloo like those of several."""
+"""The environment variable that, if it is 0, makes the processes of one host use Gloo, like those of several hosts."""
 NCCL = "PENSTOCK_NCCL"
-"""The environment variable that, if it is 0, has GPUs use Gloo; if it is 1, NCCL is also tried between processes that
-share a GPU, which it may refuse."""
-CTAS = "PENSTOCK_NCCL_CTAS"
-"""The environment variable that says how many multiprocessors of a GPU a message between stages may take. A sum over
-replicas may take twice as many."""
-FEW_CTAS = 2
-"""They move some 40 GB/s over NVLink, in far less time than the microbatch takes that goes on beside them."""
-OWN_STREAMS = 4
-"""The computation, the updates, and copies from and to the host."""
-MANY_COMMUNICATORS = 24
-"""PyTorch has 32 streams of high priority for each GPU, which NCCL's communicators take in turn."""
-_LANES = ("stages", "probe")
-"""The lanes whose messages are worth a communicator."""
+"""The environment variable that, if it is 0, makes GPUs use Gloo. If it is 1, NCCL is also tried between processes that
+share a GPU, which NCCL may refuse.
+"""
+_CTAS = "PENSTOCK_NCCL_CTAS"
+"""The environment variable for the number of multiprocessors of a GPU that a message between stages may occupy. A sum
+over replicas may occupy twice as many.
+"""
+_FEW_CTAS = 2
+"""Two multiprocessors move some 40 GB/s over NVLink. A message then takes far less time than the microbatch that is
+computed beside it.
+"""
+_OWN_STREAMS = 4
+"""The streams of computation, of updates, and of copies from and to the host."""
+_MANY_COMMUNICATORS = 24
+"""PyTorch has 32 streams of high priority for each GPU. NCCL's communicators take them round-robin."""
+_NCCL_CHANNELS = (Channel.STAGES, Channel.PROBE)
+"""The channels whose messages are worth a communicator."""
 
 
 class Backend(Enum):
-    """Of an edge's messages."""
+    """Carries the messages of an edge."""
 
     MEMORY = "shared memory"
     NCCL = "NCCL"
-    """Or what takes its place with another kind of accelerator."""
+    """Or the library of another kind of accelerator."""
     GLOO = "Gloo"
 
 
 class DeviceInfo(NamedTuple):
-    """What a process says of itself."""
+    """The device of a process, as all processes gather it."""
 
     gpu: str
-    """What no other GPU anywhere is called; empty without one that can send by itself."""
-    wish: str = ""
-    """What the environment variable `NCCL` says: "0", "1", or "" for nothing."""
+    """A globally unique identifier of the GPU; empty without a GPU that sends by itself."""
+    nccl_setting: str = ""
+    """The value of the environment variable `NCCL`: "0", "1", or "" if it is not set."""
     host: str = ""
     visible: int = 0
-    """How many GPUs this process sees."""
+    """The number of GPUs that the process sees."""
     backend: str = "nccl"
-    """Of ``torch.distributed``, between GPUs."""
+    """The ``torch.distributed`` backend between such GPUs."""
 
 
 def device_info_of(device: torch.device) -> DeviceInfo:
-    """Of this process, which computes on `device`. `TransportError` if the environment makes no sense."""
-    wish = os.environ.get(NCCL, "")
-    if wish not in ("", "0", "1"):
+    """Describes `device`, on which this process computes. `TransportError` if an environment variable is invalid."""
+    nccl_setting = os.environ.get(NCCL, "")
+    if nccl_setting not in ("", "0", "1"):
         raise TransportError(
-            f"the environment variable {NCCL} is {wish!r}: expected 0 (GPUs send over Gloo), 1 (over NCCL, also where "
-            "processes share one) or nothing (over NCCL where every process has its own)"
+            f"the environment variable {NCCL} is {nccl_setting!r}: expected 0 (GPUs send over Gloo), 1 (over NCCL, "
+            "also where processes share one) or nothing (over NCCL where every process has its own GPU)"
         )
     accelerator = accelerator_of(device)
     if accelerator is None or not accelerator.backend:
-        return DeviceInfo("", wish)
-    return DeviceInfo(accelerator.name, wish, socket.gethostname(), accelerator.visible, accelerator.backend)
+        return DeviceInfo("", nccl_setting)
+    return DeviceInfo(accelerator.name, nccl_setting, socket.gethostname(), accelerator.visible, accelerator.backend)
 
 
-def channels() -> int:
-    """How many multiprocessors a message may take. `TransportError` if the environment makes no sense."""
-    wish = os.environ.get(CTAS, str(FEW_CTAS))
-    if not wish.isdecimal() or not 1 <= int(wish) <= 64:
+def ctas_per_message() -> int:
+    """The number of multiprocessors that a message may occupy. `TransportError` if the setting is invalid."""
+    setting = os.environ.get(_CTAS, str(_FEW_CTAS))
+    if not setting.isdecimal() or not 1 <= int(setting) <= 64:
         raise TransportError(
-            f"the environment variable {CTAS} is {wish!r}: expected a number from 1 to 64, the multiprocessors of the "
-            f"GPU that a message between stages may take, or nothing ({FEW_CTAS})"
+            f"the environment variable {_CTAS} is {setting!r}: expected a number from 1 to 64, the multiprocessors of "
+            f"the GPU that a message between stages may occupy, or nothing ({_FEW_CTAS})"
         )
-    return int(wish)
+    return int(setting)
 
 
-def warn_of_many(communicators: int, rank: int) -> None:
-    """Logs a warning if `rank` has so many `communicators` between GPUs that their streams may be the same ones, or
+def warn_of_many_communicators(communicators: int, rank: int) -> None:
+    """Logs a warning if `rank` has so many `communicators` between GPUs that some of their streams may coincide, or
     wait for each other in the queues by which CUDA feeds the GPU.
     """
     log = logging.getLogger("penstock")
-    if communicators and communicators + OWN_STREAMS > count_queues():
+    if communicators and communicators + _OWN_STREAMS > count_queues():
         log.warning(
-            "rank %d computes and sends in %d streams, and CUDA feeds its GPU by %d queues: expected a queue for each, "
-            "since streams that share one wait for each other. Set %s=32 before the GPU is first used, as "
+            "rank %d computes and sends in %d streams, and CUDA feeds its GPU through %d queues: expected a queue for "
+            "each, since streams that share one wait for each other. Set %s=32 before the GPU is first used, as "
             "penstock.local_device() does",
             rank,
-            communicators + OWN_STREAMS,
+            communicators + _OWN_STREAMS,
             count_queues(),
             CONNECTIONS,
         )
-    if communicators > MANY_COMMUNICATORS:
+    if communicators > _MANY_COMMUNICATORS:
         log.warning(
             "rank %d has %d NCCL communicators: expected %d at most, since each takes one of the 32 streams that "
-            "PyTorch has for them, and two in one stream may wait for each other for ever. Replicate neighbour stages "
+            "PyTorch has for them, and two in one stream may deadlock. Replicate neighbour stages "
             "equally often, so that each replica has one neighbour, or plan fewer replicas",
             rank,
             communicators,
-            MANY_COMMUNICATORS,
+            _MANY_COMMUNICATORS,
         )
 
 
-def warn_of_sharing(cards: Sequence[DeviceInfo], rank: int) -> None:
-    """Logs a warning on the first of the ranks that share a GPU where their host has others that nobody uses."""
+def warn_of_shared_gpus(devices: Sequence[DeviceInfo], rank: int) -> None:
+    """Logs a warning if ranks share a GPU while their host has unused ones. Only the first of these ranks logs it."""
     users: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for other, card in enumerate(cards):
-        if card.gpu:
-            users[card.host, card.gpu].append(other)
+    for other, device in enumerate(devices):
+        if device.gpu:
+            users[device.host, device.gpu].append(other)
     for (host, gpu), ranks in users.items():
         used = sum(other == host for other, _ in users)
-        if ranks[0] == rank and len(ranks) > 1 and used < cards[rank].visible:
+        if ranks[0] == rank and len(ranks) > 1 and used < devices[rank].visible:
             logging.getLogger("penstock").warning(
                 "ranks %s compute on one GPU (%s on %s), and %d of the %d GPUs there compute nothing: expected one "
-                "rank for each. Move the model and the batches to penstock.local_device(), which follows LOCAL_RANK",
+                "rank on each. Move the model and the batches to penstock.local_device(), which follows LOCAL_RANK",
                 ", ".join(map(str, ranks)),
                 gpu,
                 host,
-                cards[rank].visible - used,
-                cards[rank].visible,
+                devices[rank].visible - used,
+                devices[rank].visible,
             )
 
 
 def select_backends(
-    edges: Iterable[Edge], cards: Sequence[DeviceInfo], shared: Collection[Edge]
+    edges: Iterable[Edge], devices: Sequence[DeviceInfo], shared: Collection[Edge]
 ) -> dict[Edge, Backend]:
-    """What carries each of `edges`, in their order. `cards`: of all ranks; `shared`: the edges whose ends have met."""
+    """The backend of each edge, in the order of `edges`. `devices`: of all ranks; `shared`: the edges whose two
+    processes have connected for shared memory.
+    """
     chosen = {}
     for edge in edges:
         if edge in shared:
             chosen[edge] = Backend.MEMORY
-        elif edge.lane in _LANES and _can_meet([cards[edge.source], cards[edge.target]]):
+        elif edge.channel in _NCCL_CHANNELS and _nccl_can_connect([devices[edge.source], devices[edge.target]]):
             chosen[edge] = Backend.NCCL
         else:
             chosen[edge] = Backend.GLOO
     return chosen
 
 
-def sums_over_nccl(ranks: Sequence[int], cards: Sequence[DeviceInfo]) -> bool:
-    """Whether `ranks` sum over NCCL."""
-    return _can_meet([cards[rank] for rank in ranks])
+def sums_over_nccl(ranks: Sequence[int], devices: Sequence[DeviceInfo]) -> bool:
+    """Whether sums over `ranks` use NCCL."""
+    return _nccl_can_connect([devices[rank] for rank in ranks])
 
 
-def _can_meet(cards: Sequence[DeviceInfo]) -> bool:
-    """Whether NCCL can connect the processes of `cards`."""
-    if any(not card.gpu or card.wish == "0" for card in cards) or len({card.backend for card in cards}) > 1:
+def _nccl_can_connect(devices: Sequence[DeviceInfo]) -> bool:
+    """Whether NCCL can connect the processes of `devices`."""
+    if any(not device.gpu or device.nccl_setting == "0" for device in devices):
         return False
-    return len({card.gpu for card in cards}) == len(cards) or all(card.wish == "1" for card in cards)
+    if len({device.backend for device in devices}) > 1:
+        return False
+    own_gpus = len({device.gpu for device in devices}) == len(devices)
+    return own_gpus or all(device.nccl_setting == "1" for device in devices)

@@ -1,6 +1,6 @@
-"""What every rank must do or none: work whose error on one rank is an error on all of them.
+"""Turns an error of one rank into an error of all ranks, around work that all of them do.
 
-Ranks that wait for one another in a collective call would otherwise only see that a rank is gone.
+Ranks that wait for each other in a collective call would otherwise only see that a rank is gone.
 """
 
 import traceback
@@ -17,20 +17,23 @@ __all__ = ["agreed", "gather_results"]
 T = TypeVar("T")
 
 
-def gather_results(world: World, place: str, work: Callable[[], T]) -> Sequence[T]:
-    """What `work` returned on every process of `world`, by rank; if it raised on one, as `agreed`. Collective."""
+def gather_results(world: World, context: str, work: Callable[[], T]) -> Sequence[T]:
+    """Returns the results of `work` on every process of `world`, by rank. Raises like `agreed` if it raised on one of
+    them. Collective.
+    """
     results: list[T] = []
-    with agreed(world, place):
+    with agreed(world, context):
         results.append(work())
     return world.gather(results[0])
 
 
 @contextmanager
-def agreed(world: World, place: str) -> Iterator[None]:
-    """Raises on every rank if the body raises on one. Collective: every rank comes to the end of the body, or raises.
+def agreed(world: World, context: str) -> Iterator[None]:
+    """Raises on every rank if the block raises on one. Collective: every rank reaches the end of the block, or raises.
 
-    The failed rank raises its own error, the others the first failed rank's: one of the same type if the error is
-    Penstock's, else a `TransportError` with the traceback. `place` says what the rank did: ``while it ...``.
+    The failed rank raises its own error. The others raise the error of the first failed rank: one of the same type if
+    the error is Penstock's, else a `TransportError` with the traceback. `context` says what the rank did: ``while it
+    ...``.
     """
     try:
         yield
@@ -41,15 +44,15 @@ def agreed(world: World, place: str) -> Iterator[None]:
         raise
     for rank, failure in enumerate(world.gather(None)):
         if failure is not None:
-            _raise(world, place, rank, *failure)
+            _raise(world, context, rank, *failure)
 
 
-def _raise(world: World, place: str, rank: int, kind: str, text: str) -> NoReturn:
-    # Only errors of Penstock itself are known by name on every rank.
+def _raise(world: World, context: str, rank: int, kind: str, text: str) -> NoReturn:
+    # Only Penstock's own errors exist under the same name on every rank.
     if kind in errors.__all__:
         known: type[PenstockError] = getattr(errors, kind)
-        raise known(f"rank {rank}, {place}: {text}")
+        raise known(f"rank {rank}, {context}: {text}")
     raise TransportError(
-        f"rank {rank} failed {place}, so rank {world.rank} stops too. Mend the error below, which is rank {rank}'s, "
+        f"rank {rank} failed {context}, so rank {world.rank} stops too. Fix the error below, which is rank {rank}'s, "
         f"and start again:\n{text}"
     )

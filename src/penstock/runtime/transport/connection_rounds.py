@@ -1,4 +1,4 @@
-"""Puts meetings in rounds, in each of which everybody is in one meeting at most."""
+"""Arranges connections in rounds, so that each process makes at most one connection in each round."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
@@ -9,19 +9,19 @@ __all__ = ["arrange"]
 T = TypeVar("T")
 
 
-def arrange(meetings: Iterable[T], members: Callable[[T], Iterable[Hashable]]) -> list[list[T]]:
-    """`meetings` in rounds, where nobody is in two meetings of a round. Each goes to the first round in which all of
-    its `members` are free.
+def arrange(connections: Iterable[T], members: Callable[[T], Iterable[Hashable]]) -> list[list[T]]:
+    """Arranges `connections` in rounds, in none of which two connections share a member. Each connection goes to the
+    first round in which all of its `members` are free.
 
-    Whoever attends the meetings round by round waits for nobody who waits for him.
+    Processes that make their connections round by round cannot wait for each other in a circle.
     """
     rounds: list[list[T]] = []
     busy: defaultdict[Hashable, set[int]] = defaultdict(set)
-    for meeting in meetings:
-        taken = set[int]().union(*(busy[member] for member in members(meeting)))
+    for connection in connections:
+        taken = set[int]().union(*(busy[member] for member in members(connection)))
         chosen = next(number for number in range(len(taken) + 1) if number not in taken)
-        for member in members(meeting):
+        for member in members(connection):
             busy[member].add(chosen)
         rounds.extend([] for _ in range(chosen + 1 - len(rounds)))
-        rounds[chosen].append(meeting)
+        rounds[chosen].append(connection)
     return rounds

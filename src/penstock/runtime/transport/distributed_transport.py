@@ -1,4 +1,4 @@
-"""The transport between the processes of ``torch.distributed``, over whatever carries the messages of each edge."""
+"""The transport between the processes of ``torch.distributed``, over the selected backend of each edge."""
 
 import atexit
 import os
@@ -17,16 +17,17 @@ from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.shared_memory.handshake import Gather
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
-from penstock.runtime.transport.transport import ALL, Edge, Forms, PendingMessage
+from penstock.runtime.transport.transport import ALL_RECEIVES, Edge, PendingMessage, SumKinds
 
 __all__ = ["DistributedTransport"]
 
 
 class DistributedTransport:
-    """Messages between the `ranks` ranks of the default process group, along `edges`, and sums over `groups` of them.
+    """Carries messages between the `ranks` ranks of the default process group, along `edges`, and sums over `groups` of
+    them.
 
-    Collective: every rank of the group must build it with the same edges and groups in the same order. `gather` gives
-    every rank what each of them says; `store` is where they met, and nobody else's.
+    Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
+    rank passes to it, on every rank. `store` connects the processes, and is used for nothing else.
     """
 
     def __init__(
@@ -41,66 +42,70 @@ class DistributedTransport:
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
-        self._patience = Timeout(board, timeout_seconds)
-        self._ends = Endpoints(rank, ranks, device, store, self._patience)
-        self._ends.connect(tuple(edges), tuple(groups), gather)
-        self._outboxes, self._inboxes, self._sums = self._ends.outboxes, self._ends.inboxes, self._ends.sums
+        self._timeout = Timeout(board, timeout_seconds)
+        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout)
+        self._endpoints.connect(tuple(edges), tuple(groups), gather)
+        self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
+        self._sums = self._endpoints.sums
         atexit.register(self._leave)
 
-    def begin(self) -> None:
-        self._ends.notices.begin()
+    def begin_segment(self) -> None:
+        self._endpoints.notices.begin_segment()
 
     def ahead(self, edge: Edge) -> int:
         match self._inboxes[edge]:
             case GlooInbox():
-                # Its sender asks for what is not posted.
+                # A sender must ask the receiver about each message whose receive is not posted.
                 return 8
-            case NcclInbox() if self._ends.notices.careful:
-                # It is told of what is on its way, and of nothing else.
-                return ALL
+            case NcclInbox() if self._endpoints.notices.announcing:
+                # NCCL is given only receives whose messages are announced, so posting all of them costs nothing.
+                return ALL_RECEIVES
             case _:
-                # Memory that is shared needs no receive to be written.
+                # Shared memory accepts a message before its receive is posted. NCCL, after the first steps, is given a
+                # receive only when its message is wanted.
                 return 1
 
     def overlaps(self) -> bool:
-        return not (self._ends.notices.careful and any(isinstance(made, NcclSum) for made in self._sums.values()))
+        first_steps = self._endpoints.notices.announcing
+        return not (first_steps and any(isinstance(made, NcclSum) for made in self._sums.values()))
 
-    def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
+    def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         outbox = self._outboxes[edge]
         if outbox.error is not None:
-            raise self._patience.broken(str(edge), (edge.target,), outbox.error)
-        outbox.put(form, message)
+            raise self._timeout.connection_error(str(edge), (edge.target,), outbox.error)
+        outbox.put(kind, message)
 
-    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
-        return self._inboxes[edge].post(form)
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
+        return self._inboxes[edge].post(kind)
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
-        self._sums[group].agree(forms)
+    def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
+        self._sums[group].agree(kinds)
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
-        return self._sums[group].add(form, tensor)
+    def reduce(self, group: tuple[int, ...], rank: int, kind: Hashable, tensor: Tensor) -> PendingMessage:
+        return self._sums[group].add(kind, tensor)
 
     def check(self) -> None:
-        self._ends.watch.check()
+        self._endpoints.watchdog.check()
 
     def flush(self) -> None:
         self.check()
         for edge, outbox in self._outboxes.items():
             while not outbox.flushed(POLL_SECONDS):
                 self.check()
-                self._patience.board.check()
+                self._timeout.board.check()
                 if outbox.error is not None:
-                    raise self._patience.broken(str(edge), (edge.target,), outbox.error)
+                    raise self._timeout.connection_error(str(edge), (edge.target,), outbox.error)
 
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._end()
 
     def _leave(self) -> None:
-        """At the end of the process: delivers what was sent, and leaves no thread to the interpreter's ruin.
+        """Runs at the exit of the process: delivers what was sent, and ends the threads.
 
-        A thread that Gloo wakes while the interpreter shuts down aborts the process. One that still waits for a message
-        now does so because of a failure, so the process ends here and says so by its exit code.
+        If Gloo woke one of its threads while the interpreter shuts down, the process would abort. A thread that still
+        waits for a message at this point does so because of a failure, so the process exits here, with an exit code
+        that reports it.
         """
         if not self._end():
             sys.stdout.flush()
@@ -108,15 +113,15 @@ class DistributedTransport:
             os._exit(1)
 
     def _end(self) -> bool:
-        """Ends the threads and the communicators between devices; False if some still wait for a peer."""
-        failed = self._patience.board.failed
+        """Ends the threads and the communicators between devices. Returns False if some still wait for a peer."""
+        failed = self._timeout.board.failed
         deadline = time.monotonic() + (0.5 if failed else 60.0)
-        ends = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
-        for end in ends:
-            end.close()
-        ended = [end.join(max(0.0, deadline - time.monotonic())) for end in ends]
-        self._ends.pusher.close()
-        if failed or not all(ended) or not self._ends.shut():
-            self._ends.watch.abort()
-        self._ends.watch.close()
+        endpoints = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
+        for endpoint in endpoints:
+            endpoint.close()
+        ended = [endpoint.join(max(0.0, deadline - time.monotonic())) for endpoint in endpoints]
+        self._endpoints.flusher.close()
+        if failed or not all(ended) or not self._endpoints.shutdown():
+            self._endpoints.watchdog.abort()
+        self._endpoints.watchdog.close()
         return all(ended)

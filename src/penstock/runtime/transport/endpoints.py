@@ -1,10 +1,11 @@
-"""Makes this process's ends of all edges and sums, together with the other processes.
+"""Makes this process's endpoints of all edges and sums, together with the other processes.
 
-Laws of this file:
-  1. A rank makes the communicators that it is in, and no others, in an order that is the same everywhere.
-  2. NCCL connects when a communicator is first used in some way, and both sides wait on the host for that. It would
-     come at a different time on every rank, and two ranks that each wait for a third one would wait for ever. So
-     communicators are used at once, in that order, in all the ways in which they will be used.
+Invariants of this file:
+  1. A rank makes exactly the communicators that it is a member of, in an order that is the same on all ranks.
+  2. NCCL connects two ranks when a communicator is first used for a kind of operation, and both hosts block until that
+     is done. During training that would happen at a different time on every rank, and ranks that each wait for a third
+     one could deadlock. So every communicator is used right after it is made, in that same order, for all kinds of
+     operations that it will be used for.
 """
 
 import os
@@ -23,103 +24,103 @@ from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
 from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
     Backend,
-    channels,
+    ctas_per_message,
     device_info_of,
     select_backends,
     sums_over_nccl,
-    warn_of_many,
-    warn_of_sharing,
+    warn_of_many_communicators,
+    warn_of_shared_gpus,
 )
 from penstock.runtime.transport.connection_rounds import arrange
-from penstock.runtime.transport.gloo.all_reduce import GroupSum
+from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
-from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.timeouts import Timeout
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Channel, Edge
 
-__all__ = ["Endpoints", "Inbox", "Outbox", "Sum"]
+__all__ = ["Endpoints"]
 
-Inbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
-Outbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
-Sum: TypeAlias = GroupSum | NcclSum
+_AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
+_AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
+_AnySum: TypeAlias = GlooSum | NcclSum
 
 _GRACE = 60.0
-"""Seconds that a communicator's own timeout comes after ours, which knows more to say."""
+"""The time by which a communicator's own timeout exceeds ours. Our error says more, so it must come first."""
 _SHUTDOWN_SECONDS = 30.0
-"""How long the other ranks may take to come to the end as well."""
+"""How long the other ranks may take to reach the shutdown."""
 
 
 @dataclass(slots=True)
 class Endpoints:
-    """The ends of the process `rank` of `ranks`, which computes on `device`."""
+    """Holds all transport endpoints of one process: `rank` of `ranks`, which computes on `device`."""
 
     rank: int
     ranks: int
     device: torch.device
     store: Store
-    """Where the processes met, with no names in it of other ends."""
+    """Where the processes exchange addresses. It holds no keys of other endpoints."""
     timeout: Timeout
     accelerator: Accelerator | None = field(init=False)
-    watch: Watchdog = field(init=False)
+    watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
-    pusher: Flusher = field(default_factory=Flusher)
-    outboxes: dict[Edge, Outbox] = field(default_factory=dict)
-    inboxes: dict[Edge, Inbox] = field(default_factory=dict)
-    sums: dict[tuple[int, ...], Sum] = field(default_factory=dict)
+    flusher: Flusher = field(default_factory=Flusher)
+    outboxes: dict[Edge, _AnyOutbox] = field(default_factory=dict)
+    inboxes: dict[Edge, _AnyInbox] = field(default_factory=dict)
+    sums: dict[tuple[int, ...], _AnySum] = field(default_factory=dict)
     _staging: Staging = field(init=False)
-    """Of all that passes through the host: a GPU has few streams."""
+    """One staging for all messages through the host: a GPU has few streams."""
     _shutdowns: list[Callable[[], None]] = field(default_factory=list)
-    """Of the communicators between devices, in the order in which they were made."""
+    """Releases the communicators between devices, in the order in which they were made."""
 
     def __post_init__(self) -> None:
         self.accelerator = accelerator_of(self.device)
-        self.watch = Watchdog(self.timeout, self.accelerator.enter_thread if self.accelerator else lambda: None)
+        self.watchdog = Watchdog(self.timeout, self.accelerator.enter_thread if self.accelerator else lambda: None)
         self.notices = SendNotices(self.store, self.ranks)
-        self._staging = staging_for(self.device, self.watch.check)
+        self._staging = staging_for(self.device, self.watchdog.check)
 
     def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
-        """Makes the ends of `edges`, and of sums over `groups` of ranks. Collective; `gather` gives every process what
-        each of them says.
+        """Makes the endpoints of `edges`, and of sums over `groups` of ranks. Collective; `gather` returns what each
+        process passes to it, on every process.
         """
         rank = self.rank
-        willing = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        enabled = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        met = connect_local_peers(peers - {rank}, rank, gather, willing)
-        near = {edge for edge in edges if rank == edge.source and edge.target in met}
-        said = gather((near, device_info_of(self.device)))
-        cards, shared = [card for _, card in said], {edge for those, _ in said for edge in those}
-        warn_of_sharing(cards, rank)
-        chosen = select_backends(edges, cards, shared)
-        for meeting in arrange(chosen, lambda edge: (edge.source, edge.target)):
-            for edge in meeting:
+        local_peers = connect_local_peers(peers - {rank}, rank, gather, enabled)
+        mine = {edge for edge in edges if rank == edge.source and edge.target in local_peers}
+        gathered = gather((mine, device_info_of(self.device)))
+        devices, shared = [device for _, device in gathered], {edge for local, _ in gathered for edge in local}
+        warn_of_shared_gpus(devices, rank)
+        chosen = select_backends(edges, devices, shared)
+        for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
+            for edge in connections:
                 if rank in (edge.source, edge.target):
-                    self._connect(edge, chosen[edge], met)
-        met.part()
-        for summing in arrange(groups, lambda members: members):
-            for members in summing:
-                if rank in members:
-                    self.sums[members] = self._sum(members, sums_over_nccl(members, cards))
-        warn_of_many(len(self._shutdowns), rank)
-        self.watch.start()
+                    self._connect(edge, chosen[edge], local_peers)
+        local_peers.close()
+        for disjoint in arrange(groups, lambda ranks: ranks):
+            for ranks in disjoint:
+                if rank in ranks:
+                    self.sums[ranks] = self._sum(ranks, sums_over_nccl(ranks, devices))
+        warn_of_many_communicators(len(self._shutdowns), rank)
+        self.watchdog.start()
 
-    def shut(self) -> bool:
-        """Gives back what the communicators between devices took, together with the other ranks; whether they came."""
+    def shutdown(self) -> bool:
+        """Releases the communicators between devices, together with the other ranks. Returns whether all ranks came."""
         if not self._shutdowns:
             return True
-        thread = threading.Thread(target=self._shut_in_order, name="penstock shutdown", daemon=True)
+        thread = threading.Thread(target=self._release_in_order, name="penstock shutdown", daemon=True)
         thread.start()
         thread.join(_SHUTDOWN_SECONDS)
         return not thread.is_alive()
 
-    def _shut_in_order(self) -> None:
+    def _release_in_order(self) -> None:
         if self.accelerator is not None:
             self.accelerator.enter_thread()
         while self._shutdowns:
@@ -129,70 +130,69 @@ class Endpoints:
         seconds = self.timeout.timeout_seconds + _GRACE
         return Members(f"penstock {name}", tuple(sorted(ranks)), self.rank, self.store, seconds)
 
-    def _connect(self, edge: Edge, carrier: Backend, met: LocalPeers) -> None:
-        """Makes this process's end of `edge`."""
+    def _connect(self, edge: Edge, backend: Backend, local_peers: LocalPeers) -> None:
+        """Makes this process's endpoint of `edge`."""
         sends = edge.source == self.rank
-        if carrier is Backend.MEMORY:
+        if backend is Backend.MEMORY:
             if sends:
-                self.outboxes[edge] = SharedOutbox(edge, met, self.pusher)
+                self.outboxes[edge] = SharedOutbox(edge, local_peers, self.flusher)
             else:
-                self.inboxes[edge] = SharedInbox(edge, met, self.timeout)
+                self.inboxes[edge] = SharedInbox(edge, local_peers, self.timeout)
             return
         members = self._members(str(edge), (edge.source, edge.target))
-        peer = members.place(edge.target if sends else edge.source)
-        if carrier is Backend.NCCL:
+        peer = members.group_rank(edge.target if sends else edge.source)
+        if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
             self.outboxes[edge] = GlooOutbox(edge, connect_gloo(members), peer, self._staging)
         else:
-            # Reports are read on the host; who wants them on the device puts them there.
-            staging = HostStaging() if edge.lane == "reports" else self._staging
+            # Reports are read on the host. A reader that needs one on the device copies it there.
+            staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
             self.inboxes[edge] = GlooInbox(edge, connect_gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
-        group = self.accelerator.communicator(members, channels())
-        line = EndpointOptions(edge, group, peer, self.accelerator, self.notices, self.timeout, self.watch.check)
-        end: NcclOutbox | NcclInbox
+        group = self.accelerator.communicator(members, ctas_per_message())
+        options = EndpointOptions(edge, group, peer, self.accelerator, self.notices, self.timeout, self.watchdog.check)
+        endpoint: NcclOutbox | NcclInbox
         if edge.source == self.rank:
-            end = self.outboxes[edge] = NcclOutbox(line)
+            endpoint = self.outboxes[edge] = NcclOutbox(options)
         else:
-            end = self.inboxes[edge] = NcclInbox(line)
-        end.meet(torch.zeros(1, device=self.device))
-        self._look_after(str(edge), end, group)
+            endpoint = self.inboxes[edge] = NcclInbox(options)
+        endpoint.rehearse(torch.zeros(1, device=self.device))
+        self._watch(str(edge), endpoint, group)
 
-    def _look_after(self, place: str, end: NcclOutbox | NcclInbox | NcclSum, group: Communicator) -> None:
+    def _watch(self, context: str, endpoint: NcclOutbox | NcclInbox | NcclSum, group: Communicator) -> None:
         assert self.accelerator is not None
         failure = self.accelerator.failure
-        self.watch.over(place, end, group.abort, lambda: failure(group))
+        self.watchdog.watch(context, endpoint, group.abort, lambda: failure(group))
         self._shutdowns.append(group.shutdown)
 
-    def _hold(self, place: str, peers: Sequence[int], is_done: Callable[[], bool]) -> None:
-        """In the first steps waits for what has been begun with `peers`."""
+    def _wait_in_first_steps(self, context: str, peers: Sequence[int], is_done: Callable[[], bool]) -> None:
+        """In the first steps, waits until an operation that was started with `peers` is done."""
 
-        def may_go_on() -> bool:
-            self.watch.check()
-            return not self.notices.careful or is_done() or self.notices.look()
+        def can_go_on() -> bool:
+            self.watchdog.check()
+            return not self.notices.announcing or is_done() or self.notices.poll()
 
-        self.timeout.wait_for(may_go_on, place, peers)
+        self.timeout.wait_for(can_go_on, context, peers)
 
-    def _sum(self, ranks: tuple[int, ...], direct: bool) -> Sum:
-        place = f"the sum over ranks {list(ranks)}"
-        members, agreement = self._members(place, ranks), Agreement(ranks, self.rank, self.store, self.timeout)
-        if not direct or self.accelerator is None:
-            return GroupSum(ranks, connect_gloo(members), self.rank, agreement, self._staging, self.timeout)
-        group = self.accelerator.communicator(members, 2 * channels())
+    def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
+        agreement = Agreement(ranks, self.rank, self.store, self.timeout)
+        members = self._members(agreement.context, ranks)
+        if not over_nccl or self.accelerator is None:
+            ordered_sum = OrderedSum(ranks, connect_gloo(members), self.rank)
+            return GlooSum(ordered_sum, agreement, self._staging, self.timeout)
+        group = self.accelerator.communicator(members, 2 * ctas_per_message())
         made = NcclSum(
-            ranks,
-            group,
-            self.rank,
+            OrderedSum(ranks, group, self.rank),
             agreement,
             self.device,
             self.accelerator,
             self._staging,
-            self.watch.check,
-            partial(self._hold, place, [other for other in ranks if other != self.rank]),
+            self.watchdog.check,
+            partial(self._wait_in_first_steps, agreement.context, agreement.peers),
         )
-        made.meet()
-        self._look_after(place, made, group)
+        made.rehearse()
+        self._watch(agreement.context, made, group)
         return made

@@ -1,16 +1,17 @@
-"""What both ends of an edge know of a message before it comes.
+"""The headers of messages: the shapes, dtypes and gradient flags that both ends of an edge agree on.
 
-Shapes, types and what requires a gradient travel ahead of the first message of a form, as its header, and are
-remembered at both ends; later messages of that form are the bare numbers.
+Messages with the same shapes are of one kind. The header travels ahead of the first message of its kind, and both ends
+remember it. Later messages of that kind carry only the elements.
 
-Laws of this file:
-  1. Whatever need be worked out of a form is worked out at its first message.
-  2. A tensor arrives as it lay in memory, without gaps: what a layer computes may depend on that order. Dropout draws
-     its mask in the order of memory, so that one process and many would differ.
+Invariants of this file:
+  1. All work that depends only on the kind is done once, at its first message.
+  2. A tensor arrives with the memory order that it had when it was sent, without gaps. The results of a layer may
+     depend on that order: dropout draws its mask in the order of memory, so with another order a pipeline would differ
+     from one process.
 """
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.transport.transport import Edge
+from penstock.runtime.transport.transport import Edge, Message
 
-__all__ = ["SentForms", "Spec", "Specs", "read_header"]
+__all__ = ["SentKinds", "Spec", "Specs", "assemble", "contiguous_view", "read_header"]
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor of a message."""
+    """One tensor of a message."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,12 +35,12 @@ class Spec:
     order: tuple[int, ...] = field(compare=False)
     """The dimensions from the outermost to the innermost in memory."""
     strides: tuple[int, ...] = field(compare=False)
-    """In that order, without gaps."""
+    """The strides in that order, without gaps."""
     bytes: int = field(compare=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":
-        """What is to be known of `tensor`."""
+        """Describes `tensor`."""
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         strides, step = [1] * tensor.ndim, 1
         for dimension in reversed(order):
@@ -49,12 +50,12 @@ class Spec:
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tuple(order), tuple(strides), size)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is what was agreed."""
+        """Whether `tensor` has the agreed shape, dtype and gradient flag."""
         same = tensor.shape == self.shape and tensor.dtype is self.dtype
         return same and tensor.requires_grad == self.requires_grad
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """`tensor` as it travels: its numbers follow each other in memory, in the agreed order."""
+        """Returns the elements of `tensor` as they travel: contiguous in memory, in the agreed order."""
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides:
@@ -63,33 +64,33 @@ class Spec:
 
     @property
     def layout(self) -> Layout:
-        """How it lies in memory when it has come."""
+        """The memory layout of the tensor after it has arrived."""
         return self.shape, self.strides, self.dtype
 
     def empty(self) -> Tensor:
-        """A tensor like this, on the CPU."""
+        """Allocates such a tensor on the CPU."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, requires_grad=self.requires_grad)
 
 
 Specs: TypeAlias = tuple[Spec | None, ...]
-"""Of the tensors of a message; None stands for None."""
+"""The tensors of a message; None stands for None."""
 
 
-class SentForms:
-    """The forms that the sender of `edge` has agreed on."""
+class SentKinds:
+    """The kinds of messages that the sender of `edge` has agreed on with its receiver."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._agreed: dict[Hashable, Specs] = {}
 
-    def agree(self, form: Hashable, message: Sequence[Tensor | None]) -> tuple[bytes | None, list[Tensor]]:
-        """The header of `message` if it is the first of `form`, and its tensors as they travel.
+    def agree(self, kind: Hashable, message: Sequence[Tensor | None]) -> tuple[bytes | None, list[Tensor]]:
+        """Returns the header of `message` if it is the first of `kind`, and its tensors as they travel.
 
-        `TransportError` if they are not what was agreed on.
+        `TransportError` if they differ from the agreed ones.
         """
-        specs, header = self._agreed.get(form), None
+        specs, header = self._agreed.get(kind), None
         if specs is None:
-            specs = self._agreed[form] = tuple(None if t is None else Spec.of(t) for t in message)
+            specs = self._agreed[kind] = tuple(None if t is None else Spec.of(t) for t in message)
             header = pickle.dumps(specs)
         if len(specs) != len(message):
             raise self._error(specs, message)
@@ -114,11 +115,22 @@ class SentForms:
 
 
 def read_header(header: bytes) -> Specs:
-    """The tensors of a form, as its header tells them to the receiver."""
+    """Reads the tensors of a kind from its header, on the receiver."""
     specs: Specs = pickle.loads(header)
     return specs
 
 
+def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
+    """Makes the message of `specs` from the tensors that have arrived."""
+    tensors = iter(arrived)
+    return tuple([None if spec is None else next(tensors).requires_grad_(spec.requires_grad) for spec in specs])
+
+
+def contiguous_view(tensor: Tensor) -> Tensor:
+    """Returns the memory of `tensor`, which has no gaps, as a contiguous tensor."""
+    return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def _describe(specs: Specs) -> str:
-    parts = ["none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in specs]
-    return "[" + ", ".join(parts) + "]"
+    texts = ["none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in specs]
+    return "[" + ", ".join(texts) + "]"

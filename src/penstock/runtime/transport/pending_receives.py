@@ -1,10 +1,10 @@
-"""Receives that have been posted: those that their inbox looks after when it is asked, and those of a thread."""
+"""Receives that have been posted, and results that a thread will deliver."""
 
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-from penstock.runtime.devices.staging import NOTHING, Staged, Staging
+from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import Message
 
@@ -12,50 +12,53 @@ __all__ = ["PendingResult", "PostedReceive"]
 
 
 class _Inbox(Protocol):
-    """The receiving end of an edge."""
+    """The receiving end of an edge, which delivers messages when it is asked for them."""
 
-    def bring(self, ticket: Any) -> bool:
-        """Gives `ticket` its message if it has come; whether it has one."""
+    def poll(self, receive: Any) -> bool:
+        """Delivers the message of `receive` if it has arrived. Returns whether `receive` has its message."""
 
-    def await_(self, ticket: Any) -> None:
-        """Waits for the message of `ticket` and gives it that."""
+    def wait(self, receive: Any) -> None:
+        """Blocks until the message of `receive` is delivered."""
 
 
 class PostedReceive:
-    """A receive of a message of `form` that `inbox` will bring."""
+    """A receive of a message of `kind` from `inbox`."""
 
-    __slots__ = ("form", "inbox", "message")
+    __slots__ = ("inbox", "kind", "message")
 
-    def __init__(self, inbox: _Inbox, form: Hashable) -> None:
-        self.inbox, self.form = inbox, form
+    def __init__(self, inbox: _Inbox, kind: Hashable) -> None:
+        self.inbox, self.kind = inbox, kind
         self.message: Message | None = None
 
     def ready(self) -> bool:
-        return self.inbox.bring(self)
+        return self.inbox.poll(self)
 
     def wait(self) -> Message:
         if self.message is None:
-            self.inbox.await_(self)
+            self.inbox.wait(self)
         assert self.message is not None
         return self.message
 
 
 class PendingResult:
-    """A message from `peers` on its way, which a thread will `leave` here, having brought it over by `staging`."""
+    """A message from `peers`, or a sum, that a thread will deliver by `complete`. `staging` brings its tensors to the
+    current stream.
+    """
 
-    __slots__ = ("_empty", "_error", "_message", "_patience", "_peers", "_place", "_staged", "_staging")
+    __slots__ = ("_context", "_empty", "_error", "_message", "_peers", "_staged", "_staging", "_timeout")
 
-    def __init__(self, place: str, peers: Sequence[int], timeout: Timeout, staging: Staging) -> None:
-        self._place, self._peers, self._patience = place, peers, timeout
-        self._staging, self._staged = staging, NOTHING
+    def __init__(self, context: str, peers: Sequence[int], timeout: Timeout, staging: Staging) -> None:
+        self._context, self._peers, self._timeout = context, peers, timeout
+        self._staging, self._staged = staging, NOTHING_STAGED
         self._message: Message | None = None
         self._error: Exception | None = None
-        # Held until the message is there. An event does the same with a lock of its own for every waiter.
+        # The lock is held until the message has been delivered. A `threading.Event` would do the same with one more
+        # lock for each waiter.
         self._empty = threading.Lock()
         self._empty.acquire()
 
-    def leave(self, staged: Staged = NOTHING, error: Exception | None = None) -> None:
-        """Called once, with what has come or why nothing will."""
+    def complete(self, staged: Staged = NOTHING_STAGED, error: Exception | None = None) -> None:
+        """Delivers the tensors, or the error that keeps them from coming. Called once."""
         self._staged, self._error = staged, error
         self._empty.release()
 
@@ -64,13 +67,13 @@ class PendingResult:
 
     def wait(self) -> Message:
         if self._empty.locked():
-            deadline = self._patience.deadline()
+            deadline = self._timeout.deadline()
             while not self._empty.acquire(timeout=POLL_SECONDS):
-                self._patience.check(deadline, self._place, self._peers)
-            # For who asks again.
+                self._timeout.check(deadline, self._context, self._peers)
+            # Released again, so that a later `wait` returns at once.
             self._empty.release()
         if self._error is not None:
-            raise self._patience.broken(self._place, self._peers, self._error)
+            raise self._timeout.connection_error(self._context, self._peers, self._error)
         if self._message is None:
-            self._message, self._staged = tuple(self._staging.follow(self._staged)), NOTHING
+            self._message, self._staged = tuple(self._staging.wait_for(self._staged)), NOTHING_STAGED
         return self._message

@@ -1,15 +1,15 @@
-"""Ranks of several processes each, seen as ranks: the transport between tensor-parallel stages.
+"""The transport between tensor-parallel stages: each rank of the schedule consists of several processes.
 
-Lane i of one rank speaks to lane i of the others. What crosses a cut is the same on all lanes of a rank, so each lane
-sends one part of it, ``1/t`` of the elements, and the lanes of the receiving rank put it together over their own,
-faster links: the scatter/gather optimization (section 4.5 of Narayanan's thesis, Stanford 2022; section 4.1 of
-Megatron-LM, SC 2021). Gradients go back in the same way.
+Tensor-parallel rank i of one rank sends to tensor-parallel rank i of others. A tensor between stages is the same on all
+t tensor-parallel ranks, so each of them sends one slice, ``1/t`` of the elements, and the receiving ones gather the
+slices over their own, faster links. That is the scatter/gather optimization of [Narayanan 2021, section 4.5] and [PTD-P
+2021, section 4.1]. Gradients are sent back in the same way.
 
-Laws of this file:
-  1. Parts are put together where a message is waited for, on the computing thread. All lanes of a rank wait for the
-     same messages in the same order, which is their program's, whatever order the parts arrive in.
-  2. What may be read at any time, by one lane alone, goes whole: reports, and buffers.
-  3. That a tensor is the same on all lanes is not assumed but looked at, at the first message of a form.
+Invariants of this file:
+  1. Slices are gathered on the computing thread, when their message is waited for. All tensor-parallel ranks of a rank
+     wait for the same messages in the order of their program, whatever order the slices arrive in.
+  2. Reports and buffers are sent whole: one tensor-parallel rank may read them alone, and at any time.
+  3. That a tensor is the same on all tensor-parallel ranks is checked, at the first message of each kind.
 """
 
 import math
@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.device_meshes import processes_of
-from penstock.runtime.transport.transport import Edge, Forms, Message, PendingMessage, Transport
+from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 
 __all__ = ["TensorParallelTransport", "connect_tensor_parallel"]
 
-_CUT = "stages"
-"""The edges between neighbour stages."""
 _CLOSE = 1e-3
-"""Lanes that reduce alike differ by rounding, if at all. Parts of a tensor differ by as much as its elements do."""
+"""The relative difference that is allowed between tensor-parallel ranks. If they all-reduce alike, they differ by
+rounding at most. Slices of one tensor differ by as much as its elements do.
+"""
 
 _Shapes = tuple[torch.Size | None, ...]
 
@@ -42,46 +42,47 @@ def connect_tensor_parallel(
     device: torch.device,
     timeout_seconds: float,
     groups: Iterable[tuple[int, ...]],
-    group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
 ) -> Transport:
-    """A transport between ranks of `lanes` processes each. Collective over all processes.
+    """Makes a transport between ranks of one or more processes each. Collective over all processes.
 
-    `group`: the processes of this rank; None where a rank is one process.
+    `tp_group`: the processes of this rank; None if a rank is one process.
     """
-    if group is None:
+    if tp_group is None:
         return world.connect(edges, device, timeout_seconds, tuple(groups))
-    lanes = dist.get_world_size(group)
-    all_edges = [_edge_of(edge, lane, lanes) for edge in edges for lane in range(lanes)]
-    all_groups = [_group_of(ranks, lane, lanes) for ranks in groups for lane in range(lanes)]
+    size = dist.get_world_size(tp_group)
+    all_edges = [_edge_of(edge, tp_rank, size) for edge in edges for tp_rank in range(size)]
+    all_groups = [_group_of(ranks, tp_rank, size) for ranks in groups for tp_rank in range(size)]
     inner = world.connect(all_edges, device, timeout_seconds, tuple(all_groups))
-    return TensorParallelTransport(inner, group, device)
+    return TensorParallelTransport(inner, tp_group, device)
 
 
-def _edge_of(edge: Edge, lane: int, lanes: int) -> Edge:
-    return Edge(processes_of(edge.source, lanes)[lane], processes_of(edge.target, lanes)[lane], edge.lane)
+def _edge_of(edge: Edge, tp_rank: int, size: int) -> Edge:
+    return Edge(processes_of(edge.source, size)[tp_rank], processes_of(edge.target, size)[tp_rank], edge.channel)
 
 
-def _group_of(ranks: Sequence[int], lane: int, lanes: int) -> tuple[int, ...]:
-    return tuple(processes_of(rank, lanes)[lane] for rank in ranks)
+def _group_of(ranks: Sequence[int], tp_rank: int, size: int) -> tuple[int, ...]:
+    return tuple(processes_of(rank, size)[tp_rank] for rank in ranks)
 
 
 class TensorParallelTransport:
-    """This process's lane of a rank; `group` are the processes of all its lanes, which compute on `device`, and `inner`
-    speaks to processes.
+    """Carries the messages of one tensor-parallel rank.
+
+    `tp_group`: all processes of the same rank, which compute on `device`. `inner` carries messages between processes.
     """
 
-    def __init__(self, inner: Transport, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, inner: Transport, tp_group: dist.ProcessGroup, device: torch.device) -> None:
         self._inner, self._device = inner, device
-        self._group = group
-        self._lane = dist.get_rank(group)
-        self._lanes = dist.get_world_size(group)
+        self._tp_group = tp_group
+        self._tp_rank = dist.get_rank(tp_group)
+        self._size = dist.get_world_size(tp_group)
         self._sent: dict[tuple[Edge, Hashable], _Shapes] = {}
         self._shapes: dict[tuple[Edge, Hashable], _AgreedShapes] = {}
         self.sent_bytes = 0
-        """What this lane has sent over cuts."""
+        """The bytes that this process has sent between stages."""
 
-    def begin(self) -> None:
-        self._inner.begin()
+    def begin_segment(self) -> None:
+        self._inner.begin_segment()
 
     def ahead(self, edge: Edge) -> int:
         return self._inner.ahead(self._edge(edge))
@@ -89,42 +90,42 @@ class TensorParallelTransport:
     def overlaps(self) -> bool:
         return self._inner.overlaps()
 
-    def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
+    def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         there = self._edge(edge)
-        if edge.lane != _CUT:
-            self._inner.send(there, form, message)
+        if edge.channel != Channel.STAGES:
+            self._inner.send(there, kind, message)
             return
         shapes = tuple(None if tensor is None else tensor.shape for tensor in message)
-        agreed = self._sent.get((edge, form))
+        agreed = self._sent.get((edge, kind))
         if agreed is None:
             self._check(edge, message)
-            self._sent[edge, form] = shapes
-            self._inner.send(there, ("shapes", form), (_encoded(shapes).to(self._device),))
+            self._sent[edge, kind] = shapes
+            self._inner.send(there, ("shapes", kind), (_encoded(shapes).to(self._device),))
         elif agreed != shapes:
             raise TransportError(
                 f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
                 f"first one: {agreed}; now: {shapes}. The model's shapes or used outputs depend on its data: make them "
                 "depend on the input shapes only"
             )
-        parts = [None if tensor is None else self._part(tensor) for tensor in message]
-        self.sent_bytes += sum(part.numel() * part.element_size() for part in parts if part is not None)
-        self._inner.send(there, form, parts)
+        slices = [None if tensor is None else self._slice(tensor) for tensor in message]
+        self.sent_bytes += sum(own.numel() * own.element_size() for own in slices if own is not None)
+        self._inner.send(there, kind, slices)
 
-    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
         here = self._edge(edge)
-        if edge.lane != _CUT:
-            return self._inner.post(here, form)
-        if (edge, form) not in self._shapes:
-            self._shapes[edge, form] = _AgreedShapes(self._inner.post(here, ("shapes", form)))
-        return _Parts(self._inner.post(here, form), self._shapes[edge, form], self._group, self._lanes)
+        if edge.channel != Channel.STAGES:
+            return self._inner.post(here, kind)
+        if (edge, kind) not in self._shapes:
+            self._shapes[edge, kind] = _AgreedShapes(self._inner.post(here, ("shapes", kind)))
+        return _SlicedMessage(self._inner.post(here, kind), self._shapes[edge, kind], self._tp_group, self._size)
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
-        own = processes_of(rank, self._lanes)[self._lane]
-        self._inner.agree(_group_of(group, self._lane, self._lanes), own, forms)
+    def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
+        own = processes_of(rank, self._size)[self._tp_rank]
+        self._inner.agree(_group_of(group, self._tp_rank, self._size), own, kinds)
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
-        own = processes_of(rank, self._lanes)[self._lane]
-        return self._inner.reduce(_group_of(group, self._lane, self._lanes), own, form, tensor)
+    def reduce(self, group: tuple[int, ...], rank: int, kind: Hashable, tensor: Tensor) -> PendingMessage:
+        own = processes_of(rank, self._size)[self._tp_rank]
+        return self._inner.reduce(_group_of(group, self._tp_rank, self._size), own, kind, tensor)
 
     def check(self) -> None:
         self._inner.check()
@@ -136,91 +137,94 @@ class TensorParallelTransport:
         self._inner.close()
 
     def _edge(self, edge: Edge) -> Edge:
-        return _edge_of(edge, self._lane, self._lanes)
+        return _edge_of(edge, self._tp_rank, self._size)
 
-    def _part(self, tensor: Tensor) -> Tensor:
-        """This lane's part of all elements in a row; the parts of the last lanes are filled up with zeros."""
+    def _slice(self, tensor: Tensor) -> Tensor:
+        """This process's slice of the flattened tensor. The slices of the last processes are padded with zeros."""
         flat = tensor.detach().reshape(-1)
-        size = _part_size(flat.numel(), self._lanes)
-        part = flat[self._lane * size : (self._lane + 1) * size]
-        if part.numel() < size:
-            part = torch.cat([part, part.new_zeros(size - part.numel())])
-        return part.requires_grad_(tensor.requires_grad)
+        size = _slice_size(flat.numel(), self._size)
+        own = flat[self._tp_rank * size : (self._tp_rank + 1) * size]
+        if own.numel() < size:
+            own = torch.cat([own, own.new_zeros(size - own.numel())])
+        return own.requires_grad_(tensor.requires_grad)
 
     def _check(self, edge: Edge, message: Sequence[Tensor | None]) -> None:
-        """Raises `PenstockError`, on all lanes, if a tensor of `message` is not the same on all of them."""
+        """Raises `PenstockError`, on all tensor-parallel ranks, if a tensor of `message` is not the same on all of
+        them.
+        """
         for tensor in message:
             if isinstance(tensor, DTensor):
                 raise PenstockError(
                     f"a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.mesh_dim_names}) is "
-                    f"to cross the cut {edge}: expected a plain tensor that is the same on all lanes. End the stage "
-                    "with a layer whose parallel style has output_layouts=Replicate() and use_local_output=True"
+                    f"to cross the cut {edge}: expected a plain tensor that is the same on all tensor-parallel "
+                    "ranks. End the stage with a layer whose parallel style has output_layouts=Replicate() and "
+                    "use_local_output=True"
                 )
         mine = torch.stack([_fingerprint(tensor) for tensor in message]) if message else torch.zeros(0, 4)
         mine = mine.to(next((tensor.device for tensor in message if tensor is not None), torch.device("cpu")))
-        found = [torch.empty_like(mine) for _ in range(self._lanes)]
-        dist.all_gather(found, mine, group=self._group)
-        for lane, other in enumerate(found):
+        found = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(found, mine, group=self._tp_group)
+        for tp_rank, other in enumerate(found):
             for index, (one, another) in enumerate(zip(found[0].tolist(), other.tolist(), strict=True)):
                 if not _alike(one, another):
                     raise PenstockError(
-                        f"tensor {index} of what crosses the cut {edge} is not the same on lanes 0 and {lane}: "
-                        "expected the same numbers on all lanes of a rank, of which each sends a part. Let the stage "
-                        "before the cut end with a replicated tensor: a row-wise split after a column-wise one, or "
-                        "output_layouts=Replicate(); for gradients, let the stage behind it begin with a layer whose "
-                        "parallel style takes input_layouts=Replicate()"
+                        f"tensor {index} of what crosses the cut {edge} is not the same on tensor-parallel ranks "
+                        f"0 and {tp_rank}: expected the same numbers on all of them, since each sends a slice. Let the "
+                        "stage before the cut end with a replicated tensor: a row-wise split after a column-wise one, "
+                        "or output_layouts=Replicate(); for gradients, let the stage behind it begin with a layer "
+                        "whose parallel style takes input_layouts=Replicate()"
                     )
 
 
 @dataclass(slots=True, eq=False)
 class _AgreedShapes:
-    """The whole shapes of the messages of one form, which travel ahead of the first one."""
+    """The whole shapes of the messages of one kind, which travel ahead of the first one."""
 
-    ticket: PendingMessage
+    receive: PendingMessage
     shapes: _Shapes | None = None
 
     def get(self) -> _Shapes:
         if self.shapes is None:
-            (code,) = self.ticket.wait()
+            (code,) = self.receive.wait()
             assert code is not None
             self.shapes = _decoded(code)
         return self.shapes
 
 
 @dataclass(slots=True, eq=False)
-class _Parts:
-    """A message of which each lane receives a part."""
+class _SlicedMessage:
+    """A message of which each tensor-parallel rank receives a slice."""
 
-    ticket: PendingMessage
+    receive: PendingMessage
     agreed: _AgreedShapes
-    group: dist.ProcessGroup
-    lanes: int
+    tp_group: dist.ProcessGroup
+    size: int
 
     def ready(self) -> bool:
-        return self.ticket.ready()
+        return self.receive.ready()
 
     def wait(self) -> Message:
-        shapes, parts = self.agreed.get(), self.ticket.wait()
+        shapes, slices = self.agreed.get(), self.receive.wait()
         return tuple(
-            None if part is None or shape is None else self._gather(part, shape)
-            for part, shape in zip(parts, shapes, strict=True)
+            None if own is None or shape is None else self._gather(own, shape)
+            for own, shape in zip(slices, shapes, strict=True)
         )
 
-    def _gather(self, part: Tensor, shape: torch.Size) -> Tensor:
-        # As bytes: not every type of numbers can be gathered everywhere.
-        own = part.detach().view(torch.uint8)
-        every = own.new_empty(self.lanes * own.numel())
-        dist.all_gather(list(every.chunk(self.lanes)), own, group=self.group)
-        whole = every.view(part.dtype)[: shape.numel()].view(shape)
-        return whole.requires_grad_(part.requires_grad)
+    def _gather(self, own: Tensor, shape: torch.Size) -> Tensor:
+        # As bytes, since not every dtype can be gathered by every backend.
+        sent = own.detach().view(torch.uint8)
+        gathered = sent.new_empty(self.size * sent.numel())
+        dist.all_gather(list(gathered.chunk(self.size)), sent, group=self.tp_group)
+        whole = gathered.view(own.dtype)[: shape.numel()].view(shape)
+        return whole.requires_grad_(own.requires_grad)
 
 
-def _part_size(elements: int, lanes: int) -> int:
-    return -(-elements // lanes)
+def _slice_size(elements: int, size: int) -> int:
+    return -(-elements // size)
 
 
 def _encoded(shapes: _Shapes) -> Tensor:
-    """For every tensor the number of its dimensions and their sizes; -1 where there is none."""
+    """For every tensor its number of dimensions and their sizes; -1 for None."""
     numbers: list[int] = []
     for shape in shapes:
         numbers += [-1] if shape is None else [len(shape), *shape]
@@ -235,7 +239,7 @@ def _decoded(code: Tensor) -> _Shapes:
 
 
 def _fingerprint(tensor: Tensor | None) -> Tensor:
-    """Four numbers that tell two tensors apart: how many elements there are, and three sums of them."""
+    """Four numbers to compare tensors by: the number of elements, and three sums of them."""
     if tensor is None:
         return torch.full((4,), -1.0, dtype=torch.float64)
     values = tensor.detach().reshape(-1)
@@ -251,6 +255,6 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
         return False
     size = max(abs(one[2]), abs(other[2]))
     if not math.isfinite(size):
-        # Overflow is not for a transport to judge.
+        # A transport does not judge overflow.
         return True
     return all(abs(a - b) <= _CLOSE * size for a, b in zip(one[1:], other[1:], strict=True))

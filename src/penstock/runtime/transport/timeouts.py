@@ -1,4 +1,4 @@
-"""How long this rank waits for another one, and what it says when it waits no more."""
+"""How long this rank waits for others, and the errors when it stops waiting."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,75 +7,75 @@ from dataclasses import dataclass
 from penstock.errors import TransportError
 from penstock.runtime.transport.failures import FailureBoard
 
-__all__ = ["POLL_SECONDS", "TELLING_SECONDS", "SpinPolicy", "Timeout"]
+__all__ = ["FAST_POLL_SECONDS", "POLL_SECONDS", "SpinPolicy", "Timeout"]
 
 POLL_SECONDS = 0.25
-"""How often a rank that waits looks whether another one has failed."""
-LOOKING_SECONDS = 250e-6, 2e-3
-"""At least and at most.
+"""How often a waiting rank looks whether another rank has failed."""
+SPIN_SECONDS = 250e-6, 2e-3
+"""The least and the most that a waiter spins.
 
-A sleeper is awake again some 50 to 100 us after it was told, and who waits for it would sleep, too: with short actions
-that would go back and forth. But where somebody else needs the core, looking keeps the message from coming.
+Waking a sleeping thread takes 50 to 100 us. If both sides sleep, short actions pay that twice. But if another process
+needs the core, spinning delays the message.
 """
-TELLING_SECONDS = 1e-3
-"""How often a rank looks for what another one tells once, or whether its device is done."""
+FAST_POLL_SECONDS = 1e-3
+"""How often a rank polls the store for a single value, or its device for the end of an operation."""
 _CAUSE_SECONDS = 2.0
-"""A broken connection is often noticed before its cause has been written down."""
+"""A broken connection is often noticed before its cause has been written to the store."""
 
 
 @dataclass(slots=True)
 class SpinPolicy:
-    """How long a rank looks for a message before it sleeps, or a thread waits in its place: longer where that has been
-    worth it.
+    """Decides how long a waiter spins before it sleeps, or before a thread waits in its stead: longer if spinning has
+    paid.
     """
 
-    seconds: float = max(LOOKING_SECONDS)
+    seconds: float = max(SPIN_SECONDS)
 
-    def until(self) -> float:
-        """When a look that begins now is over, in seconds of ``time.perf_counter``."""
+    def deadline(self) -> float:
+        """The end of a spin that begins now, in seconds of ``time.perf_counter``."""
         return time.perf_counter() + self.seconds
 
-    def learn(self, came: bool) -> bool:
-        """Takes note of whether the message `came` in that time; whether it did."""
-        least, most = LOOKING_SECONDS
-        self.seconds = min(2 * self.seconds, most) if came else max(self.seconds / 2, least)
-        return came
+    def update(self, hit: bool) -> bool:
+        """Adapts to whether a message arrived during the spin, and returns `hit`."""
+        least, most = SPIN_SECONDS
+        self.seconds = min(2 * self.seconds, most) if hit else max(self.seconds / 2, least)
+        return hit
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """Of a rank that waits `timeout_seconds` for its peers, unless `board` says that one of them failed."""
+    """Ends the waits of a rank after `timeout_seconds`, or when another rank reports a failure on `board`."""
 
     board: FailureBoard
     timeout_seconds: float
 
     def deadline(self) -> float:
-        """When a wait that begins now is over, in seconds of ``time.monotonic``."""
+        """The end of a wait that begins now, in seconds of ``time.monotonic``."""
         return time.monotonic() + self.timeout_seconds
 
-    def check(self, deadline: float, place: str, peers: Sequence[int]) -> None:
-        """Raises `TransportError` if a rank has failed, or if it is later than `deadline` and nothing has come from
-        `peers` at `place`.
+    def check(self, deadline: float, context: str, peers: Sequence[int]) -> None:
+        """Raises `TransportError` if a rank has failed, or if `deadline` is over. `peers` and `context` name the
+        ranks and the place in the error.
         """
         self.board.check()
         if time.monotonic() > deadline:
             self.board.failed = True
             raise TransportError(
-                f"nothing came from {_named(peers)} for {self.timeout_seconds:g} s ({place}). It "
+                f"nothing came from {_named(peers)} for {self.timeout_seconds:g} s ({context}). It "
                 "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
                 "pass a larger timeout_seconds= if its work may take that long"
             )
 
-    def wait_for(self, came: Callable[[], bool], place: str, peers: Sequence[int]) -> None:
-        """Looks again and again whether what `peers` tell at `place` `came`; raises what `check` does."""
+    def wait_for(self, came: Callable[[], bool], context: str, peers: Sequence[int]) -> None:
+        """Polls until `came()` is true. Raises like `check` on failure or timeout."""
         deadline = self.deadline()
         while not came():
-            self.check(deadline, place, peers)
-            time.sleep(TELLING_SECONDS)
+            self.check(deadline, context, peers)
+            time.sleep(FAST_POLL_SECONDS)
 
-    def broken(self, place: str, peers: Sequence[int], error: Exception) -> Exception:
-        """The error for a connection to one of `peers` that broke with `error`. Raises the cause instead if a rank
-        tells it.
+    def connection_error(self, context: str, peers: Sequence[int], error: Exception) -> Exception:
+        """Returns the error for a connection to one of `peers` that broke with `error`. Raises the cause instead if a
+        rank has reported one.
         """
         if isinstance(error, TransportError):
             return error
@@ -85,8 +85,8 @@ class Timeout:
             time.sleep(0.05)
         self.board.failed = True
         result = TransportError(
-            f"{_named(peers)} closed its connection to this rank ({place}). It was probably killed (out of memory?) or "
-            f"left the training loop earlier: look at its log. The connection says: {error}"
+            f"{_named(peers)} closed its connection to this rank ({context}). It was probably killed (out of memory?) "
+            f"or left the training loop earlier: look at its log. The connection says: {error}"
         )
         result.__cause__ = error
         return result

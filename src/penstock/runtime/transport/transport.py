@@ -1,15 +1,16 @@
-"""How tensors get from one rank to another.
+"""The interface by which tensors travel between ranks.
 
-The worker speaks to a `Transport` only, and never asks which one it has. Messages on one `Edge` arrive in the order in
-which they were sent; that order is the only matching rule (NCCL has no other). A receive is posted before it is needed
-and waited for when it is; a send returns at once.
+The worker uses a `Transport` and does not depend on which one it is. Messages on one `Edge` arrive in the order in
+which they were sent. That order is the only matching rule (NCCL has no other). A receive is posted before its message
+is needed, and waited for when it is needed. A send returns at once.
 
-`LoopbackTransport` is the transport of one process: all ranks live in it, a message is a Python reference.
+`LoopbackTransport` is the transport of a single process that holds all ranks: a message is a Python reference.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import reduce
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -18,100 +19,112 @@ from torch import Tensor
 
 from penstock.runtime.devices.staging import HostStaging, Staged, Staging
 
-__all__ = ["ALL", "Edge", "Forms", "LoopbackTransport", "Message", "PendingMessage", "Transport"]
+__all__ = ["ALL_RECEIVES", "Channel", "Edge", "LoopbackTransport", "Message", "PendingMessage", "SumKinds", "Transport"]
 
-ALL = 2**31
-"""More receives than any part of a schedule has."""
+ALL_RECEIVES = 2**31
+"""More receives than any segment of a schedule has."""
 
 Message: TypeAlias = tuple[Tensor | None, ...]
-"""Tensors in an order that both ends know. None stands for a gradient that nothing depends on."""
+"""Tensors, in an order that both ends agree on. None stands for a gradient that does not exist."""
 
-Forms: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype]]
-"""What ranks add, by form: how many numbers, and of which type."""
+SumKinds: TypeAlias = Mapping[Hashable, tuple[int, torch.dtype]]
+"""The kinds of tensors that ranks sum: the number of elements and the dtype of each."""
+
+
+class Channel(StrEnum):
+    """Separates messages between the same ranks that must not wait for each other."""
+
+    STAGES = "stages"
+    """Activations, gradients and gradient norms."""
+    REPORTS = "reports"
+    """Losses, metrics and outputs, which are read on the host."""
+    BUFFERS = "buffers"
+    PROBE = "probe"
 
 
 class Edge(NamedTuple):
-    """A directed connection between two ranks. Messages on different lanes do not wait for each other."""
+    """A directed connection between two ranks, for the messages of one channel."""
 
     source: int
     target: int
-    lane: str = "stages"
+    channel: Channel = Channel.STAGES
 
     def __str__(self) -> str:
-        return f"rank {self.source} -> rank {self.target} ({self.lane})"
+        return f"rank {self.source} -> rank {self.target} ({self.channel})"
 
 
 class PendingMessage(Protocol):
-    """A receive that has been posted."""
+    """A receive that has been posted, or a sum that has been started."""
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
 
     def wait(self) -> Message:
-        """The message. A tensor requires a gradient if the one that was sent does. `TransportError` if it cannot
-        come.
+        """Returns the message. A tensor requires a gradient if the one that was sent did. `TransportError` if the
+        message cannot come.
         """
 
 
 class Transport(Protocol):
-    """Ordered messages between ranks."""
+    """Carries ordered messages and sums between ranks."""
 
-    def begin(self) -> None:
-        """A part of the schedule begins. Called on every rank before the first send or receive of the part."""
+    def begin_segment(self) -> None:
+        """Begins a segment of the schedule (a step or a drain). Each rank calls it before it sends or receives."""
 
     def ahead(self, edge: Edge) -> int:
-        """So many receives of `edge` are to be posted before they are needed."""
+        """The number of receives of `edge` to post before they are needed."""
 
     def overlaps(self) -> bool:
-        """Whether sums are to begin within the backward that makes what is summed."""
+        """Whether sums should start within the backward that makes their summands."""
 
-    def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
-        """Sends `message` and returns at once. Tensors must not be changed afterwards.
+    def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
+        """Sends `message` and returns at once. The tensors must not be changed afterwards.
 
-        `form` is what decides the shapes: both ends agree on them at the first message of a form on an edge.
+        `kind` determines the shapes. Both ends agree on them at the first message of each kind on an edge.
         """
 
-    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
-        """Posts the receive of the next message on `edge`, which is of `form`."""
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
+        """Posts the receive of the next message on `edge`, which is of `kind`."""
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
-        """Says that `rank` will add `forms` with the ranks `group`, and waits until all of them have said the same.
+    def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
+        """Agrees with the other ranks of `group` that each will add tensors of `kinds`. Blocks until all ranks have
+        called it, and raises `TransportError` if they differ.
 
-        Raises `TransportError` if they do not. The n-th call of one rank belongs to the n-th call of every other one;
-        all come before training, since nobody may be waited for while a backward makes what is added.
+        The n-th calls of all ranks belong together. All calls come before training: a backward that makes summands must
+        not wait for other ranks.
         """
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
-        """Gives the part of `rank` to a sum over the ranks `group`, which have agreed on its form; the ticket's message
-        is the sum. Waits for nobody.
+    def reduce(self, group: tuple[int, ...], rank: int, kind: Hashable, tensor: Tensor) -> PendingMessage:
+        """Adds this rank's summand to a sum over the ranks `group`, which have agreed on `kind`. Returns the pending
+        sum at once.
 
-        Parts are added in the order of `group`. The n-th call of one rank belongs to the n-th call of every other one;
-        the tensor must not be changed afterwards.
+        The order of addition is the order of `group`. The n-th calls of all ranks belong together. The tensor must not
+        be changed afterwards.
         """
 
     def check(self) -> None:
-        """Raises `TransportError` if it has been broken off. Waits for nothing."""
+        """Raises `TransportError` if the transport has been aborted. Does not block."""
 
     def flush(self) -> None:
-        """Waits until every message has been handed to the network."""
+        """Blocks until every message has been handed to the network."""
 
     def close(self) -> None:
-        """Ends the transport; messages that were sent are delivered first."""
+        """Ends the transport, after delivering the messages that were sent."""
 
 
-class _Sent(NamedTuple):
+class _LoopbackMessage(NamedTuple):
     """A message that has been sent."""
 
     message: Message
     staged: Staged
-    """Its tensors, in their order."""
+    """Its tensors without the Nones, in their order."""
 
 
 @dataclass(slots=True)
-class _LoopbackTicket:
-    """The `number`-th message of an edge."""
+class _LoopbackReceive:
+    """A receive of the `number`-th message of an edge."""
 
-    arrived: dict[int, _Sent]
+    arrived: dict[int, _LoopbackMessage]
     number: int
     staging: Staging
 
@@ -120,48 +133,48 @@ class _LoopbackTicket:
 
     def wait(self) -> Message:
         message, staged = self.arrived.pop(self.number)
-        self.staging.follow(staged)
+        self.staging.wait_for(staged)
         return message
 
 
 @dataclass(slots=True)
-class _Sum:
-    """A sum over `group`, and the parts that are there."""
+class _LoopbackSum:
+    """A sum over `group`, with the summands so far."""
 
     group: tuple[int, ...]
     staging: Staging
-    parts: dict[int, Staged] = field(default_factory=dict)
+    summands: dict[int, Staged] = field(default_factory=dict)
     total: Staged | None = None
 
     def ready(self) -> bool:
-        return len(self.parts) == len(self.group)
+        return len(self.summands) == len(self.group)
 
     def wait(self) -> Message:
         if self.total is None:
-            parts = [self.staging.follow(self.parts[rank])[0] for rank in self.group]
-            self.total = self.staging.stay((reduce(torch.add, parts),))
-        # As from another process: each rank may change what it got.
-        return (self.staging.follow(self.total)[0].clone(),)
+            summands = [self.staging.wait_for(self.summands[rank])[0] for rank in self.group]
+            self.total = self.staging.in_place((reduce(torch.add, summands),))
+        # A copy, as from another process: each rank may change what it received.
+        return (self.staging.wait_for(self.total)[0].clone(),)
 
 
 @dataclass(slots=True)
-class _Queue:
-    arrived: dict[int, _Sent] = field(default_factory=dict)
+class _LoopbackQueue:
+    arrived: dict[int, _LoopbackMessage] = field(default_factory=dict)
     sent: int = 0
     posted: int = 0
 
 
 class LoopbackTransport:
-    """All ranks in this process; what one of them computes goes to the others by `staging`."""
+    """Holds all ranks in this process. `staging` orders the streams of the ranks."""
 
     def __init__(self, staging: Staging | None = None) -> None:
         self._staging = staging or HostStaging()
-        self._queues: defaultdict[Edge, _Queue] = defaultdict(_Queue)
-        self._sums: defaultdict[tuple[int, ...], deque[_Sum]] = defaultdict(deque)
-        """By group: the sums that some rank has given no part to yet."""
+        self._queues: defaultdict[Edge, _LoopbackQueue] = defaultdict(_LoopbackQueue)
+        self._sums: defaultdict[tuple[int, ...], deque[_LoopbackSum]] = defaultdict(deque)
+        """By group: the sums that still lack a summand."""
 
-    def begin(self) -> None:
-        """Nothing changes."""
+    def begin_segment(self) -> None:
+        """Does nothing."""
 
     def ahead(self, edge: Edge) -> int:
         return 1
@@ -169,39 +182,39 @@ class LoopbackTransport:
     def overlaps(self) -> bool:
         return True
 
-    def send(self, edge: Edge, form: Hashable, message: Sequence[Tensor | None]) -> None:
+    def send(self, edge: Edge, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         queue = self._queues[edge]
         sent = tuple(
             None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
         )
-        staged = self._staging.stay([tensor for tensor in sent if tensor is not None])
-        queue.arrived[queue.sent] = _Sent(sent, staged)
+        staged = self._staging.in_place([tensor for tensor in sent if tensor is not None])
+        queue.arrived[queue.sent] = _LoopbackMessage(sent, staged)
         queue.sent += 1
 
-    def post(self, edge: Edge, form: Hashable) -> PendingMessage:
+    def post(self, edge: Edge, kind: Hashable) -> PendingMessage:
         queue = self._queues[edge]
         queue.posted += 1
-        return _LoopbackTicket(queue.arrived, queue.posted - 1, self._staging)
+        return _LoopbackReceive(queue.arrived, queue.posted - 1, self._staging)
 
-    def agree(self, group: tuple[int, ...], rank: int, forms: Forms) -> None:
-        """The ranks of one process have one model."""
+    def agree(self, group: tuple[int, ...], rank: int, kinds: SumKinds) -> None:
+        """Does nothing: the ranks of one process have one model."""
 
-    def reduce(self, group: tuple[int, ...], rank: int, form: Hashable, tensor: Tensor) -> PendingMessage:
+    def reduce(self, group: tuple[int, ...], rank: int, kind: Hashable, tensor: Tensor) -> PendingMessage:
         sums = self._sums[group]
-        current = next((entry for entry in sums if rank not in entry.parts), None)
+        current = next((entry for entry in sums if rank not in entry.summands), None)
         if current is None:
-            current = _Sum(group, self._staging)
+            current = _LoopbackSum(group, self._staging)
             sums.append(current)
-        current.parts[rank] = self._staging.stay((tensor.detach(),))
+        current.summands[rank] = self._staging.in_place((tensor.detach(),))
         while sums and sums[0].ready():
             sums.popleft()
         return current
 
     def check(self) -> None:
-        """Nothing can break."""
+        """Does nothing: there is no connection that can break."""
 
     def flush(self) -> None:
-        """A message has arrived when it is sent."""
+        """Does nothing: a message has arrived as soon as it is sent."""
 
     def close(self) -> None:
         self._queues.clear()

@@ -1,7 +1,7 @@
-"""The processes that a pipeline runs in: this one alone, or all those that ``torchrun`` started.
+"""The processes of a pipeline: this one alone, or all those that ``torchrun`` has started.
 
-The pipeline asks its world for ranks, a transport and agreement, and never which world it is. Alone, all ranks live in
-this process and the numbers are the same.
+The pipeline asks its world for ranks, a transport and collective calls, and does not depend on which world it is. In a
+single process all ranks live in it, and the numbers are the same.
 """
 
 import json
@@ -32,40 +32,42 @@ Groups: TypeAlias = Iterable[tuple[int, ...]]
 
 
 class World(Protocol):
-    """Where the ranks of a pipeline live."""
+    """The processes that hold the ranks of a pipeline."""
 
     processes: int
     rank: int
-    """Of this process."""
+    """The rank of this process."""
     group: dist.ProcessGroup | None
-    """For collectives on CPU tensors and Python objects; None for a single process."""
+    """The group for collectives on CPU tensors and Python objects; None for a single process."""
 
-    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
-        """Which of a pipeline's `ranks`, of `lanes` processes each, live here. `PlanError` if they do not fit."""
+    def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
+        """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
+        they do not fit the processes.
+        """
 
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
-        """A transport along `edges`, which sums over `groups` of ranks. Collective."""
+        """Makes a transport along `edges`, with sums over `groups` of ranks. Collective."""
 
     def gather(self, value: T) -> Sequence[T]:
-        """Every process's `value`, by rank of the process. Collective."""
+        """Returns the `value` of every process, by rank of the process. Collective."""
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
-        """Lets all processes read this one's `numbers` on `topic`. Waits for nobody. Once for each topic."""
+        """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
 
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
-        """Every process's numbers on `topic`, by rank; None while some are missing. Waits for nobody."""
+        """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
 
-    def report(self, place: str, error: BaseException) -> None:
-        """Tells the other processes that this one failed with `error` at `place`."""
+    def report(self, context: str, error: BaseException) -> None:
+        """Reports to the other processes that this one failed with `error`. `context` says where."""
 
     def leave(self) -> None:
-        """Undoes what joining changed in this process."""
+        """Restores what joining changed in this process."""
 
 
 class SingleProcess:
-    """All ranks in this process."""
+    """A single process that holds all ranks."""
 
     def __init__(self) -> None:
         self.processes = 1
@@ -73,11 +75,13 @@ class SingleProcess:
         self.group: dist.ProcessGroup | None = None
         self._numbers: dict[str, Sequence[float]] = {}
 
-    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
-        if lanes > 1:
+    def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
+        if tensor_parallel_size > 1:
+            needed = ranks * tensor_parallel_size
             raise PlanError(
-                f"tensor_parallel is {lanes} and this is a single process: expected {ranks * lanes} processes, {lanes} "
-                f"for each rank. Start them with torchrun --nproc-per-node {ranks * lanes}, or set tensor_parallel to 1"
+                f"tensor_parallel is {tensor_parallel_size} and this is a single process: expected {needed} processes, "
+                f"{tensor_parallel_size} for each rank. Start them with torchrun --nproc-per-node {needed}, or set "
+                "tensor_parallel to 1"
             )
         return tuple(range(ranks))
 
@@ -95,20 +99,20 @@ class SingleProcess:
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         return [self._numbers[topic]] if topic in self._numbers else None
 
-    def report(self, place: str, error: BaseException) -> None:
-        """There is nobody else."""
+    def report(self, context: str, error: BaseException) -> None:
+        """Does nothing: there are no other processes."""
 
     def leave(self) -> None:
-        """Nothing was changed."""
+        """Does nothing: joining changed nothing."""
 
 
 class Processes:
-    """At most one rank in each process of ``torch.distributed``'s default group. Collective."""
+    """The processes of ``torch.distributed``'s default group, with at most one rank each. Made collectively."""
 
     def __init__(self) -> None:
         self.processes = dist.get_world_size()
         self.rank = dist.get_rank()
-        # A group of its own for Python objects: the default group may be NCCL's, which takes GPU tensors only.
+        # Python objects need a group of their own: the default group may be NCCL's, which takes GPU tensors only.
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
@@ -119,15 +123,15 @@ class Processes:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_uncaught
 
-    def local(self, ranks: int, lanes: int = 1) -> tuple[int, ...]:
-        needed = ranks * lanes
+    def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
+        needed = ranks * tensor_parallel_size
         if needed != self.processes:
-            each = f" ({ranks} times tensor_parallel {lanes})" if lanes > 1 else ""
+            each = f" ({ranks} times tensor_parallel {tensor_parallel_size})" if tensor_parallel_size > 1 else ""
             raise PlanError(
                 f"the plan is for {needed} rank(s){each} and {self.processes} process(es) were started: start as many "
                 f"processes as the plan has ranks (torchrun --nproc-per-node {needed}), or plan for {self.processes}"
             )
-        return (self.rank // lanes,)
+        return (self.rank // tensor_parallel_size,)
 
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
@@ -154,7 +158,7 @@ class Processes:
         return values  # type: ignore[return-value]  # all_gather_object has filled every entry
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
-        # A store that cannot be reached has gone with its process; whoever waits for that process will say so.
+        # If the store cannot be reached, its process has ended. A later wait for that process reports it.
         with suppress(RuntimeError):
             self._store.set(f"{topic}/{self.rank}", json.dumps(numbers))
 
@@ -165,15 +169,15 @@ class Processes:
                 return [json.loads(self._store.get(name)) for name in names]
         return None
 
-    def report(self, place: str, error: BaseException) -> None:
-        self._board.report(place, "".join(traceback.format_exception(error)))
+    def report(self, context: str, error: BaseException) -> None:
+        self._board.report(context, "".join(traceback.format_exception(error)))
 
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An error of the user's own code ends the other ranks as well, with its traceback."""
+        """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
         if not isinstance(error, TransportError):
             self.report("outside the pipeline", error)
         self._previous_hook(kind, error, trace)
@@ -181,7 +185,7 @@ class Processes:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Gives an error of a collective, which names a socket, a meaning."""
+    """Explains an error of a collective call, whose own message only names a socket."""
     try:
         yield
     except RuntimeError as error:
@@ -192,9 +196,7 @@ def _explained() -> Iterator[None]:
 
 
 def join_world() -> World:
-    """The world of this process: that of the initialised default group, else of ``torchrun``'s, else this process
-    alone.
-    """
+    """Joins the processes of the initialized default group, else those of ``torchrun``, else this process alone."""
     prepare_gpu()
     if dist.is_available() and dist.is_initialized():
         return Processes() if dist.get_world_size() > 1 else SingleProcess()

@@ -1,4 +1,4 @@
-"""No rank waits for ever where hosts stand still until their device is done, wherever they compute."""
+"""Ranks do not deadlock if their hosts block until their device is done, wherever they compute."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from support.simulated.lazy_hosts import LazyHosts
 
 
 def name(schedule: Schedule) -> str:
-    """For a test's name."""
+    """The name of a test case."""
     return f"{schedule.method}-{schedule.ranks}-{schedule.microbatches}"
 
 
@@ -16,7 +16,7 @@ SCHEDULES = (
     Schedule("gpipe", 3, 4),
     Schedule("1f1b-flush", 2, 4),
     Schedule("1f1b-flush", 4, 6),
-    # Two ranks of these send to each other, and compute before they receive.
+    # In these, two ranks send to each other, and compute before they receive.
     Schedule("interleaved", 2, 4, stages_per_rank=2),
     Schedule("interleaved", 4, 8, stages_per_rank=2),
     Schedule("spp", 2, 4),
@@ -31,14 +31,14 @@ SCHEDULES = (
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
-def test_hosts_that_stand_still_wherever_they_compute_keep_nobody(schedule: Schedule, seed: int) -> None:
+def test_hosts_that_block_wherever_they_compute_do_not_deadlock(schedule: Schedule, seed: int) -> None:
     hosts = LazyHosts(schedule, seed, seconds=20.0)
 
     assert hosts.run([*(Step(minibatch) for minibatch in range(3)), Drain(3)]) == []
-    assert all(notices.careful for notices in hosts.notices)
+    assert all(notices.announcing for notices in hosts.notices)
 
 
-PARTS = (*(Step(minibatch) for minibatch in range(6)), Drain(6))
+SEGMENTS = (*(Step(minibatch) for minibatch in range(6)), Drain(6))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -47,12 +47,12 @@ def test_some_schedules_need_no_notices(method: str, ranks: int) -> None:
     """Their ranks receive before they compute on."""
     hosts = LazyHosts(Schedule(method, ranks, 2 * ranks), 0, seconds=20.0)
 
-    assert hosts.run(PARTS, careful=3) == []
+    assert hosts.run(SEGMENTS, announcing=3) == []
 
 
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.method in ("interleaved", "spp", "zb-v")], ids=name)
-def test_without_notices_others_might_be_kept_for_ever(schedule: Schedule) -> None:
-    """A receive that is told of when it is wanted is not enough: each rank's send waits for the other one's receive."""
-    found = LazyHosts(schedule, 0, seconds=1.0).run(PARTS, careful=3)
+def test_without_notices_others_deadlock(schedule: Schedule) -> None:
+    """Enqueueing a receive when it is wanted is not enough: each rank's send waits for the other rank's receive."""
+    found = LazyHosts(schedule, 0, seconds=1.0).run(SEGMENTS, announcing=3)
 
     assert any("waits for a device that waits for another rank" in error for error in found)

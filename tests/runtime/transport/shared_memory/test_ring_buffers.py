@@ -1,4 +1,4 @@
-"""A queue of bytes in shared memory: nothing is lost, nothing waits, and old memory is given back."""
+"""A queue of bytes in shared memory: nothing is lost, nothing blocks, and unused memory is released."""
 
 import ctypes
 import mmap
@@ -14,13 +14,13 @@ from penstock.runtime.transport.shared_memory.ring_buffers import Piece, RingRea
 
 
 def piece_of(data: bytes) -> tuple[ctypes.Array[ctypes.c_char], Piece]:
-    """Memory that holds `data`, and where it is."""
+    """Memory that holds `data`, and its address."""
     held = ctypes.create_string_buffer(data, max(len(data), 1))
     return held, (ctypes.addressof(held), len(data))
 
 
-def write(ring: RingWriter, *parts: bytes) -> bool:
-    held = [piece_of(part) for part in parts]
+def write(ring: RingWriter, *pieces: bytes) -> bool:
+    held = [piece_of(piece) for piece in pieces]
     return ring.write([piece for _, piece in held])
 
 
@@ -36,7 +36,7 @@ def ends() -> tuple[RingWriter, RingReader]:
 
 
 def held_bytes(writer: RingWriter) -> int:
-    """The memory that the queue takes up."""
+    """The memory that the queue occupies."""
     return os.fstat(writer.descriptor).st_blocks * 512
 
 
@@ -47,31 +47,31 @@ def held_bytes(writer: RingWriter) -> int:
     )
 )
 def test_what_is_written_is_read(operations: list[tuple[int, ...] | None]) -> None:
-    """An operation is a record of pieces of these sizes, or None: a read."""
+    """An operation is a frame of pieces of these sizes, or None: a read."""
     writer, reader = ends()
     queued: deque[list[bytes]] = deque()
     for number, sizes in enumerate(operations):
         assert reader.filled() == bool(queued)
         if sizes is not None:
-            parts = [bytes([(number * 7 + index) % 251 + 1]) * size for index, size in enumerate(sizes)]
-            if write(writer, *parts):
-                queued.append(parts)
+            pieces = [bytes([(number * 7 + index) % 251 + 1]) * size for index, size in enumerate(sizes)]
+            if write(writer, *pieces):
+                queued.append(pieces)
             else:
-                # Whoever was refused has at least one record to wait for.
+                # A writer that was refused has at least one frame to wait for.
                 assert queued
         elif queued:
-            parts = queued.popleft()
+            pieces = queued.popleft()
 
-            assert reader.size() == sum(map(len, parts))
-            assert read(reader, *map(len, parts)) == parts
+            assert reader.size() == sum(map(len, pieces))
+            assert read(reader, *map(len, pieces)) == pieces
     while queued:
-        parts = queued.popleft()
-        assert read(reader, *map(len, parts)) == parts
+        pieces = queued.popleft()
+        assert read(reader, *map(len, pieces)) == pieces
     assert not reader.filled()
 
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=8))
-def test_two_of_the_largest_records_always_fit(sizes: list[int]) -> None:
+def test_two_of_the_largest_frames_always_fit(sizes: list[int]) -> None:
     writer, reader = ends()
     largest = 0
     for size in sizes:
@@ -82,18 +82,18 @@ def test_two_of_the_largest_records_always_fit(sizes: list[int]) -> None:
             read(reader, largest)
 
 
-def test_a_record_that_finds_no_room_is_refused_until_something_is_read() -> None:
+def test_a_frame_that_finds_no_room_is_refused_until_something_is_read() -> None:
     writer, reader = ends()
-    record = b"a" * 30_000
+    frame = b"a" * 30_000
 
-    assert write(writer, record) and write(writer, record)
-    assert not write(writer, record)
+    assert write(writer, frame) and write(writer, frame)
+    assert not write(writer, frame)
     read(reader, 30_000)
-    assert write(writer, record)
-    assert not write(writer, record)
+    assert write(writer, frame)
+    assert not write(writer, frame)
 
 
-def test_a_larger_ring_takes_the_place_of_the_smaller_one() -> None:
+def test_a_larger_ring_replaces_the_smaller_one() -> None:
     writer, reader = ends()
     assert write(writer, b"small")
     assert write(writer, b"x" * 1_000_000)
@@ -104,11 +104,11 @@ def test_a_larger_ring_takes_the_place_of_the_smaller_one() -> None:
     for _ in range(10):
         assert write(writer, b"y" * 1_000_000)
         read(reader, 1_000_000)
-    # The counters, and the ring for two of the largest; the first one is gone.
+    # The counters, and the ring for two of the largest frames. The memory of the first ring is released.
     assert held_bytes(writer) <= mmap.PAGESIZE + 2_000_000 + 2 * mmap.PAGESIZE
 
 
-def test_a_record_of_another_size_than_expected_is_refused() -> None:
+def test_a_frame_of_another_size_than_expected_is_refused() -> None:
     writer, reader = ends()
     write(writer, b"four")
 
@@ -124,13 +124,13 @@ def test_nothing_has_a_name() -> None:
     assert sorted(os.listdir("/dev/shm")) == before
 
 
-def test_a_reader_that_lies_down_is_seen_or_sees() -> None:
+def test_either_the_writer_sees_the_flag_or_the_reader_the_frame() -> None:
     writer, reader = ends()
 
-    assert not writer.asleep()
-    assert reader.lie_down()
-    assert writer.asleep()
-    write(writer, b"record")
-    assert not reader.lie_down()
-    reader.rise()
-    assert not writer.asleep()
+    assert not writer.reader_sleeps()
+    assert reader.mark_sleeping()
+    assert writer.reader_sleeps()
+    write(writer, b"frame")
+    assert not reader.mark_sleeping()
+    reader.mark_awake()
+    assert not writer.reader_sleeps()

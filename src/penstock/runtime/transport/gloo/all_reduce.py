@@ -1,82 +1,73 @@
-"""Sums over a group of processes that speak Gloo, on a thread beside the computation."""
+"""Sums over a group of processes that are connected by Gloo, on a thread beside the computation."""
 
 import queue
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.runtime.devices.communicators import Communicator
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.pending_receives import PendingResult
 from penstock.runtime.transport.timeouts import Timeout
-from penstock.runtime.transport.transport import Forms, PendingMessage
+from penstock.runtime.transport.transport import PendingMessage, SumKinds
 
-__all__ = ["GroupSum"]
+__all__ = ["GlooSum"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    form: Hashable
+class _Summand:
+    kind: Hashable
     staged: Staged
-    receipt: PendingResult
+    result: PendingResult
 
 
-class GroupSum:
-    """The end of `rank`, this process, of the group of ranks `order`, who add in this order. Collective."""
+class GlooSum:
+    """Runs `ordered_sum`, for tensors of the kinds in `agreement`, on a thread. `staging` brings the tensors to the
+    host and back.
+    """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        group: Communicator,
-        rank: int,
-        agreement: Agreement,
-        staging: Staging,
-        timeout: Timeout,
-    ) -> None:
-        self._place = f"the sum over ranks {list(order)}"
-        self._peers = [member for member in order if member != rank]
-        self._sum, self._agreement = OrderedSum(order, group, rank), agreement
-        self._staging, self._patience = staging, timeout
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"penstock sum {tuple(order)}", daemon=True)
+    def __init__(self, ordered_sum: OrderedSum, agreement: Agreement, staging: Staging, timeout: Timeout) -> None:
+        self._sum, self._agreement = ordered_sum, agreement
+        self._staging, self._timeout = staging, timeout
+        self._summands: queue.SimpleQueue[_Summand | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"penstock {agreement.context}", daemon=True)
         self._thread.start()
 
-    def agree(self, forms: Forms) -> None:
-        """Agrees with the other ranks on what will be added, and waits for them."""
-        self._agreement.agree(forms)
+    def agree(self, kinds: SumKinds) -> None:
+        """Agrees with the other ranks on the tensors that will be added. Blocks until all ranks have called it."""
+        self._agreement.agree(kinds)
 
-    def add(self, form: Hashable, tensor: Tensor) -> PendingMessage:
-        """Gives this rank's part; the ticket's message is the sum."""
-        receipt = PendingResult(self._place, self._peers, self._patience, self._staging)
-        self._parts.put(_Part(form, self._staging.to_host([tensor.detach().contiguous()]), receipt))
-        return receipt
+    def add(self, kind: Hashable, tensor: Tensor) -> PendingMessage:
+        """Adds this rank's summand. Returns the pending sum."""
+        result = PendingResult(self._agreement.context, self._agreement.peers, self._timeout, self._staging)
+        self._summands.put(_Summand(kind, self._staging.to_host([tensor.detach().contiguous()]), result))
+        return result
 
     def close(self) -> None:
-        """Ends the thread after everything queued has been summed."""
-        self._parts.put(None)
+        """Ends the thread after all queued sums."""
+        self._summands.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Waits so long for the end; whether it has come."""
+        """Blocks until the thread has ended, or for `seconds`. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         self._staging.enter_thread()
-        while (part := self._parts.get()) is not None:
+        while (summand := self._summands.get()) is not None:
             try:
-                part.receipt.leave(self._answer(part))
+                summand.result.complete(self._answer(summand))
             except Exception as error:
-                part.receipt.leave(error=error)
-            del part
+                summand.result.complete(error=error)
+            del summand
 
-    def _answer(self, part: _Part) -> Staged:
-        (own,), there = part.staged
-        there.synchronize()
-        if not self._agreement.knows(part.form):
-            # This thread may wait.
-            self._agreement.agree({part.form: (own.numel(), own.dtype)})
-        self._agreement.check(part.form, own)
+    def _answer(self, summand: _Summand) -> Staged:
+        (own,), ready = summand.staged
+        ready.synchronize()
+        if not self._agreement.covers(summand.kind):
+            # This thread may block.
+            self._agreement.agree({summand.kind: (own.numel(), own.dtype)})
+        self._agreement.check(summand.kind, own)
         return self._staging.to_device([self._sum(own)])

@@ -1,15 +1,15 @@
-"""The receiving end of an edge between processes that share no memory, over a Gloo communicator.
+"""The receiving end of an edge between processes without shared memory, over a Gloo communicator.
 
-A receive is posted to Gloo when it is posted here, as soon as its form is known, and what comes is written into the
-tensors that the message will be. Whoever waits first looks at the memory that the last bytes go to, which were marked
-before, and lets Gloo's thread have the core in between: to be woken takes longer than most messages do. After a while a
-thread waits in his place, since a wait of Gloo's cannot be broken off when another rank fails.
+A receive is posted to Gloo when it is posted here, as soon as its kind is known. Gloo writes directly into the tensors
+of the message. The waiter first spins on the memory where the last bytes will be written, after storing a sentinel
+there, and yields the core to Gloo's thread in between: waking a thread takes longer than most messages take. After a
+while a thread waits in its stead, since a wait inside Gloo cannot be interrupted when another rank fails.
 
-The thread waits for one message after the other, so it is given them in the order in which they come: who waits for
-one must not wait for a later one, which may be sent only when the first one has been heard of.
+The thread waits for messages one by one, in the order in which they arrive. A waiter must not wait behind a later
+message: that message may be sent only after the earlier one has been used.
 
-Tensors of a GPU pass through host memory, since the communicators are Gloo's; the thread waits for them from the start
-and has them copied to the device as soon as they have come.
+Tensors of a GPU pass through host memory, since Gloo sends from there. The thread then waits for all messages from the
+start, and starts to copy each to the device as soon as it has arrived.
 """
 
 import ctypes
@@ -24,53 +24,57 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.runtime.devices.communicators import Communicator, Work
+from penstock.runtime.devices.communicators import Communicator, CommunicatorWork
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.gloo.senders import HEADER_BYTES
-from penstock.runtime.transport.message_headers import Spec, Specs, read_header
+from penstock.runtime.transport.message_headers import Specs, assemble, contiguous_view, read_header
 from penstock.runtime.transport.pending_receives import PendingResult, PostedReceive
 from penstock.runtime.transport.timeouts import SpinPolicy, Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 
 __all__ = ["GlooInbox"]
 
-OPEN, OPEN_BYTES = 2, 2**18
-"""Gloo knows of so many receives of an edge at least, one in use and one on its way, and of more while they are small:
-what it knows of comes without asking back, and until it has come it is held by the sender."""
-UNREAD = 8
-"""So many messages may have come without being asked for before they are put together anyway."""
-_MARK = 0x7FF4_9E57_0C4B_ED1D
-"""Stands where the last bytes of a message will be written; a message that ends with it is waited for by a thread."""
-_MARK_BYTES = 8
-_give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
+_POSTED_AHEAD, _POSTED_AHEAD_BYTES = 2, 2**18
+"""Gloo always has at least this many receives of an edge posted (one in use and one on its way), and more while their
+bytes are few. A message whose receive is posted is sent without asking the receiver first. Until it has arrived, the
+sender keeps its memory.
+"""
+_UNREAD = 8
+"""This many messages may arrive without being waited for before the oldest are delivered anyway."""
+_SENTINEL = 0x7FF4_9E57_0C4B_ED1D
+"""The value that is stored where the last bytes of a message will be written. If a message ends with this value, its
+arrival is not seen there, and a thread waits for it.
+"""
+_SENTINEL_BYTES = 8
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class _Arrival:
-    """Tensors that Gloo writes what it receives into, from rank `peer` of `group`."""
+    """Receives into `tensors` that have been posted to Gloo, from rank `peer` of `group`."""
 
-    __slots__ = ("_error", "_mark", "_works")
+    __slots__ = ("_error", "_tail", "_works")
 
     def __init__(self, group: Communicator, peer: int, tensors: Sequence[Tensor]) -> None:
-        marked = [tensor for tensor in tensors if tensor.nbytes >= _MARK_BYTES]
-        self._mark: ctypes.c_uint64 | None = None
-        if marked:
-            # What is sent after the last of these is some bytes, which come at once.
-            self._mark = ctypes.c_uint64.from_address(marked[-1].data_ptr() + marked[-1].nbytes - _MARK_BYTES)
-            self._mark.value = _MARK
-        self._works: list[Work] = []
+        large = [tensor for tensor in tensors if tensor.nbytes >= _SENTINEL_BYTES]
+        self._tail: ctypes.c_uint64 | None = None
+        if large:
+            # Tensors that are sent after this one are a few bytes each, which arrive immediately after it.
+            self._tail = ctypes.c_uint64.from_address(large[-1].data_ptr() + large[-1].nbytes - _SENTINEL_BYTES)
+            self._tail.value = _SENTINEL
+        self._works: list[CommunicatorWork] = []
         self._error: Exception | None = None
-        """A connection that has broken is the matter of who waits, not of who posts."""
+        """An error of a broken connection is raised to the waiter, and not when the receive is posted."""
         try:
             self._works += [group.recv([tensor], peer, 0) for tensor in tensors]
         except Exception as error:
             self._error = error
 
-    def seen(self) -> bool:
-        """Whether it has come, as far as can be seen."""
-        return not self._works or (self._mark is not None and self._mark.value != _MARK)
+    def has_arrived(self) -> bool:
+        """Whether the message is known to have arrived: its sentinel is overwritten, or it has no bytes."""
+        return not self._works or (self._tail is not None and self._tail.value != _SENTINEL)
 
-    def settle(self) -> None:
-        """Waits for Gloo. Once: waiting again would never end."""
+    def wait(self) -> None:
+        """Blocks until Gloo has received all tensors. It waits only once for each: a second wait would never return."""
         if self._error is not None:
             raise self._error
         works, self._works = self._works, []
@@ -78,102 +82,104 @@ class _Arrival:
             work.wait()
 
 
-class _Posted(PostedReceive):
+class _GlooReceive(PostedReceive):
     """A receive that has been posted here."""
 
-    __slots__ = ("arrival", "bytes", "receipt", "specs", "staged", "tensors")
+    __slots__ = ("arrival", "bytes", "result", "specs", "staged", "tensors")
 
-    def __init__(self, inbox: "GlooInbox", form: Hashable) -> None:
-        super().__init__(inbox, form)
+    def __init__(self, inbox: "GlooInbox", kind: Hashable) -> None:
+        super().__init__(inbox, kind)
         self.arrival: _Arrival | None = None
-        """Once Gloo knows of it, which takes knowing its form."""
+        """Set when the receive is posted to Gloo, which requires that its kind is known."""
         self.specs: Specs = ()
         self.tensors: Sequence[Tensor] = ()
-        """On the host, one for each of its specs that is not None."""
+        """Host tensors, one for each spec that is not None."""
         self.staged: Staged | None = None
-        """On the device, if a thread has seen to that."""
+        """Device tensors, if the thread has started to copy them."""
         self.bytes = 0
-        self.receipt: PendingResult | None = None
-        """If a thread waits for it."""
+        self.result: PendingResult | None = None
+        """Set if the thread waits for the message."""
 
 
 class GlooInbox:
-    """The receiving end of `edge`, for tensors that `staging` takes further. The sender is the rank `peer` of `group`,
-    which has these two.
+    """The receiving end of `edge`. The sender is rank `peer` of `group`, which connects the two. `staging` brings the
+    tensors to the device.
     """
 
     def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging, timeout: Timeout) -> None:
         self._edge = edge
         self._group, self._peer = group, peer
         self._staging = staging
-        self._patience = timeout
-        self._looking = SpinPolicy()
+        self._timeout = timeout
+        self._spin_policy = SpinPolicy()
         self._agreed: dict[Hashable, Specs] = {}
-        self._unposted: deque[_Posted] = deque()
-        """Receives that Gloo does not know of yet, oldest first."""
+        self._unposted: deque[_GlooReceive] = deque()
+        """Receives that are not posted to Gloo yet, oldest first."""
         self._header: PendingResult | None = None
-        """That of the oldest of these, which a thread waits for: the sender must get rid of what nobody asks for."""
-        self._pending: dict[_Posted, None] = {}
-        """Receives that Gloo knows of, oldest first. What Gloo will write to must be kept."""
+        """The header for the oldest unposted receive. The thread waits for it even if no receive is waited for, since
+        the sender must be able to send what it has queued.
+        """
+        self._pending: dict[_GlooReceive, None] = {}
+        """Receives that are posted to Gloo, oldest first. This keeps the memory that Gloo will write to."""
         self._pending_bytes = 0
-        self._working = threading.RLock()
-        """Held to change any of these, and never for long."""
+        self._lock = threading.RLock()
+        """Held, briefly, to change any of these attributes."""
         self._waits: queue.SimpleQueue[tuple[_Arrival, PendingResult, Callable[[], None] | None] | None] = (
             queue.SimpleQueue()
         )
-        """What the thread waits for, a message or a header, and what it does then."""
+        """What the thread waits for (a message or a header), the result to complete, and what to do in between."""
         self._thread: threading.Thread | None = None
 
-    def post(self, form: Hashable) -> PendingMessage:
-        """Posts the receive of the next message, which is of `form`."""
-        ticket = _Posted(self, form)
-        with self._working:
-            self._unposted.append(ticket)
-            self._arm()
-            while len(self._pending) > UNREAD and self._is_there(oldest := next(iter(self._pending))):
-                self._finish(oldest)
-        return ticket
+    def post(self, kind: Hashable) -> PendingMessage:
+        """Posts the receive of the next message, which is of `kind`."""
+        receive = _GlooReceive(self, kind)
+        with self._lock:
+            self._unposted.append(receive)
+            self._post_to_gloo()
+            while len(self._pending) > _UNREAD and self._has_arrived(oldest := next(iter(self._pending))):
+                self._deliver(oldest)
+        return receive
 
-    def bring(self, ticket: _Posted) -> bool:
-        """Whether the message of `ticket` has come."""
-        with self._working:
-            if ticket.message is None and ticket.arrival is not None:
-                if not ticket.arrival.seen():
-                    # Some that have come cannot be seen.
-                    self._hand_over(ticket)
-                if self._is_there(ticket):
-                    self._finish(ticket)
-        return ticket.message is not None
+    def poll(self, receive: _GlooReceive) -> bool:
+        """Delivers the message of `receive` if it has arrived. Returns whether it has been delivered."""
+        with self._lock:
+            if receive.message is None and receive.arrival is not None:
+                if not receive.arrival.has_arrived():
+                    # The message may have arrived without being seen.
+                    self._hand_over_to_thread(receive)
+                if self._has_arrived(receive):
+                    self._deliver(receive)
+        return receive.message is not None
 
-    def await_(self, ticket: _Posted) -> None:
-        """Waits for the message of `ticket`."""
-        while ticket.arrival is None:
-            with self._working:
-                self._arm(ticket)
+    def wait(self, receive: _GlooReceive) -> None:
+        """Blocks until the message of `receive` is delivered."""
+        while receive.arrival is None:
+            with self._lock:
+                self._post_to_gloo(receive)
                 header = self._header
-            if ticket.arrival is None and header is not None:
+            if receive.arrival is None and header is not None:
                 header.wait()
-        if ticket.receipt is None and not self._spin(ticket.arrival):
-            with self._working:
-                self._hand_over(ticket)
-        if ticket.receipt is not None:
-            ticket.receipt.wait()
-        with self._working:
-            if ticket.message is None:
-                self._finish(ticket)
+        if receive.result is None and not self._spin(receive.arrival):
+            with self._lock:
+                self._hand_over_to_thread(receive)
+        if receive.result is not None:
+            receive.result.wait()
+        with self._lock:
+            if receive.message is None:
+                self._deliver(receive)
 
     def close(self) -> None:
-        """Nothing is posted any more."""
+        """Does nothing: `join` ends the thread."""
 
     def join(self, seconds: float) -> bool:
-        """Waits so long for everything posted; False if it may still come."""
+        """Blocks until all posted receives are done, or for `seconds`. Returns False if a message may still come."""
         deadline = time.monotonic() + seconds
         while True:
-            with self._working:
+            with self._lock:
                 if self._unposted:
-                    self._arm(self._unposted[-1])
+                    self._post_to_gloo(self._unposted[-1])
                 if not self._unposted or time.monotonic() > deadline:
-                    self._hand_over()
+                    self._hand_over_to_thread()
                     break
             time.sleep(0.01)
         if self._thread is not None:
@@ -181,120 +187,113 @@ class GlooInbox:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._unposted and (self._thread is None or not self._thread.is_alive())
 
-    def _arm(self, wanted: _Posted | None = None) -> None:
-        """Tells Gloo of the next receives, as many as it should know of, or all up to `wanted`; only of those whose
-        form is known, and of the next header.
+    def _post_to_gloo(self, wanted: _GlooReceive | None = None) -> None:
+        """Posts the next receives to Gloo: as many as it should have, or all up to `wanted`. Stops at a kind that is
+        not known yet, after posting the receive of its header.
         """
         while self._unposted and self._header is None:
-            ticket = self._unposted[0]
-            specs = self._agreed.get(ticket.form)
+            receive = self._unposted[0]
+            specs = self._agreed.get(receive.kind)
             if specs is None:
-                # What comes before the header.
-                self._hand_over()
+                # The messages before the header.
+                self._hand_over_to_thread()
                 page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 self._header = self._start(_Arrival(self._group, self._peer, [page]), partial(self._take_header, page))
                 return
             size = sum([spec.bytes for spec in specs if spec is not None])
-            full = len(self._pending) >= OPEN and self._pending_bytes + size > OPEN_BYTES
+            full = len(self._pending) >= _POSTED_AHEAD and self._pending_bytes + size > _POSTED_AHEAD_BYTES
             if full and (wanted is None or wanted.arrival is not None):
                 return
             known = [spec for spec in specs if spec is not None]
-            ticket.specs = specs
-            ticket.tensors = [self._staging.host_memory(spec.layout) for spec in known]
-            places = [_in_order(spec, tensor) for spec, tensor in zip(known, ticket.tensors, strict=True) if spec.bytes]
-            ticket.arrival = _Arrival(self._group, self._peer, places)
-            ticket.bytes = size
-            self._pending[ticket] = None
+            receive.specs = specs
+            receive.tensors = [self._staging.host_memory(spec.layout) for spec in known]
+            buffers = [contiguous_view(tensor) for tensor in receive.tensors if tensor.nbytes]
+            receive.arrival = _Arrival(self._group, self._peer, buffers)
+            receive.bytes = size
+            self._pending[receive] = None
             self._pending_bytes += size
             self._unposted.popleft()
-            if self._staging.apart:
-                self._hand_over()
+            if self._staging.separate_memory:
+                self._hand_over_to_thread()
 
     def _take_header(self, page: Tensor) -> None:
-        """The form of the oldest receive that Gloo does not know of; `page` has come."""
+        """Reads the header of the oldest unposted receive; `page` has arrived."""
         text = page.numpy().tobytes()
         size = int.from_bytes(text[:8], "little")
         if size > HEADER_BYTES - 8:
             rest = torch.empty(size - HEADER_BYTES + 8, dtype=torch.uint8)
-            _Arrival(self._group, self._peer, [rest]).settle()
+            _Arrival(self._group, self._peer, [rest]).wait()
             text += rest.numpy().tobytes()
-        with self._working:
-            self._agreed[self._unposted[0].form] = read_header(text[8 : 8 + size])
+        with self._lock:
+            self._agreed[self._unposted[0].kind] = read_header(text[8 : 8 + size])
             self._header = None
-            self._arm()
+            self._post_to_gloo()
 
     def _spin(self, arrival: _Arrival) -> bool:
-        """Looks for it for a while; whether it has come."""
-        until = self._looking.until()
-        while not arrival.seen():
-            if time.perf_counter() > until:
-                return self._looking.learn(False)
-            # Gloo's thread may need this core to write it.
-            _give_way()
-        return self._looking.learn(True)
+        """Spins for a while. Returns whether the message has arrived."""
+        deadline = self._spin_policy.deadline()
+        while not arrival.has_arrived():
+            if time.perf_counter() > deadline:
+                return self._spin_policy.update(False)
+            # Gloo's thread may need this core to write the message.
+            _yield_core()
+        return self._spin_policy.update(True)
 
-    def _is_there(self, ticket: _Posted) -> bool:
-        """Whether `_finish` would not wait."""
-        if ticket.receipt is not None:
-            return ticket.receipt.ready()
-        return ticket.arrival is not None and ticket.arrival.seen()
+    def _has_arrived(self, receive: _GlooReceive) -> bool:
+        """Whether `_deliver` would return at once."""
+        if receive.result is not None:
+            return receive.result.ready()
+        return receive.arrival is not None and receive.arrival.has_arrived()
 
-    def _finish(self, ticket: _Posted) -> None:
-        """Puts the message of `ticket` together, which has come."""
-        assert ticket.arrival is not None
-        if ticket.receipt is not None:
-            ticket.receipt.wait()
+    def _deliver(self, receive: _GlooReceive) -> None:
+        """Assembles the message of `receive`, which has arrived."""
+        assert receive.arrival is not None
+        if receive.result is not None:
+            receive.result.wait()
         else:
             try:
-                ticket.arrival.settle()
+                receive.arrival.wait()
             except Exception as error:
-                raise self._patience.broken(str(self._edge), (self._edge.source,), error) from error
-        arrived = iter(self._staging.follow(ticket.staged or self._staging.to_device(ticket.tensors)))
-        ticket.message = tuple(
-            [None if spec is None else next(arrived).requires_grad_(spec.requires_grad) for spec in ticket.specs]
-        )
-        ticket.tensors, ticket.staged = (), None
-        del self._pending[ticket]
-        self._pending_bytes -= ticket.bytes
-        self._arm()
+                raise self._timeout.connection_error(str(self._edge), (self._edge.source,), error) from error
+        arrived = self._staging.wait_for(receive.staged or self._staging.to_device(receive.tensors))
+        receive.message = assemble(receive.specs, arrived)
+        receive.tensors, receive.staged = (), None
+        del self._pending[receive]
+        self._pending_bytes -= receive.bytes
+        self._post_to_gloo()
 
-    def _hand_over(self, last: _Posted | None = None) -> None:
-        """Has the thread wait for all that Gloo knows of, or for `last` and what comes before it."""
-        for ticket in self._pending:
-            if ticket.receipt is None and ticket.arrival is not None:
-                then = partial(self._stage, ticket) if self._staging.apart else None
-                ticket.receipt = self._start(ticket.arrival, then)
-            if ticket is last:
+    def _hand_over_to_thread(self, last: _GlooReceive | None = None) -> None:
+        """Makes the thread wait for all receives that are posted to Gloo, or for those up to `last`."""
+        for receive in self._pending:
+            if receive.result is None and receive.arrival is not None:
+                then = partial(self._stage, receive) if self._staging.separate_memory else None
+                receive.result = self._start(receive.arrival, then)
+            if receive is last:
                 return
 
-    def _stage(self, ticket: _Posted) -> None:
-        """Has what has come for `ticket` copied to the device."""
-        ticket.staged = self._staging.to_device(ticket.tensors)
+    def _stage(self, receive: _GlooReceive) -> None:
+        """Starts to copy the message of `receive` to the device."""
+        receive.staged = self._staging.to_device(receive.tensors)
 
     def _start(self, arrival: _Arrival, then: Callable[[], None] | None) -> PendingResult:
-        """A receipt that the thread leaves when `arrival` has come and it has done what is to be done `then`."""
+        """Makes the thread wait for `arrival` and then call `then`. Returns the result that it will complete."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
             self._thread.start()
-        receipt = PendingResult(str(self._edge), (self._edge.source,), self._patience, self._staging)
-        self._waits.put((arrival, receipt, then))
-        return receipt
+        result = PendingResult(str(self._edge), (self._edge.source,), self._timeout, self._staging)
+        self._waits.put((arrival, result, then))
+        return result
 
     def _run(self) -> None:
         self._staging.enter_thread()
         while (item := self._waits.get()) is not None:
-            arrival, receipt, then = item
+            arrival, result, then = item
             try:
-                arrival.settle()
+                arrival.wait()
                 if then is not None:
                     then()
-                receipt.leave()
+                result.complete()
             except Exception as error:
-                receipt.leave(error=error)
-            # What has come is not kept alive until the next wait.
-            del item, arrival, receipt, then
-
-
-def _in_order(spec: Spec, tensor: Tensor) -> Tensor:
-    """`tensor`, with the dimensions in their order in memory."""
-    return tensor if tensor.is_contiguous() else tensor.permute(spec.order)
+                result.complete(error=error)
+            # Otherwise these references would keep the message alive until the next one arrives.
+            del item, arrival, result, then

@@ -1,22 +1,23 @@
-"""The two ends of an edge between processes with a GPU each, over an NCCL communicator of its own.
+"""The two endpoints of an edge between processes with one GPU each, over an NCCL communicator of its own.
 
-What NCCL is told to send or to receive is work of the GPU, in a stream of the communicator: it begins when the stream
-that computes has come to where it was told, and the stream that computes goes on when it is done. NCCL knows no tags,
-so that order is all that matches a receive with a send, and what two ranks send each other would wait for each other if
-both directions shared a communicator.
+A send or a receive of NCCL is work of the GPU, in a stream of the communicator. It starts when the computing stream has
+reached the point at which it was enqueued, and the computing stream can wait for its end. NCCL has no tags, so order
+alone matches receives with sends. Each direction has a communicator of its own. If two ranks shared one and both sent
+first, each rank's receive would wait behind its own send, and both sends would wait forever.
 
-While it waits for the other rank, a message keeps some of the GPU busy, and whatever waits for the whole GPU, such as
-CUDA where it loads a kernel at its first use, waits for that rank as well. So NCCL is told of a receive when the
-message is wanted, or in the first steps when it is known to be on its way (see send_notices.py), and never before.
+While an operation waits for the other rank, it occupies a part of the GPU. Whatever synchronizes the whole GPU, such as
+CUDA when it loads a kernel at its first use, then waits for that rank as well. So a receive is enqueued when its
+message is wanted, or in the first steps when its message has been announced (see send_notices.py), and never before.
 
-A message is received into memory of the computing stream, which is the one that uses it and drops it.
+A message is received into memory of the computing stream, which uses and releases it.
 
-Laws of this file:
-  1. What NCCL reads is kept until it has been read; what it writes, until the computing stream waits for it; neither
-     any longer. What is underway is what a peer has a part in: of receives, those that the computing stream waits for.
-  2. The host waits for what the first message of a form will look like, which its sender tells, and where it is some
-     messages ahead of its own device, since what the device has been told keeps its memory until it is done. It waits
-     for messages in the first steps only, and looks for what others have said meanwhile.
+Invariants of this file:
+  1. Memory that NCCL reads is kept until it has been read, and memory that NCCL writes until the computing stream waits
+     for it. Neither is kept longer. The pending work of an endpoint is the work in which a peer takes part; of
+     receives, only those that the computing stream waits for.
+  2. The host blocks in three cases. It waits for the header of the first message of a kind. It waits for its own device
+     when it is some messages ahead, since enqueued work keeps its memory until it is done. And in the first steps only,
+     it waits for messages, and polls announcements meanwhile.
 """
 
 from collections import deque
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event
-from penstock.runtime.devices.communicators import Communicator, Work, together
-from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
+from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
+from penstock.runtime.transport.message_headers import SentKinds, Specs, assemble, read_header
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.pending_receives import PostedReceive
@@ -39,12 +40,13 @@ from penstock.runtime.transport.transport import Edge, PendingMessage
 __all__ = ["EndpointOptions", "NcclInbox", "NcclOutbox"]
 
 AHEAD = 4
-"""Messages of an edge that the host is ahead of its device at most. Fewer, and a host that pauses for a moment keeps
-its device waiting; more, and more messages lie in memory that the computation could use."""
+"""How many messages of an edge the host may be ahead of its device. With fewer, a host that pauses for a moment would
+leave its device idle. With more, messages would occupy memory that the computation could use.
+"""
 
 
 class EndpointOptions(NamedTuple):
-    """What an end of an edge is made of."""
+    """The parts that an endpoint is made of."""
 
     edge: Edge
     group: Communicator
@@ -54,202 +56,207 @@ class EndpointOptions(NamedTuple):
     notices: SendNotices
     timeout: Timeout
     check: Callable[[], None]
-    """Raises why `group` was aborted, if it was."""
+    """Raises if `group` was aborted."""
 
 
-class _End:
-    """What both ends have; `other` is the rank of the other one."""
+class _NcclEndpoint:
+    """What both kinds of endpoints share. `other` is the rank of the other end."""
 
-    def __init__(self, line: EndpointOptions, other: int) -> None:
-        self.edge, self.peers = line.edge, (other,)
-        self.underway = PendingWork()
-        self._group, self._peer = line.group, line.peer
-        self._accelerator, self._notices = line.accelerator, line.notices
-        self._patience, self._check = line.timeout, line.check
+    def __init__(self, options: EndpointOptions, other: int) -> None:
+        self.edge, self.peers = options.edge, (other,)
+        self.pending = PendingWork()
+        self._group, self._peer = options.group, options.peer
+        self._accelerator, self._notices = options.accelerator, options.notices
+        self._timeout, self._check = options.timeout, options.check
 
-    def _tell(self, what: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor]) -> Sequence[Work]:
-        """Tells the GPU to do `what` with `tensors`, which leave no gaps in memory: as bytes, since NCCL knows fewer
-        types of numbers than PyTorch.
+    def _enqueue(
+        self, operation: Callable[[list[Tensor], int, int], CommunicatorWork], tensors: Sequence[Tensor]
+    ) -> Sequence[CommunicatorWork]:
+        """Enqueues `operation` for each of `tensors`, which have no gaps in memory. They are sent as bytes, since NCCL
+        knows fewer dtypes than PyTorch.
         """
         rows = [tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         try:
-            return together(self._group, [partial(what, [row], self._peer, 0) for row in rows])
+            return coalesce(self._group, [partial(operation, [row], self._peer, 0) for row in rows])
         except RuntimeError as error:
-            raise self._patience.broken(str(self.edge), self.peers, error) from error
+            raise self._timeout.connection_error(str(self.edge), self.peers, error) from error
 
 
-class NcclOutbox(_End):
+class NcclOutbox(_NcclEndpoint):
     """The sending end."""
 
-    def __init__(self, line: EndpointOptions) -> None:
-        super().__init__(line, line.edge.target)
+    def __init__(self, options: EndpointOptions) -> None:
+        super().__init__(options, options.edge.target)
         self.error: Exception | None = None
-        """None: what goes wrong is seen where something is asked for."""
-        self._forms = SentForms(line.edge)
+        """Always None. Errors are found by the watchdog and raised by `check`."""
+        self._kinds = SentKinds(options.edge)
         self._number = 0
-        """Messages so far."""
-        self._kept: deque[tuple[Sequence[Work], Sequence[Tensor]]] = deque()
-        """What may still be read, oldest first."""
-        self._told: deque[Event] = deque()
-        """Where the computing stream was when it was told of the last messages."""
+        """The number of messages so far."""
+        self._kept: deque[tuple[Sequence[CommunicatorWork], Sequence[Tensor]]] = deque()
+        """Tensors that NCCL may still read, with their sends, oldest first."""
+        self._enqueued: deque[Event] = deque()
+        """The position of the computing stream at each of the last sends."""
 
-    def meet(self, token: Tensor) -> None:
-        """Makes the connection, by sending `token`. Both ends call it."""
+    def rehearse(self, token: Tensor) -> None:
+        """Connects the two ends by sending `token`. Both ends call it."""
         self._send([token])
 
-    def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
-        """Sends `message`."""
+    def put(self, kind: Hashable, message: Sequence[Tensor | None]) -> None:
+        """Sends `message`, and announces it."""
         self._check()
         self._release()
-        header, tensors = self._forms.agree(form, message)
+        header, tensors = self._kinds.agree(kind, message)
         self._send([tensor for tensor in tensors if tensor.nbytes])
-        self._notices.sent(self.edge, self._number, header)
+        self._notices.announce(self.edge, self._number, header)
         self._number += 1
-        if len(self._told) > AHEAD:
-            self._told.popleft().synchronize()
+        if len(self._enqueued) > AHEAD:
+            self._enqueued.popleft().synchronize()
 
     def flushed(self, seconds: float) -> bool:
-        """Waits so long until everything has left; whether it has."""
-        done = self.underway.finished(seconds)
+        """Blocks until everything has been sent, or for `seconds`. Returns whether it has been sent."""
+        done = self.pending.wait(seconds)
         self._release()
         return done
 
     def close(self) -> None:
-        """What is underway goes on."""
+        """Does nothing: sends that were enqueued go on."""
 
     def join(self, seconds: float) -> bool:
-        """Waits so long until everything has left; whether it has."""
+        """Like `flushed`."""
         return self.flushed(seconds)
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         if not tensors:
             return
-        works = self._tell(self._group.send, tensors)
+        works = self._enqueue(self._group.send, tensors)
         for work in works:
-            self.underway.add(work.is_completed)
+            self.pending.add(work.is_completed)
         self._kept.append((works, tensors))
-        self._told.append(self._accelerator.record(self._accelerator.current()))
+        self._enqueued.append(self._accelerator.record_event(self._accelerator.current()))
 
     def _release(self) -> None:
-        """Lets go of what has been read."""
+        """Releases the tensors that have been read."""
         while self._kept and _are_done(self._kept[0][0]):
             works, _ = self._kept.popleft()
             for work in works:
-                # PyTorch keeps what was sent until somebody waits for it, which costs nothing now.
+                # PyTorch keeps the tensors of a send until its work is waited for. The work is done, so this does not
+                # block.
                 work.wait()
 
 
-class _Posted(PostedReceive):
-    """A receive that has been posted here, the `number`-th of its edge, and with NCCL once that has been told of it."""
+class _NcclReceive(PostedReceive):
+    """The receive of the `number`-th message of its edge. `works` is None until it is enqueued with NCCL."""
 
     __slots__ = ("number", "specs", "tensors", "works")
 
-    def __init__(self, inbox: "NcclInbox", form: Hashable, number: int) -> None:
-        super().__init__(inbox, form)
+    def __init__(self, inbox: "NcclInbox", kind: Hashable, number: int) -> None:
+        super().__init__(inbox, kind)
         self.number = number
         self.specs: Specs = ()
         self.tensors: Sequence[Tensor] = ()
-        self.works: Sequence[Work] | None = None
+        self.works: Sequence[CommunicatorWork] | None = None
 
 
-class NcclInbox(_End):
+class NcclInbox(_NcclEndpoint):
     """The receiving end, into memory of the device."""
 
-    def __init__(self, line: EndpointOptions) -> None:
-        super().__init__(line, line.edge.source)
+    def __init__(self, options: EndpointOptions) -> None:
+        super().__init__(options, options.edge.source)
         self._agreed: dict[Hashable, Specs] = {}
-        self._unposted: deque[_Posted] = deque()
-        """Receives that NCCL does not know of yet, oldest first."""
+        self._unposted: deque[_NcclReceive] = deque()
+        """Receives that are not enqueued yet, oldest first."""
         self._number = 0
-        """Receives so far."""
-        self._notices.read_by(self.look)
+        """The number of receives so far."""
+        self._notices.subscribe(self.enqueue_announced)
 
-    def meet(self, token: Tensor) -> None:
-        """Makes the connection, by receiving `token`. Both ends call it."""
-        self._follow(self._tell(self._group.recv, [token]))
+    def rehearse(self, token: Tensor) -> None:
+        """Connects the two ends by receiving `token`. Both ends call it."""
+        self._wait_on_stream(self._enqueue(self._group.recv, [token]))
 
-    def post(self, form: Hashable) -> PendingMessage:
-        """Posts the receive of the next message, which is of `form`."""
-        ticket = _Posted(self, form, self._number)
+    def post(self, kind: Hashable) -> PendingMessage:
+        """Posts the receive of the next message, which is of `kind`."""
+        receive = _NcclReceive(self, kind, self._number)
         self._number += 1
-        self._unposted.append(ticket)
-        return ticket
+        self._unposted.append(receive)
+        return receive
 
-    def bring(self, ticket: _Posted) -> bool:
-        """Whether the message of `ticket` has come. Who asks wants it."""
-        if ticket.message is None and self._is_told(ticket) and _are_done(ticket.works):
-            self._finish(ticket)
-        return ticket.message is not None
+    def poll(self, receive: _NcclReceive) -> bool:
+        """Delivers the message of `receive` if it has arrived. Returns whether it has been delivered. Calling it means
+        that the message is wanted, so its receive is enqueued.
+        """
+        if receive.message is None and self._enqueue_up_to(receive) and _are_done(receive.works):
+            self._finish(receive)
+        return receive.message is not None
 
-    def await_(self, ticket: _Posted) -> None:
-        """Has the stream of this thread wait for the message of `ticket`."""
-        self._patience.wait_for(partial(self._may_follow, ticket), str(self.edge), self.peers)
-        self._finish(ticket)
+    def wait(self, receive: _NcclReceive) -> None:
+        """Makes the current stream wait for the message of `receive`."""
+        self._timeout.wait_for(partial(self._can_wait, receive), str(self.edge), self.peers)
+        self._finish(receive)
 
-    def look(self) -> None:
-        """Tells NCCL of the receives of messages that are known to be on their way."""
-        while self._unposted and self._notices.has(self.edge, self._unposted[0].number):
-            if not self._open(self._unposted[0]):
+    def enqueue_announced(self) -> None:
+        """Enqueues the receives of messages that have been announced."""
+        while self._unposted and self._notices.is_announced(self.edge, self._unposted[0].number):
+            if not self._enqueue_receive(self._unposted[0]):
                 return
 
     def close(self) -> None:
-        """Nothing is posted any more."""
+        """Does nothing: receives that were enqueued go on."""
 
     def join(self, seconds: float) -> bool:
-        """Waits so long until nothing is underway; whether that is so."""
-        return self.underway.finished(seconds)
+        """Blocks until nothing is pending, or for `seconds`. Returns whether nothing is pending."""
+        return self.pending.wait(seconds)
 
-    def _is_told(self, ticket: _Posted) -> bool:
-        """Tells NCCL of all receives up to `ticket`, as far as their forms are known; whether it knows of `ticket`."""
-        while ticket.works is None and self._open(self._unposted[0]):
+    def _enqueue_up_to(self, receive: _NcclReceive) -> bool:
+        """Enqueues all receives up to `receive`, as far as their kinds are known. Returns whether `receive` is
+        enqueued.
+        """
+        while receive.works is None and self._enqueue_receive(self._unposted[0]):
             pass
-        return ticket.works is not None
+        return receive.works is not None
 
-    def _may_follow(self, ticket: _Posted) -> bool:
-        """Whether the computing stream may be told to wait for `ticket`."""
+    def _can_wait(self, receive: _NcclReceive) -> bool:
+        """Whether the computing stream may now wait for `receive`. Polls announcements if not."""
         self._check()
-        told = self._is_told(ticket)
-        if told and (not self._notices.careful or _are_done(ticket.works)):
+        enqueued = self._enqueue_up_to(receive)
+        if enqueued and (not self._notices.announcing or _are_done(receive.works)):
             return True
-        return self._notices.look()
+        return self._notices.poll()
 
-    def _open(self, ticket: _Posted) -> bool:
-        """Tells NCCL of `ticket`, the oldest that it does not know of; False if its form is not known."""
-        specs = self._agreed.get(ticket.form)
+    def _enqueue_receive(self, receive: _NcclReceive) -> bool:
+        """Enqueues `receive`, the oldest that is not enqueued. Returns False if its kind is not known yet."""
+        specs = self._agreed.get(receive.kind)
         if specs is None:
-            header = self._notices.header(self.edge, ticket.number)
+            header = self._notices.header(self.edge, receive.number)
             if header is None:
                 return False
-            specs = self._agreed[ticket.form] = read_header(header)
+            specs = self._agreed[receive.kind] = read_header(header)
         known = [spec for spec in specs if spec is not None]
         current = self._accelerator.current()
-        ticket.specs = specs
-        ticket.tensors = [self._accelerator.device_memory(spec.layout, current) for spec in known]
-        places = [place for spec, place in zip(known, ticket.tensors, strict=True) if spec.bytes]
-        ticket.works = self._tell(self._group.recv, places) if places else ()
+        receive.specs = specs
+        receive.tensors = [self._accelerator.device_memory(spec.layout, current) for spec in known]
+        buffers = [tensor for tensor in receive.tensors if tensor.nbytes]
+        receive.works = self._enqueue(self._group.recv, buffers) if buffers else ()
         self._unposted.popleft()
         return True
 
-    def _finish(self, ticket: _Posted) -> None:
-        assert ticket.works is not None
-        self._follow(ticket.works)
-        arrived = iter(ticket.tensors)
-        ticket.message = tuple(
-            [None if spec is None else next(arrived).requires_grad_(spec.requires_grad) for spec in ticket.specs]
-        )
-        ticket.tensors, ticket.works = (), ()
+    def _finish(self, receive: _NcclReceive) -> None:
+        assert receive.works is not None
+        self._wait_on_stream(receive.works)
+        receive.message = assemble(receive.specs, receive.tensors)
+        receive.tensors, receive.works = (), ()
 
-    def _follow(self, works: Sequence[Work]) -> None:
-        # Before, since a wait may be the host's after all.
-        tasks = [self.underway.add(work.is_completed) for work in works]
+    def _wait_on_stream(self, works: Sequence[CommunicatorWork]) -> None:
+        # Added before the wait, which may block the host after all.
+        tasks = [self.pending.add(work.is_completed) for work in works]
         for work in works:
             work.wait()
         if tasks:
-            # A work holds the memory that it wrote to, for as long as the host has not seen that it is done.
-            here = self._accelerator.record(self._accelerator.current())
+            # A work keeps the memory that it wrote to until the host sees that it is done. This event is passed later
+            # than the work, and keeps no memory.
+            here = self._accelerator.record_event(self._accelerator.current())
             for task in tasks:
                 task.is_done = here.query
 
 
-def _are_done(works: Sequence[Work] | None) -> bool:
+def _are_done(works: Sequence[CommunicatorWork] | None) -> bool:
     return works is not None and all([work.is_completed() for work in works])

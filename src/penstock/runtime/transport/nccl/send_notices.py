@@ -1,95 +1,91 @@
-"""What senders say of the messages that GPUs send each other, through the store at which the processes met.
+"""Notices of messages between GPUs, which senders write to the store that connects the processes.
 
-The first message of a form brings a header: what its tensors look like. That is told for as long as a pipeline lives.
+The first message of a kind needs a header, the layout of its tensors. Its sender writes the header to the store, at any
+time in the life of a pipeline.
 
-In the first steps, and for a while after a new form, senders also say of every message that it is on its way, and
-receivers tell NCCL of receives whose messages are. There a host may stand still at any computation until all that its
-device has been told is done: CUDA may wait for the device when it loads a kernel at its first use, and so do compilers
-and an allocator that runs short. A device is done when its sends have been received; so no rank may wait for that with
-a receive untold whose message is on its way. Each rank first says what it sends, and then looks for what others have
-said, before it computes; and it computes only when all that it has received is there. Of ranks that stand still in a
-circle, each with a send that the next one has not received, the last one to look has seen all that the others said. So
-there is no such circle. Sums over replicas begin when they are waited for, and not within a backward: there a rank that
-stands still would wait for the last backward of another replica, which may wait for what this rank is yet to send.
+In the first steps, and for a while after each new kind, senders also announce every message in the store, and a
+receiver enqueues a receive with NCCL as soon as its message is announced. This prevents deadlocks. In these steps a
+host may block, at any computation, until its device has done all enqueued work: CUDA may synchronize the device when it
+loads a kernel at its first use, and so may a compiler, or an allocator that runs short of memory. The work of a device
+includes its sends, which are done when they have been received. So a rank must not block like this while a message to
+it has been sent whose receive it has not enqueued.
 
-Later, receives are told of when they are wanted: a host that has all kernels at hand waits for no device.
+Therefore each rank announces its sends, then polls the announcements of the others, and then computes; and it computes
+only when all messages that it waited for have arrived. Suppose that some ranks block in a circle, each with a send that
+the next rank has not received. Then the rank that polled last has seen the announcements of all the others, so it has
+enqueued the receive of the message to it. So there is no such circle.
+
+Sums over replicas start in these steps when they are waited for, and not within a backward. A rank that blocks within a
+backward would otherwise wait for the last backward of another replica, which may wait for a message that this rank has
+yet to send.
+
+After these steps, a receive is enqueued when its message is wanted: a host that has loaded all kernels does not block
+on its device.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+
+from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.transport.transport import Edge
 
-__all__ = ["SendNotices", "Whiteboard"]
+__all__ = ["SendNotices"]
 
-SETTLED_PARTS = 2
-"""So many parts of the schedule after a new form, the one that brings it included, everything has run with it."""
-
-
-class Whiteboard(Protocol):
-    """As a store of ``torch.distributed``."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Writes."""
-
-    def get(self, key: str, /) -> bytes:
-        """Reads, and waits for what is not there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether they are there."""
+_SETTLED_SEGMENTS = 2
+"""After this many segments of the schedule with a new kind, including the first, all work has run with it."""
 
 
 class SendNotices:
-    """What this process says and is told in `store`. `ranks`: how many processes there are."""
+    """Writes and reads the notices of this process in `store`. `ranks`: the number of processes."""
 
-    def __init__(self, store: Whiteboard, ranks: int) -> None:
+    def __init__(self, store: Store, ranks: int) -> None:
         self._store = store
-        self._readers: list[Callable[[], None]] = []
-        self._part = 0
-        # A rank's first backward may come as many parts after its first forward as there are stages.
-        self._careful_until = ranks + SETTLED_PARTS
+        self._subscribers: list[Callable[[], None]] = []
+        self._segment = 0
+        # A rank's first backward may come as many segments after its first forward as there are stages.
+        self._announcing_until = ranks + _SETTLED_SEGMENTS
 
     @property
-    def careful(self) -> bool:
-        """Whether every message is told of."""
-        return self._part <= self._careful_until
+    def announcing(self) -> bool:
+        """Whether every message is announced."""
+        return self._segment <= self._announcing_until
 
-    def begin(self) -> None:
-        """A part of the schedule begins."""
-        self._part += 1
+    def begin_segment(self) -> None:
+        """Begins a segment of the schedule (a step or a drain)."""
+        self._segment += 1
 
-    def read_by(self, look: Callable[[], None]) -> None:
-        """Has `look` called whenever this process looks for what others have said."""
-        self._readers.append(look)
+    def subscribe(self, poll: Callable[[], None]) -> None:
+        """Makes `poll` of this object call `poll`."""
+        self._subscribers.append(poll)
 
-    def sent(self, edge: Edge, number: int, header: bytes | None) -> None:
-        """The `number`-th message of `edge` is on its way. `header`: of a new form."""
+    def announce(self, edge: Edge, number: int, header: bytes | None) -> None:
+        """Announces the `number`-th message of `edge`, which has been sent. `header`: if its kind is new."""
         if header is not None:
-            self._take_care()
-        if header is not None or self.careful:
-            # A store that is gone has gone with its process: the communicators will say so.
+            self._announce_for_a_while()
+        if header is not None or self.announcing:
+            # If the store is gone, its process has ended. The communicators report that.
             with suppress(RuntimeError):
                 self._store.set(_key(edge, number), (header or b"").hex())
-            self.look()
+            self.poll()
 
-    def look(self) -> bool:
-        """Tells NCCL of all receives whose messages are known to be on their way. False: that does not end a wait."""
-        if self.careful:
-            for look in self._readers:
-                look()
+    def poll(self) -> bool:
+        """Enqueues all receives whose messages have been announced. Returns False, for conditions that end with it."""
+        if self.announcing:
+            for poll in self._subscribers:
+                poll()
         return False
 
-    def has(self, edge: Edge, number: int) -> bool:
-        """Whether the `number`-th message of `edge` is known to be on its way. False where nobody says so."""
-        return self.careful and self._is_written(_key(edge, number))
+    def is_announced(self, edge: Edge, number: int) -> bool:
+        """Whether the `number`-th message of `edge` has been announced. False after the first steps."""
+        return self.announcing and self._is_written(_key(edge, number))
 
     def header(self, edge: Edge, number: int) -> bytes | None:
-        """What that message looks like, whose form is new; None if it is not on its way yet."""
+        """The header of the `number`-th message of `edge`, whose kind is new; None if it is not announced yet."""
         key = _key(edge, number)
         if not self._is_written(key):
             return None
-        self._take_care()
+        self._announce_for_a_while()
         return bytes.fromhex(self._store.get(key).decode())
 
     def _is_written(self, key: str) -> bool:
@@ -97,9 +93,9 @@ class SendNotices:
             return self._store.check([key])
         return False
 
-    def _take_care(self) -> None:
-        """A form is new."""
-        self._careful_until = max(self._careful_until, self._part + SETTLED_PARTS - 1)
+    def _announce_for_a_while(self) -> None:
+        """Announces every message for a while, because a kind is new."""
+        self._announcing_until = max(self._announcing_until, self._segment + _SETTLED_SEGMENTS - 1)
 
 
 def _key(edge: Edge, number: int) -> str:

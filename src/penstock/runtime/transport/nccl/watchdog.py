@@ -1,11 +1,11 @@
-"""Looks after what GPUs send each other: whether it goes on, while the host waits for none of it.
+"""Watches the operations between GPUs, which the host does not wait for, and aborts them when they cannot end.
 
-A GPU that waits for a message waits for ever, and with it, sooner or later, its host. A thread looks whether another
-rank has failed, a connection has broken, or nothing has come or gone for too long; then it aborts the communicators,
-which lets the GPU and the host go on, and whoever next asks is told why.
+A GPU that waits for a message waits forever if none comes, and sooner or later its host waits for the GPU. A thread
+looks whether another rank has failed, a connection has broken, or no operation has started or ended for too long. Then
+it aborts the communicators, so that the GPU and the host continue, and the next check raises the reason.
 
-All communicators are told to end before any is waited for: one that ends may wait for all that the device is at, and
-so for a message over another one.
+Aborting one communicator may block until the device is idle, and so until the operations of the others end. So all
+aborts are started before any is waited for.
 """
 
 import logging
@@ -17,102 +17,112 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.transport.timeouts import POLL_SECONDS, TELLING_SECONDS, Timeout
+from penstock.runtime.transport.timeouts import FAST_POLL_SECONDS, POLL_SECONDS, Timeout
 
-__all__ = ["End", "PendingWork", "Task", "Watchdog"]
+__all__ = ["PendingWork", "Watchdog"]
 
 ABORT_SECONDS = 20.0
-"""How long communicators may take to end."""
+"""How long the communicators may take to abort."""
 
 
 @dataclass(slots=True, eq=False)
-class Task:
-    """Something that a GPU has been told to do."""
+class _PendingTask:
+    """An operation that has been enqueued on a GPU."""
 
     is_done: Callable[[], bool]
 
 
 class PendingWork:
-    """What a GPU has been told to do and is not known to have done. Its methods are called on any thread."""
+    """The operations that have been enqueued on a GPU and are not known to be done. Its methods are called on any
+    thread.
+    """
 
     def __init__(self) -> None:
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[_PendingTask] = deque()
         """Oldest first."""
-        self._looking = threading.Lock()
+        self._lock = threading.Lock()
 
-    def add(self, is_done: Callable[[], bool]) -> Task:
-        """Notes one thing more."""
+    def add(self, is_done: Callable[[], bool]) -> _PendingTask:
+        """Adds an operation."""
         self.oldest()
-        task = Task(is_done)
+        task = _PendingTask(is_done)
         self._tasks.append(task)
         return task
 
     def oldest(self) -> object | None:
-        """What has been underway for longest; what is done is forgotten. None if all is done."""
-        with self._looking:
+        """Drops operations that are done, and returns the oldest that is not; None if all are done."""
+        with self._lock:
             while self._tasks and self._tasks[0].is_done():
                 self._tasks.popleft()
             return self._tasks[0] if self._tasks else None
 
-    def finished(self, seconds: float) -> bool:
-        """Waits so long until all is done; whether it is."""
+    def wait(self, seconds: float) -> bool:
+        """Blocks until all operations are done, or for `seconds`. Returns whether they are done."""
         deadline = time.monotonic() + seconds
         while self.oldest() is not None:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(TELLING_SECONDS)
+            time.sleep(FAST_POLL_SECONDS)
         return True
 
 
-class End(Protocol):
-    """Of an edge, or of a sum."""
+class _WatchedEndpoint(Protocol):
+    """An endpoint of an edge, or of a sum."""
 
     @property
     def peers(self) -> Sequence[int]:
         """The other ranks."""
 
     @property
-    def underway(self) -> PendingWork:
-        """What they have a part in."""
+    def pending(self) -> PendingWork:
+        """The operations in which they take part."""
 
 
 class _Watched(NamedTuple):
-    end: End
+    endpoint: _WatchedEndpoint
     abort: Callable[[], None]
     failure: Callable[[], str]
 
 
 class Watchdog:
-    """Waits with `timeout` over ends, once it is told of some. `enter`: what its thread calls first."""
+    """Watches endpoints with the limits of `timeout`. `enter`: called by the thread before anything else."""
 
     def __init__(self, timeout: Timeout, enter: Callable[[], None] = lambda: None) -> None:
-        self._patience, self._enter = timeout, enter
+        self._timeout, self._enter = timeout, enter
         self._watched: dict[str, _Watched] = {}
-        """By the name of the place."""
+        """By the context that errors name."""
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def over(self, place: str, end: End, abort: Callable[[], None], failure: Callable[[], str] = lambda: "") -> None:
-        """Watches over `end` as well. `abort` ends what it waits for; `failure` says what has broken it, if it has."""
-        self._watched[place] = _Watched(end, abort, failure)
+    def watch(
+        self,
+        context: str,
+        endpoint: _WatchedEndpoint,
+        abort: Callable[[], None],
+        failure: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Watches `endpoint` as well. `abort` ends its operations; `failure` describes what has broken it, and is empty
+        if nothing has.
+        """
+        self._watched[context] = _Watched(endpoint, abort, failure)
 
     def start(self) -> None:
-        """Begins, if there is anything to watch over."""
+        """Starts the thread, if there is anything to watch."""
         if self._watched:
             self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
             self._thread.start()
 
     def check(self) -> None:
-        """Raises why the communicators were aborted, if they were."""
+        """Raises the reason if the communicators were aborted."""
         if self._failure is not None:
             raise self._failure
 
     def abort(self) -> None:
-        """Ends all that the device waits for."""
+        """Ends all operations that the device waits for."""
         aborts = [
-            threading.Thread(target=_try, args=(watched.abort,), name=f"penstock abort {place}", daemon=True)
-            for place, watched in self._watched.items()
+            threading.Thread(target=_try, args=(watched.abort,), name=f"penstock abort {context}", daemon=True)
+            for context, watched in self._watched.items()
         ]
         for thread in aborts:
             thread.start()
@@ -142,24 +152,24 @@ class Watchdog:
             self.abort()
 
     def _look(self) -> None:
-        """Raises what is wrong; returns at the end."""
+        """Raises what is wrong. Returns when the watchdog is closed."""
         before: dict[str, object] = {}
-        deadline = self._patience.deadline()
+        deadline = self._timeout.deadline()
         while not self._closed.wait(POLL_SECONDS):
-            for place, watched in self._watched.items():
+            for context, watched in self._watched.items():
                 if failure := watched.failure():
-                    raise self._patience.broken(place, watched.end.peers, RuntimeError(failure))
-            waits = {place: watched.end.underway.oldest() for place, watched in self._watched.items()}
-            now = {place: oldest for place, oldest in waits.items() if oldest is not None}
-            if not now or any(now.get(place) is not oldest for place, oldest in before.items()):
-                # Whatever comes or goes shows that the ranks are at work.
-                deadline = self._patience.deadline()
+                    raise self._timeout.connection_error(context, watched.endpoint.peers, RuntimeError(failure))
+            waits = {context: watched.endpoint.pending.oldest() for context, watched in self._watched.items()}
+            now = {context: oldest for context, oldest in waits.items() if oldest is not None}
+            if not now or any(now.get(context) is not oldest for context, oldest in before.items()):
+                # An operation that starts or ends shows that the ranks are at work.
+                deadline = self._timeout.deadline()
             before = now
-            place = next(iter(now), "")
-            self._patience.check(deadline, place, self._watched[place].end.peers if now else ())
+            context = next(iter(now), "")
+            self._timeout.check(deadline, context, self._watched[context].endpoint.peers if now else ())
 
 
 def _try(abort: Callable[[], None]) -> None:
-    # One that has ended already says so.
+    # A communicator that has ended already raises.
     with suppress(RuntimeError):
         abort()

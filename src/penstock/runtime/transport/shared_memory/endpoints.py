@@ -1,15 +1,15 @@
-"""The two ends of an edge between processes that share memory: a ring, and a bell for who sleeps beside it.
+"""The two endpoints of an edge between processes that share memory: a ring buffer, and a doorbell to wake its reader.
 
-A send copies its tensors into the ring and rings the bell; a wait looks at the ring for a while, then sleeps until the
-bell rings, and copies what has come into tensors of its own. There is no thread in between, but for messages that find
-no room: the receiver has enough to do then, and a thread moves them up when it has read some.
+A send copies its tensors into the ring and rings the doorbell. A wait spins on the ring for a while, then sleeps until
+the doorbell rings, and copies the message into tensors of its own. No thread takes part, except for messages that do
+not fit into the ring. The receiver then has enough to do, and a thread of the sender writes them when it has read some.
 
-The bell is a pair of connected sockets. When a process ends, in whatever way, its end is closed, and the other one
-learns of it at once. What was written before can still be read.
+The doorbell is a pair of connected sockets. When a process ends, in whatever way, its socket is closed, and the other
+process sees that at once. Messages that were written before can still be read.
 
-Laws of this file:
-  1. A send never waits.
-  2. Messages are read in the order in which their receives were posted, whoever waits for which of them.
+Invariants of this file:
+  1. A send does not block.
+  2. Messages are read in the order in which their receives were posted, whichever of them is waited for.
 """
 
 import os
@@ -23,7 +23,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.message_headers import SentForms, Specs, read_header
+from penstock.runtime.transport.message_headers import SentKinds, Specs, read_header
 from penstock.runtime.transport.pending_receives import PostedReceive
 from penstock.runtime.transport.shared_memory.handshake import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
@@ -32,34 +32,36 @@ from penstock.runtime.transport.transport import Edge, PendingMessage
 
 __all__ = ["Flusher", "SharedInbox", "SharedOutbox"]
 
-LOOKS = 50
-"""So often it looks before it lets other threads of its process run."""
-PUSH_SECONDS = 200e-6
-"""How often the thread looks for room. The receiver has a message to work on, so there is no haste."""
-UNREAD = 8
-"""Receives that may be posted and not waited for before they are read anyway: nobody need read every loss."""
+_SPINS_PER_YIELD = 50
+"""How often a waiter looks before it lets other threads of its process run."""
+_FLUSH_SECONDS = 200e-6
+"""How often the thread looks for room. The receiver has messages to work on meanwhile."""
+_UNREAD = 8
+"""This many receives may be posted without being waited for before their messages are read anyway: not every loss is
+ever read.
+"""
 _CLOSED = ConnectionError("it was closed by the other end")
 
 
 class SharedOutbox:
-    """The sending end of `edge`, whose other end is `met`; collective with that end."""
+    """The sending end of `edge`; `local_peers` connects it with the other end. Made collectively with that end."""
 
-    def __init__(self, edge: Edge, met: LocalPeers, pusher: "Flusher") -> None:
+    def __init__(self, edge: Edge, local_peers: LocalPeers, flusher: "Flusher") -> None:
         self.error: Exception | None = None
-        self._forms = SentForms(edge)
-        self._pusher = pusher
+        self._kinds = SentKinds(edge)
+        self._flusher = flusher
         self._ring = RingWriter()
-        self._bell, there = socket.socketpair()
-        met.give(edge.target, [self._ring.descriptor, there.fileno()])
+        self._doorbell, there = socket.socketpair()
+        local_peers.send_fds(edge.target, [self._ring.descriptor, there.fileno()])
         there.close()
-        self._bell.setblocking(False)
+        self._doorbell.setblocking(False)
         self._waiting: deque[list[Tensor]] = deque()
-        """Records that found no room, oldest first."""
+        """Frames that did not fit into the ring, oldest first."""
         self._writing = threading.Lock()
 
-    def put(self, form: Hashable, message: Sequence[Tensor | None]) -> None:
-        """Sends `message`, with its header if it is the first of `form`."""
-        header, tensors = self._forms.agree(form, message)
+    def put(self, kind: Hashable, message: Sequence[Tensor | None]) -> None:
+        """Sends `message`, with its header if it is the first of `kind`."""
+        header, tensors = self._kinds.agree(kind, message)
         with self._writing:
             if header is not None:
                 self._waiting.append([torch.frombuffer(bytearray(header), dtype=torch.uint8)])
@@ -67,30 +69,30 @@ class SharedOutbox:
             self._write()
             if not self._waiting:
                 return
-        self._pusher.add(self)
+        self._flusher.add(self)
 
-    def push(self) -> bool:
-        """Sends what had to wait, as far as there is room now; whether nothing is left."""
+    def flush(self) -> bool:
+        """Writes waiting frames as far as there is room. Returns whether none is left."""
         with self._writing:
             self._write()
             return not self._waiting
 
     def flushed(self, seconds: float) -> bool:
-        """Waits so long until everything is where its receiver can read it; whether it is."""
+        """Blocks until everything is written, or for `seconds`. Returns whether it is written."""
         deadline = time.monotonic() + seconds
-        while not self.push():
+        while not self.flush():
             if self.error is not None or time.monotonic() > deadline:
                 return False
-            time.sleep(PUSH_SECONDS)
+            time.sleep(_FLUSH_SECONDS)
         return True
 
     def close(self) -> None:
-        """Nothing is sent any more, but for what had to wait."""
+        """Does nothing: waiting frames are still written."""
 
     def join(self, seconds: float) -> bool:
-        """Waits so long until everything has been sent, and hangs up; whether it has."""
+        """Like `flushed`, and closes the doorbell."""
         sent = self.flushed(seconds) or self.error is not None
-        self._bell.close()
+        self._doorbell.close()
         return sent
 
     def _write(self) -> None:
@@ -98,142 +100,146 @@ class SharedOutbox:
         while self._waiting and self._ring.write([(t.data_ptr(), t.nbytes) for t in self._waiting[0]]):
             self._waiting.popleft()
             wrote = True
-        # Where there is no room, perhaps nobody is there to make it.
-        if self._waiting or (wrote and self._ring.asleep()):
+        # If there is no room, the reader may have ended, which the doorbell finds out.
+        if self._waiting or (wrote and self._ring.reader_sleeps()):
             try:
-                self._bell.send(b".")
+                self._doorbell.send(b".")
             except BlockingIOError:
-                # It has been rung often enough.
+                # The doorbell has been rung often enough.
                 pass
             except OSError as error:
                 self.error = error
-                # Nobody is there to read.
+                # There is no reader any more.
                 self._waiting.clear()
 
 
 class SharedInbox:
-    """The receiving end of `edge`, whose other end is `met`; collective with that end."""
+    """The receiving end of `edge`; `local_peers` connects it with the other end. Made collectively with that end."""
 
-    def __init__(self, edge: Edge, met: LocalPeers, timeout: Timeout) -> None:
+    def __init__(self, edge: Edge, local_peers: LocalPeers, timeout: Timeout) -> None:
         self._edge = edge
-        self._patience = timeout
-        # Who spins on a core that another process of the pipeline needs keeps that one from sending.
-        self._spins = met.processes <= len(os.sched_getaffinity(0))
-        self._looking = SpinPolicy()
-        ring, bell = met.take(edge.source, 2)
+        self._timeout = timeout
+        # Spinning on a core that another process of the pipeline needs would delay that process's sends.
+        self._spins = local_peers.processes <= len(os.sched_getaffinity(0))
+        self._spin_policy = SpinPolicy()
+        ring, doorbell = local_peers.recv_fds(edge.source, 2)
         self._ring = RingReader(ring)
-        self._bell = socket.socket(fileno=bell)
-        self._bell.setblocking(False)
+        self._doorbell = socket.socket(fileno=doorbell)
+        self._doorbell.setblocking(False)
         self._closed = False
-        """Whether the other end has hung up."""
-        self._sleep = select.poll()
-        self._sleep.register(self._bell, select.POLLIN)
+        """Whether the other end has closed the doorbell."""
+        self._poller = select.poll()
+        self._poller.register(self._doorbell, select.POLLIN)
         self._agreed: dict[Hashable, Specs] = {}
-        self._posted: deque[PostedReceive] = deque()
+        self._receives: deque[PostedReceive] = deque()
         """Receives whose messages have not been read, oldest first."""
         self._reading = threading.Lock()
 
-    def post(self, form: Hashable) -> PendingMessage:
-        """Posts the receive of the next message, which is of `form`."""
-        ticket = PostedReceive(self, form)
-        self._posted.append(ticket)
-        # Another thread that reads may be waiting for a message that this one is to bring about.
-        if len(self._posted) > UNREAD and self._reading.acquire(blocking=False):
+    def post(self, kind: Hashable) -> PendingMessage:
+        """Posts the receive of the next message, which is of `kind`."""
+        receive = PostedReceive(self, kind)
+        self._receives.append(receive)
+        # Without blocking: another thread that holds the lock may wait for a message that depends on this thread.
+        if len(self._receives) > _UNREAD and self._reading.acquire(blocking=False):
             try:
-                while len(self._posted) > UNREAD and self._ring.filled():
+                while len(self._receives) > _UNREAD and self._ring.filled():
                     self._read()
             finally:
                 self._reading.release()
-        return ticket
+        return receive
 
-    def bring(self, ticket: PostedReceive) -> bool:
-        """Reads up to the message of `ticket`, as far as it has come; whether it has."""
+    def poll(self, receive: PostedReceive) -> bool:
+        """Reads the messages that have arrived, up to that of `receive`. Returns whether it has been delivered."""
         if self._reading.acquire(blocking=False):
             try:
-                while ticket.message is None and self._ring.filled():
+                while receive.message is None and self._ring.filled():
                     self._read()
             finally:
                 self._reading.release()
-        return ticket.message is not None
+        return receive.message is not None
 
-    def await_(self, ticket: PostedReceive) -> None:
-        """Reads up to the message of `ticket`."""
+    def wait(self, receive: PostedReceive) -> None:
+        """Blocks until the message of `receive` is delivered, reading all messages before it."""
         with self._reading:
-            while ticket.message is None:
+            while receive.message is None:
                 if not self._ring.filled():
                     self._wait()
                 self._read()
 
     def close(self) -> None:
-        """Nothing is posted any more."""
+        """Does nothing: `join` closes the doorbell."""
 
     def join(self, seconds: float) -> bool:
-        """Waits so long for everything posted, and hangs up; False if it may still come."""
+        """Blocks until all posted receives are done, or for `seconds`, and closes the doorbell. Returns False if a
+        message may still come.
+        """
         deadline = time.monotonic() + seconds
-        # A thread of the user's may wait for a loss.
+        # A thread of the user may hold the lock while it waits for a loss.
         if not self._reading.acquire(timeout=max(seconds, 0.0)):
             return False
         try:
-            while self._posted and (self._ring.filled() or (not self._closed and time.monotonic() < deadline)):
+            while self._receives and (self._ring.filled() or (not self._closed and time.monotonic() < deadline)):
                 if self._ring.filled():
                     self._read()
                 else:
-                    self._nap(0.01)
+                    self._sleep(0.01)
         finally:
             self._reading.release()
-        self._bell.close()
-        return self._closed or not self._posted
+        self._doorbell.close()
+        return self._closed or not self._receives
 
     def _wait(self) -> None:
-        """Until there is a record."""
+        """Blocks until there is a frame."""
         if self._spins and self._spin():
             return
         filled = self._ring.filled
-        place, peers = str(self._edge), (self._edge.source,)
-        deadline = self._patience.deadline()
+        context, peers = str(self._edge), (self._edge.source,)
+        deadline = self._timeout.deadline()
         while not filled():
-            if not self._nap(POLL_SECONDS):
-                self._patience.check(deadline, place, peers)
+            if not self._sleep(POLL_SECONDS):
+                self._timeout.check(deadline, context, peers)
             elif self._closed and not filled():
-                raise self._patience.broken(place, peers, _CLOSED)
+                raise self._timeout.connection_error(context, peers, _CLOSED)
 
     def _spin(self) -> bool:
-        """Looks for a record for a while; whether there is one."""
-        filled, until = self._ring.filled, self._looking.until()
-        while time.perf_counter() < until:
-            for _ in range(LOOKS):
+        """Spins for a while. Returns whether there is a frame."""
+        filled, deadline = self._ring.filled, self._spin_policy.deadline()
+        while time.perf_counter() < deadline:
+            for _ in range(_SPINS_PER_YIELD):
                 if filled():
-                    return self._looking.learn(True)
+                    return self._spin_policy.update(True)
             # Lets other threads of this process run.
-            self._sleep.poll(0)
-        return self._looking.learn(False)
+            self._poller.poll(0)
+        return self._spin_policy.update(False)
 
-    def _nap(self, seconds: float) -> bool:
-        """Sleeps until the bell rings or the other end hangs up, or for so long; False if nothing happened."""
+    def _sleep(self, seconds: float) -> bool:
+        """Sleeps until the doorbell rings, the other end closes it, or `seconds` are over. Returns False in the last
+        case.
+        """
         try:
-            if self._ring.lie_down() and not self._sleep.poll(seconds * 1e3):
+            if self._ring.mark_sleeping() and not self._poller.poll(seconds * 1e3):
                 return False
         finally:
-            self._ring.rise()
+            self._ring.mark_awake()
         try:
-            self._closed = not self._bell.recv(4096)
+            self._closed = not self._doorbell.recv(4096)
         except BlockingIOError:
-            # A record came in time.
+            # A frame arrived before the sleep.
             pass
         except OSError:
             self._closed = True
         return True
 
     def _read(self) -> None:
-        """Reads the next message, which is there, for the oldest receive."""
-        ticket = self._posted[0]
-        specs = self._agreed.get(ticket.form)
+        """Reads the next message, which has arrived, for the oldest receive."""
+        receive = self._receives[0]
+        specs = self._agreed.get(receive.kind)
         if specs is None:
             header = bytearray(self._ring.size())
-            place = torch.frombuffer(header, dtype=torch.uint8)
-            self._ring.read([(place.data_ptr(), len(header))])
-            specs = self._agreed[ticket.form] = read_header(bytes(header))
-            # The message itself was written after its header.
+            buffer = torch.frombuffer(header, dtype=torch.uint8)
+            self._ring.read([(buffer.data_ptr(), len(header))])
+            specs = self._agreed[receive.kind] = read_header(bytes(header))
+            # The message itself is written after its header.
             while not self._ring.filled():
                 self._wait()
         tensors, pieces = [], []
@@ -244,12 +250,12 @@ class SharedInbox:
                 pieces.append((tensor.data_ptr(), spec.bytes))
             tensors.append(tensor)
         self._ring.read(pieces)
-        ticket.message = tuple(tensors)
-        self._posted.popleft()
+        receive.message = tuple(tensors)
+        self._receives.popleft()
 
 
 class Flusher:
-    """Moves up what has found no room, beside the computation."""
+    """Writes waiting frames on a thread beside the computation."""
 
     def __init__(self) -> None:
         self._outboxes: dict[SharedOutbox, None] = {}
@@ -258,11 +264,11 @@ class Flusher:
         self._closed = False
 
     def add(self, outbox: SharedOutbox) -> None:
-        """Moves up what `outbox` has left."""
+        """Writes the waiting frames of `outbox`."""
         with self._change:
             self._outboxes[outbox] = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="penstock push", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="penstock flush", daemon=True)
                 self._thread.start()
             self._change.notify()
 
@@ -283,7 +289,7 @@ class Flusher:
                     return
                 outboxes = list(self._outboxes)
                 self._outboxes.clear()
-            left = [outbox for outbox in outboxes if not outbox.push()]
+            left = [outbox for outbox in outboxes if not outbox.flush()]
             with self._change:
                 self._outboxes.update(dict.fromkeys(left))
-            time.sleep(PUSH_SECONDS)
+            time.sleep(_FLUSH_SECONDS)

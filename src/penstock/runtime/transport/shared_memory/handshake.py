@@ -1,8 +1,8 @@
-"""Processes of one host meet, and hand each other open files.
+"""Connects the processes of one host, so that they can pass each other open files.
 
-Each listens at a socket without a place in the file system (Linux's abstract names), which nothing need clean up; who
-can connect to it shares the host and its network. Files are handed over such a connection, and with them whatever two
-processes share: memory, and the ends of a pair of connected sockets.
+Each listens on a Unix socket without a path (Linux's abstract names), which needs no cleaning up. A process that can
+connect to it shares the host and its network. Open files are sent over such a connection, and with them everything that
+two processes share: memory, and the ends of a pair of connected sockets.
 """
 
 import os
@@ -15,17 +15,17 @@ from typing import Any, TypeAlias
 
 __all__ = ["LocalPeers", "connect_local_peers"]
 
-SECONDS = 20.0
-"""How long a process of this host may take to answer; it is in the same call."""
-_GREETING = struct.Struct("=16sq")
+_SECONDS = 20.0
+"""How long a process of this host may take to answer; it makes the same call."""
+_HELLO = struct.Struct("=16sq")
 
 Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 
 
 class LocalPeers:
-    """The processes of this host that were met: a connection to each, by rank.
+    """Connections to other processes of this host, by rank.
 
-    `processes`: how many there are on this host, met or not, this one included.
+    `processes`: the number of processes on this host, connected or not, including this one.
     """
 
     def __init__(self, connections: dict[int, socket.socket], processes: int) -> None:
@@ -35,81 +35,87 @@ class LocalPeers:
     def __contains__(self, rank: int) -> bool:
         return rank in self._connections
 
-    def give(self, rank: int, descriptors: Sequence[int]) -> None:
-        """Hands open files to `rank`."""
+    def send_fds(self, rank: int, descriptors: Sequence[int]) -> None:
+        """Sends open files to `rank`."""
         socket.send_fds(self._connections[rank], [b"."], descriptors)
 
-    def take(self, rank: int, count: int) -> list[int]:
-        """The `count` files that `rank` hands over. `OSError` if it has ended."""
-        said, descriptors, _, _ = socket.recv_fds(self._connections[rank], 1, count)
+    def recv_fds(self, rank: int, count: int) -> list[int]:
+        """Receives `count` open files from `rank`. `OSError` if it has ended."""
+        data, descriptors, _, _ = socket.recv_fds(self._connections[rank], 1, count)
         if len(descriptors) != count:
-            raise ConnectionError(f"rank {rank} {'hung up' if not said else 'handed over too little'}")
+            raise ConnectionError(
+                f"rank {rank} {'closed the connection' if not data else 'sent fewer files than expected'}"
+            )
         return descriptors
 
-    def part(self) -> None:
-        """Closes the connections; what was handed over stays."""
+    def close(self) -> None:
+        """Closes the connections. Files that were received stay open."""
         for connection in self._connections.values():
             connection.close()
 
 
-def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, willing: bool) -> LocalPeers:
-    """Meets those of `peers` that are on the host of this process, which is `rank`, and `willing` as well.
+def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, enabled: bool) -> LocalPeers:
+    """Connects this process, `rank`, with those of `peers` that are on the same host, if both have it `enabled`.
 
-    Collective; `gather` gives every process what each of them says, by rank. Whoever cannot be met is left out, on both
+    Collective; `gather` returns what each process passes to it, by rank. A connection that fails is dropped on both
     sides.
     """
     token, listener = uuid.uuid4().bytes, None
-    if willing:
+    if enabled:
         with suppress(OSError):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(b"\0penstock-" + token)
             listener.listen(1024)
-    cards = gather((_host(), token) if listener is not None else None)
-    mine = cards[rank]
-    here = [peer for peer, card in enumerate(cards) if mine is not None and card is not None and card[0] == mine[0]]
-    near = sorted(set(peers) & set(here))
-    met: dict[int, socket.socket] = {}
+    addresses = gather((_host(), token) if listener is not None else None)
+    mine = addresses[rank]
+    here = [
+        peer
+        for peer, address in enumerate(addresses)
+        if mine is not None and address is not None and address[0] == mine[0]
+    ]
+    local = sorted(set(peers) & set(here))
+    connections: dict[int, socket.socket] = {}
     with suppress(OSError):
         if listener is not None:
-            _connect(met, [peer for peer in near if peer < rank], rank, cards)
-            _accept(met, [peer for peer in near if peer > rank], listener, token)
+            _connect(connections, [peer for peer in local if peer < rank], rank, addresses)
+            _accept(connections, [peer for peer in local if peer > rank], listener, token)
     if listener is not None:
         listener.close()
-    agreed = gather(tuple(met))
-    for stranger in [peer for peer in met if rank not in agreed[peer]]:
-        met.pop(stranger).close()
-    return LocalPeers(met, len(here))
+    agreed = gather(tuple(connections))
+    for peer in [peer for peer in connections if rank not in agreed[peer]]:
+        connections.pop(peer).close()
+    return LocalPeers(connections, len(here))
 
 
 def _connect(
-    met: dict[int, socket.socket], peers: Sequence[int], rank: int, cards: Sequence[tuple[str, bytes]]
+    connections: dict[int, socket.socket], peers: Sequence[int], rank: int, addresses: Sequence[tuple[str, bytes]]
 ) -> None:
     for peer in peers:
-        token = cards[peer][1]
+        token = addresses[peer][1]
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(SECONDS)
+        connection.settimeout(_SECONDS)
         connection.connect(b"\0penstock-" + token)
-        connection.sendall(_GREETING.pack(token, rank))
-        met[peer] = connection
+        connection.sendall(_HELLO.pack(token, rank))
+        connections[peer] = connection
 
 
-def _accept(met: dict[int, socket.socket], peers: Sequence[int], listener: socket.socket, token: bytes) -> None:
-    listener.settimeout(SECONDS)
+def _accept(connections: dict[int, socket.socket], peers: Sequence[int], listener: socket.socket, token: bytes) -> None:
+    listener.settimeout(_SECONDS)
     awaited = set(peers)
     while awaited:
         connection, _ = listener.accept()
-        connection.settimeout(SECONDS)
-        greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-        said, peer = _GREETING.unpack(greeting) if len(greeting) == _GREETING.size else (b"", -1)
-        # Anybody on the host may knock; who was told the token is of this run.
-        if said == token and peer in awaited:
+        connection.settimeout(_SECONDS)
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        sent_token, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
+        # Any process of the host can connect. Only those of this run have the token.
+        if sent_token == token and peer in awaited:
             awaited.remove(peer)
-            met[peer] = connection
+            connections[peer] = connection
         else:
             connection.close()
 
 
 def _host() -> str:
-    """What tells this host apart, and the network of its container, on which the sockets live."""
+    """Identifies this host and the network namespace of its container, in which the sockets live."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"

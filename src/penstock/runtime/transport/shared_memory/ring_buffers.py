@@ -1,18 +1,19 @@
-"""A queue of bytes between two processes that share memory: one writes, one reads, neither waits for the other.
+"""A queue of bytes between two processes that share memory: one writes, one reads, and neither blocks.
 
-The memory is a file without a name (``memfd_create``), so nothing is left anywhere when its processes end, however they
+The memory is a file without a name (``memfd_create``). So nothing is left behind when its processes end, however they
 end, and the size of ``/dev/shm`` is no limit. It begins with a page that holds two counters, the bytes written and the
-bytes read since the beginning, and a note of the reader that it goes to sleep; behind it lie *segments*, of which the
-last one is in use, as a ring.
+bytes read since the beginning, and a flag that the reader sets before it sleeps. The *segments* follow; the last one is
+in use, as a ring.
 
-A record is a word with its length, and its bytes. A record that would not fit twice into the ring makes the writer
-begin a larger segment; a word below zero tells the reader so, who then gives the old one's memory back.
+A frame is a word with its length, and its bytes. If two frames of some size would not fit into the ring, the writer
+begins a larger segment before it writes one. A negative word tells the reader the size of the new segment; the reader
+then releases the memory of the old one.
 
-Laws of this file:
-  1. Only the writer changes the first counter, only the reader the second one, and each after the bytes it speaks of
-     have been copied. Both are aligned words, which x86-64 stores at once and in the order of the program; there are
-     no rings on machines that promise less.
-  2. It never waits. Whoever wants to wait has other means to do so.
+Invariants of this file:
+  1. Only the writer changes the first counter, and only the reader the second one, each after the bytes that it counts
+     have been copied. Both are aligned words, which x86-64 stores atomically and in program order. On machines with
+     weaker guarantees there are no rings.
+  2. Nothing here blocks. A caller that wants to wait has other means.
 """
 
 import ctypes
@@ -30,19 +31,19 @@ from penstock.errors import TransportError
 __all__ = ["Piece", "RingReader", "RingWriter", "can_share"]
 
 Piece: TypeAlias = tuple[int, int]
-"""Memory of this process: its address, and its number of bytes."""
+"""Memory of this process: its address and its size in bytes."""
 
-RECORDS = 2
-"""So many of the largest records fit into a ring: one that is read and one on its way."""
+_FRAMES = 2
+"""This many frames of the largest size fit into a ring: one that is read and one on its way."""
 _LEAST_BYTES = 2**16
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _WORD = 8
 _WRITTEN, _READ, _ASLEEP = 0, 8, 16
-"""Where the counters and the reader's note lie, in words: each has a cache line to itself."""
+"""The positions of the counters and of the sleep flag, in words: each has a cache line of its own."""
 
 
 def can_share() -> bool:
-    """Whether this machine has what a ring needs, and lets this process have it."""
+    """Whether this machine supports rings, and allows this process to make one."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return False
     try:
@@ -53,7 +54,7 @@ def can_share() -> bool:
 
 
 class _Segment:
-    """`size` bytes of a file from `offset` on, as a ring that begins at the count `start`."""
+    """`size` bytes of a file, from `offset` on, as a ring whose first byte has the count `start`."""
 
     def __init__(self, descriptor: int, offset: int, size: int, start: int) -> None:
         self.map = mmap.mmap(descriptor, size, offset=offset)
@@ -68,30 +69,30 @@ class _Segment:
         return self._words[(count - self.start) % self.size // _WORD]
 
     def put(self, count: int, piece: Piece) -> None:
-        """Copies `piece` to where `count` points."""
+        """Copies `piece` to the position of `count`."""
         address, size = piece
-        place = (count - self.start) % self.size
-        first = self.size - place
+        offset = (count - self.start) % self.size
+        first = self.size - offset
         if size <= first:
-            ctypes.memmove(self._address + place, address, size)
+            ctypes.memmove(self._address + offset, address, size)
         else:
-            ctypes.memmove(self._address + place, address, first)
+            ctypes.memmove(self._address + offset, address, first)
             ctypes.memmove(self._address, address + first, size - first)
 
     def get(self, count: int, piece: Piece) -> None:
-        """Copies what lies where `count` points to `piece`."""
+        """Copies from the position of `count` to `piece`."""
         address, size = piece
-        place = (count - self.start) % self.size
-        first = self.size - place
+        offset = (count - self.start) % self.size
+        first = self.size - offset
         if size <= first:
-            ctypes.memmove(address, self._address + place, size)
+            ctypes.memmove(address, self._address + offset, size)
         else:
-            ctypes.memmove(address, self._address + place, first)
+            ctypes.memmove(address, self._address + offset, first)
             ctypes.memmove(address + first, self._address, size - first)
 
 
 class RingWriter:
-    """The writing end of a new queue. The file `descriptor` is what the reader needs."""
+    """The writing end of a new queue. The reader needs the file `descriptor`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
@@ -104,16 +105,16 @@ class RingWriter:
         self._fence = threading.Lock()
 
     def write(self, pieces: Sequence[Piece]) -> bool:
-        """Writes a record out of `pieces`; False if there is no room at present."""
+        """Writes a frame made of `pieces`. Returns False if there is no room at present."""
         needed, total = _WORD, 0
         for _, size in pieces:
             needed += _padded(size)
             total += size
         segment, written = self._segment, self._written
-        if needed * RECORDS > segment.size:
+        if needed * _FRAMES > segment.size:
             if self._room(segment) < _WORD:
                 return False
-            size = -(-needed * RECORDS // _PAGE) * _PAGE
+            size = -(-needed * _FRAMES // _PAGE) * _PAGE
             os.ftruncate(self.descriptor, segment.end + size)
             segment.put_word(written, -size)
             segment = self._segment = _Segment(self.descriptor, segment.end, size, written + _WORD)
@@ -128,9 +129,9 @@ class RingWriter:
         self._written = self._counters[_WRITTEN] = count
         return True
 
-    def asleep(self) -> bool:
-        """Whether the reader may have gone to sleep before it saw the last record."""
-        # What was written must be there for the reader before its note is looked at: taking a lock is a fence.
+    def reader_sleeps(self) -> bool:
+        """Whether the reader may have fallen asleep before it saw the last frame."""
+        # The frame must be visible to the reader before its flag is read. Taking a lock is a memory fence.
         with self._fence:
             pass
         return self._counters[_ASLEEP] != 0
@@ -140,7 +141,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end of the queue whose file is `descriptor`, which is the reader's own from now on."""
+    """The reading end of the queue in the file `descriptor`, which it takes over."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -152,23 +153,23 @@ class RingReader:
         self._fence = threading.Lock()
 
     def filled(self) -> bool:
-        """Whether there is a record."""
+        """Whether there is a frame."""
         return self._counters[_WRITTEN] != self._read
 
-    def lie_down(self) -> bool:
-        """Notes that the reader goes to sleep, until it does `rise`; False if a record has come in time."""
+    def mark_sleeping(self) -> bool:
+        """Sets the flag that the reader sleeps, until `mark_awake`. Returns False if a frame has arrived in time."""
         self._counters[_ASLEEP] = 1
-        # The writer must see the note, or the reader the record.
+        # Either the writer sees the flag, or the reader sees the frame.
         with self._fence:
             pass
         return not self.filled()
 
-    def rise(self) -> None:
-        """Takes the note back."""
+    def mark_awake(self) -> None:
+        """Clears the flag."""
         self._counters[_ASLEEP] = 0
 
     def size(self) -> int:
-        """The bytes of the next record, which must be there."""
+        """The size in bytes of the next frame, which must be there."""
         segment = self._segment
         word = segment.word(self._read)
         if word < 0:
@@ -179,7 +180,7 @@ class RingReader:
         return word
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Reads the next record, which must be there, into `pieces`. `TransportError` if they are not as long."""
+        """Reads the next frame, which must be there, into `pieces`. `TransportError` if the sizes differ."""
         size, expected = self.size(), sum([length for _, length in pieces])
         if size != expected:
             raise TransportError(

@@ -1,0 +1,186 @@
+"""The synchronous baselines that the planner SPP is compared with.
+
+Source: SPP (Luo et al., INFOCOM 2022, section V): all run m microbatches and then update once.
+
+    data parallelism   one stage on all devices; every microbatch is split over them
+    GPipe              a stage per device with equally many layers; all forwards, then all backwards
+    PipeDream          the partition of SOSP'19, with replicas that take turns; 1F1B with a flush
+    HetPipe            virtual workers of k devices, each a straight pipeline over the whole model with stages as equal
+                       as they can be; d = V / k of them in parallel, data parallel; 1F1B with a flush
+
+HetPipe (Park et al., ATC 2020) hands devices to virtual workers in one of these ways, where all devices are equal:
+`node-partition`, all devices of a worker from one server, so that the pipeline has the fast links and the all-reduce
+the slow ones; `equal-distribution`, one device of every server for each worker, the other way round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from math import ceil
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
+from penstock.planning.memory import interval_bytes, require_fit
+from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
+from penstock.planning.pipedream.partitions import plan_pipedream
+from penstock.planning.requests import Request
+from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
+from penstock.planning.spp.spp_search import evaluate_for
+from penstock.values.clusters import Cluster, LinkLevels
+from penstock.values.documents import suggestion, text_of
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
+
+__all__ = [
+    "Arrangement",
+    "plan_data_parallel",
+    "plan_gpipe",
+    "plan_hetpipe",
+    "plan_synchronous_pipedream",
+    "servers_of",
+]
+
+Arrangement: TypeAlias = Literal["node-partition", "equal-distribution"]
+"""Where the devices of one virtual worker come from: one server, or one of every server."""
+
+
+def plan_data_parallel(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """One stage on all devices, every microbatch split over them. `PlanError` if it does not fit in memory."""
+    stages = (Stage(0, len(profile), tuple(range(cluster.devices))),)
+    return _predicted(_plan(stages, "1f1b-flush", profile, request, split=True), profile, cluster, request)
+
+
+def plan_gpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """Equally many layers on every device, the earlier ones with the remainder; on as many devices as there are layers.
+
+    `request.stages` takes the first so many devices instead. `PlanError` if that is more than there are layers or
+    devices, or if it does not fit in memory.
+    """
+    count = min(cluster.devices, len(profile)) if request.stages is None else request.stages
+    count = replace(request, schedule="gpipe", stages=count, stages_per_rank=1).stage_count(cluster.devices)
+    stages = Plan.uniform(len(profile), count).stages
+    return _predicted(_plan(stages, "gpipe", profile, request), profile, cluster, request)
+
+
+def plan_synchronous_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """PipeDream's partition for `request`, run as 1F1B with a flush. `PlanError` as `partition` raises it."""
+    flushed = replace(request, schedule="1f1b-flush", vertical_sync=False, stages_per_rank=1)
+    return _predicted(plan_pipedream(profile, cluster, flushed), profile, cluster, request)
+
+
+def plan_hetpipe(
+    profile: Profile, cluster: Cluster, request: Request, arrangement: Arrangement = "node-partition"
+) -> Plan:
+    """Equal straight pipelines in parallel: stage s is on the s-th device of every virtual worker.
+
+    A worker has `request.stages` devices; by default those of a server under `node-partition`, and as many as there are
+    servers under `equal-distribution` (see `servers_of`). `PlanError` if the devices do not make whole workers, if a
+    worker has more devices than the model has layers, or if nothing fits in memory.
+    """
+    workers = _virtual_workers(cluster, request.stages, arrangement)
+    stages = len(workers[0])
+    if stages > len(profile):
+        raise PlanError(
+            f"HetPipe: cannot cut {len(profile)} layers into {stages} stages: expected at least one layer for each "
+            f"device of a virtual worker, found {stages} devices. Use smaller workers (stages=)"
+        )
+    fitting = _fitting(profile, cluster, request, stages, len(workers))
+
+    def stage_seconds(stage: int, starts: Counts) -> Matrix:
+        return fitting[stage][starts]
+
+    exchange = _exchange_seconds(chain_costs(profile), cluster, workers)
+    limit = least_bottleneck(stage_seconds, exchange)
+    cuts = cut_evenly(stage_seconds, exchange, limit) if limit < np.inf else ()
+    if not cuts:
+        raise PlanError(
+            f"HetPipe: nothing fits: expected {stages} stages that fit in {bytes_text(cluster.memory_bytes or 0)} "
+            "each, found none. Use larger virtual workers (stages=), smaller microbatches, or recompute=True"
+        )
+    held = tuple(Stage(i, j, ranks) for (i, j), ranks in zip(pairwise(cuts), zip(*workers, strict=True), strict=True))
+    return _predicted(_plan(held, "1f1b-flush", profile, request), profile, cluster, request)
+
+
+def servers_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The devices of each server: the innermost level, or the largest groups of a matrix (see `device_groups`).
+
+    All devices together if they are in one server, or if they do not fall into groups of equal size.
+    """
+    if isinstance(cluster.links, LinkLevels):
+        size = cluster.levels[0][0]
+        return tuple(tuple(range(first, first + size)) for first in range(0, cluster.devices, size))
+    largest: list[tuple[int, ...]] = []
+    for group in reversed(device_groups(link_speeds(cluster))):
+        if not any(set(group) <= set(larger) for larger in largest):
+            largest.append(group)
+    if len({len(group) for group in largest}) == 1 and sum(map(len, largest)) == cluster.devices:
+        return tuple(sorted(largest))
+    return (tuple(range(cluster.devices)),)
+
+
+def _virtual_workers(cluster: Cluster, size: int | None, arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+    servers = servers_of(cluster)
+    if arrangement == "node-partition":
+        order, usual = list(chain.from_iterable(servers)), len(servers[0])
+    elif arrangement == "equal-distribution":
+        order, usual = list(chain.from_iterable(zip(*servers, strict=True))), len(servers)
+    else:
+        known = get_args(Arrangement)
+        raise PlanError(
+            f"arrangement: expected one of {', '.join(known)}, found {text_of(arrangement)}. "
+            f"{suggestion(str(arrangement), known)}Choose one of them"
+        )
+    count = usual if size is None else size
+    if cluster.devices % count:
+        raise PlanError(
+            f"HetPipe: expected virtual workers of a size that divides {cluster.devices} devices, found {count}: "
+            "give stages= such a number"
+        )
+    return tuple(tuple(order[first : first + count]) for first in range(0, cluster.devices, count))
+
+
+def _exchange_seconds(costs: ChainCosts, cluster: Cluster, workers: Sequence[tuple[int, ...]]) -> list[Matrix]:
+    """Of every cut, at every layer: activations and gradients over the slowest of the workers' links."""
+    speeds, latencies = link_speeds(cluster), link_latencies(cluster)
+    seconds = []
+    for hops in zip(*(tuple(pairwise(worker)) for worker in workers), strict=True):
+        slowest = min(speeds[hop] for hop in hops)
+        seconds.append(costs.exchanged_bytes / slowest + 2 * max(latencies[hop] for hop in hops))
+    return seconds
+
+
+def _fitting(profile: Profile, cluster: Cluster, request: Request, stages: int, workers: int) -> list[Matrix]:
+    """Of every stage the seconds of all intervals of layers; infinite where they do not fit."""
+    plain, costs = chain_costs(profile), chain_costs(profile, recompute=request.recompute)
+    in_flight = [min(ceil(request.microbatches / workers), stages - stage) for stage in range(stages)]
+    # One alone has nothing to recompute: its backward directly follows its forward.
+    own = [costs if count > 1 else plain for count in in_flight]
+    if cluster.memory_bytes is None:
+        return [stage.seconds for stage in own]
+    memory = cluster.memory_bytes
+    return [
+        np.where(interval_bytes(stage, count, 1, request.optimizer_copies) <= memory, stage.seconds, np.inf)
+        for stage, count in zip(own, in_flight, strict=True)
+    ]
+
+
+def _plan(stages: tuple[Stage, ...], schedule: str, profile: Profile, request: Request, *, split: bool = False) -> Plan:
+    return Plan(
+        stages,
+        schedule,
+        request.microbatches,
+        profile.microbatch_size,
+        recompute=request.recompute,
+        routing="split" if split else "round-robin",
+    )
+
+
+def _predicted(plan: Plan, profile: Profile, cluster: Cluster, request: Request) -> Plan:
+    """`plan` with what the simulator says of it; `PlanError` if it does not fit in memory."""
+    outcome = evaluate_for(request, plan, profile, cluster)
+    require_fit(plan, outcome.peak_bytes, cluster)
+    return replace(plan, predicted=outcome.prediction())

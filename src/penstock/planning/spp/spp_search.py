@@ -1,0 +1,231 @@
+"""SPP: synchronous pipelines with replicated stages on any machine, near the least time per minibatch.
+
+[SPP 2022, algorithm 3]. The devices are put in order (`device_orders`); for every number of stages the best plan in
+this order is found by its busiest stage or link (`mappings`); and of these the one whose simulated minibatch is fastest
+is taken, not the one with the least busy stage: deep pipelines are better balanced and take longer to fill. Beyond the
+text:
+
+  1. A pipeline has a direction, an order of devices has none: the order is also taken backwards. (On random graphs of 4
+     and 5 devices, W then exceeds the best over all orders by 3 to 4 %, instead of 6 to 7 %.)
+  2. A memory limit excludes stages: what each keeps in flight under `spp` is known, min(m, 4 q + 1) with q stages
+     behind it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, sqrt
+
+import numpy as np
+
+from penstock.errors import PlanError
+from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
+from penstock.planning.infeasibility import nothing_fits
+from penstock.planning.requests import Request
+from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
+from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
+from penstock.simulating.outcomes import Outcome, evaluate
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+from penstock.values.profiles import Profile
+from penstock.values.quantities import bytes_text
+
+__all__ = ["evaluate_for", "find_spp", "plan_spp", "spp_candidates"]
+
+_MOST_STEPS = 1e10
+"""Elements that the dynamic program may examine, in about ten seconds."""
+
+_QUICK_STEPS = 1e6
+"""A problem of this size can be solved twenty times for an error message."""
+
+_BUFFERS = 4
+"""Messages of either kind that a stage holds beside what it keeps in flight: a stage runs up to 4 microbatches further
+ahead than the next one, and takes gradients at most 4 behind it."""
+
+
+def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan:
+    """The plan whose simulated minibatch is the fastest; of equal ones, one with the fewest stages.
+
+    It uses the schedule `spp`, whatever `request.schedule` is, and splits every microbatch over the replicas of a
+    stage. `whole_samples` as for `spp_candidates`. Raises `PlanError` like that, and if no candidate fits when
+    simulated.
+    """
+    found = find_spp(profile, cluster, request, whole_samples=whole_samples)
+    if found is None:
+        raise _nothing_fits(profile, cluster, request, whole_samples)
+    return found
+
+
+def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
+    """Like `plan_spp`, but returns None if nothing fits, without working out what would."""
+    candidates = _candidates(profile, cluster, request, whole_samples)
+    if cluster.memory_bytes is not None:
+        candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
+    outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
+    memory = cluster.memory_bytes or inf
+    fitting = {plan: outcome for plan, outcome in outcomes.items() if max(outcome.peak_bytes) <= memory}
+    if not fitting:
+        return None
+    plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
+    return replace(plan, predicted=fitting[plan].prediction())
+
+
+def evaluate_for(request: Request, plan: Plan, profile: Profile, cluster: Cluster) -> Outcome:
+    """The outcome of `plan` by the simulator, with the all-reduce and the optimizer of `request`."""
+    options = simulator_options(request.allreduce, request.optimizer_copies)
+    return evaluate(plan, profile, cluster, **options)
+
+
+def spp_candidates(
+    profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False
+) -> tuple[tuple[float, Plan], ...]:
+    """(W, plan) for every number of stages, fewest first, and both directions of the order if they differ.
+
+    `request.stages` fixes the number of stages, on all devices; with `straight`, on as many devices and without
+    replicas. `whole_samples`: the replicas of a stage share the samples of a microbatch equally; the paper allows
+    fractions. W is in seconds per minibatch. The memory limit covers weights, gradients, optimizer state and
+    activations in flight. Raises `PlanError` if there are more stages than layers or devices, if no such plan fits in
+    memory, or if the problem is too large.
+    """
+    candidates = _candidates(profile, cluster, request, whole_samples)
+    if not candidates:
+        raise _nothing_fits(profile, cluster, request, whole_samples)
+    return candidates
+
+
+def _candidates(
+    profile: Profile, cluster: Cluster, request: Request, whole_samples: bool, buffers: int = 0
+) -> tuple[tuple[float, Plan], ...]:
+    """`spp_candidates` with memory for `buffers` waiting activations and gradients; empty if nothing fits."""
+    most = _most_stages(profile, cluster, request)
+    # A backward that directly follows its forward recomputes nothing: those of the last stage, and a single one.
+    plain = chain_costs(profile)
+    costs = chain_costs(profile, recompute=request.recompute and request.microbatches > 1)
+    devices = most if request.straight else cluster.devices
+    _check_size(devices, len(profile), most)
+    fits = None
+    if cluster.memory_bytes is not None:
+        fits = _fitting(costs, plain, cluster.memory_bytes, request, buffers)
+    counts = list(range(1, 2 if request.straight else devices + 1))
+    if whole_samples:
+        counts = [count for count in counts if profile.microbatch_size % count == 0]
+    candidates: list[tuple[float, Plan]] = []
+    for machine in _machines(cluster, devices, request):
+        mappings = cheapest_mappings(
+            costs, machine, request.microbatches, most, fits, last_seconds=plain.seconds, replicas=counts
+        )
+        wanted = mappings if request.stages is None else mappings[-1:]
+        candidates += [(mapping.seconds, _plan(mapping, profile, request)) for mapping in wanted if mapping.stages]
+    return tuple(sorted(candidates, key=lambda candidate: len(candidate[1].stages)))
+
+
+def _most_stages(profile: Profile, cluster: Cluster, request: Request) -> int:
+    """The number of stages of `request`, or the largest possible one."""
+    most = min(cluster.devices, len(profile))
+    if request.stages is not None and request.stages > most:
+        raise PlanError(
+            f"stages: expected at most {most} ({len(profile)} layers on {cluster.devices} devices), found "
+            f"{request.stages}: use fewer stages, describe more devices, or capture the model in finer layers"
+        )
+    if request.straight and request.stages is None and cluster.devices > len(profile):
+        raise PlanError(
+            f"cannot cut {len(profile)} layers into {cluster.devices} stages: expected at least one layer per stage. "
+            "Use fewer stages (stages=), or allow replicas (straight=False)"
+        )
+    return most if request.stages is None else request.stages
+
+
+def _steps(devices: int, layers: int, stages: int) -> float:
+    return stages * layers * (devices**2 / 2 * layers + devices**3 / 6)
+
+
+def _check_size(devices: int, layers: int, stages: int) -> None:
+    steps = _steps(devices, layers, stages)
+    if steps > _MOST_STEPS:
+        raise PlanError(
+            f"planner spp: {devices} devices and {layers} layers are too many for its dynamic program: expected at "
+            f"most {_MOST_STEPS:.0e} steps, found {steps:.0e}. Use planner pipedream, join layers, or fix stages="
+        )
+
+
+def _machines(cluster: Cluster, devices: int, request: Request) -> Sequence[OrderedDevices]:
+    """The first `devices` devices in order, and in the reverse order if that is another machine."""
+    speeds, latencies = link_speeds(cluster)[:devices, :devices], link_latencies(cluster)[:devices, :devices]
+    order = device_order(speeds)
+    machines: list[OrderedDevices] = []
+    for ranks in (order, order[::-1]):
+        own = np.ix_(ranks, ranks)
+        machine = OrderedDevices(ranks, speeds[own], latencies[own], shared_medium=request.allreduce == "shared")
+        if not any(
+            np.array_equal(machine.speeds, other.speeds) and np.array_equal(machine.latencies, other.latencies)
+            for other in machines
+        ):
+            machines.append(machine)
+    return machines
+
+
+def _fitting(
+    costs: ChainCosts, last: ChainCosts, memory_bytes: float, request: Request, buffers: int
+) -> Callable[[int, int], Flags]:
+    """A function of (replicas, stages behind) to [i, j]: whether layers i up to and without j fit as such a stage.
+
+    Replicas share every microbatch, so that each keeps its share of all that are in flight; weights are whole. `last`
+    has the costs of the last stage.
+    """
+    weights = (2 + request.optimizer_copies) * costs.parameter_bytes
+    crossing = costs.exchanged_bytes / 2
+    crossing[-1] = 0.0
+    waiting = min(request.microbatches, buffers) * (crossing[:, None] + crossing)
+
+    def fits(replicas: int, behind: int) -> Flags:
+        in_flight = min(request.microbatches, 4 * behind + 1)
+        own = costs if behind else last
+        kept = (in_flight * own.saved_bytes + own.working_bytes + waiting) / replicas
+        fitting: Flags = kept + weights <= memory_bytes
+        return fitting
+
+    return fits
+
+
+def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
+    """The error, with the memory that would be enough if it can be found quickly."""
+    memory, enough = cluster.memory_bytes, None
+    if memory is None:
+        enough = inf
+    elif _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
+        enough = _enough_memory(profile, cluster, request, whole_samples)
+    if enough == inf or memory is None:
+        return PlanError(
+            f"no plan under spp: expected replicas that share {profile.microbatch_size} samples equally, found "
+            f"none for {cluster.devices} devices. Use microbatches of another size, or another number of devices"
+        )
+    words = None if enough is None else f"{bytes_text(enough)} on each device"
+    kind = f"a plan under spp with {request.microbatches} microbatches"
+    return nothing_fits(kind, cluster, profile.parameter_bytes, [[words]])
+
+
+def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> float:
+    """The least bytes per device, up to 1 %, with which there are candidates; infinite if there are none at all."""
+
+    def enough(size_bytes: float) -> bool:
+        return bool(_candidates(profile, replace(cluster, memory_bytes=size_bytes), request, whole_samples, _BUFFERS))
+
+    if not _candidates(profile, replace(cluster, memory_bytes=None), request, whole_samples):
+        return inf
+    low = high = max(cluster.memory_bytes or 0.0, 1.0)
+    while not enough(high):
+        low, high = high, 4 * high
+    while high > 1.01 * low:
+        middle = sqrt(low * high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:
+    return Plan(
+        mapping.stages,
+        "spp",
+        request.microbatches,
+        profile.microbatch_size,
+        recompute=request.recompute,
+        routing="split",
+    )

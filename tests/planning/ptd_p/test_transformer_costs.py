@@ -1,0 +1,236 @@
+"""Costs of the parts of a transformer, of rings, and of memory, against formulas of the papers."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.planning.ptd_p.accelerator_models import A100
+from penstock.planning.ptd_p.parallel_configs import (
+    ParallelLinks,
+    activation_bytes,
+    boundary_seconds,
+    checkpoint_count,
+    stages_in_flight,
+)
+from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
+from penstock.planning.ptd_p.transformer_costs import (
+    profile_of,
+    tensor_numbers,
+    tensor_parallel_costs,
+)
+from penstock.scheduling import schedule
+from penstock.scheduling.actions import Backward, Forward
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+from support.transformer_arrangements import (
+    GPT_1B,
+    GPT_1T,
+    GPT_6B,
+    GPT_175B,
+    TOY,
+    selene,
+    slowest_pair,
+)
+
+# Accelerators, rings, modules.
+
+
+@settings(max_examples=300, deadline=None)
+@given(*[st.integers(1, 5000)] * 3, st.integers(1, 50), st.integers(1, 4))
+def test_larger_products_take_longer_at_higher_rates(m: int, k: int, n: int, count: int, times: int) -> None:
+    small, large = TOY.product_seconds(m, k, n, count), TOY.product_seconds(m, k, n * times, count)
+
+    assert small <= large <= times * small * (1 + 1e-12)
+    assert small >= 2 * count * m * k * n / (TOY.efficiency * TOY.peak_operations)
+    assert small >= 2 * count * (m * k + k * n + m * n) / TOY.memory_bandwidth
+
+
+def test_a_very_large_product_reaches_the_efficiency() -> None:
+    seconds = A100.product_seconds(1e6, 1e6, 1e6)
+
+    assert math.isclose(2e18 / seconds, A100.efficiency * A100.peak_operations, rel_tol=1e-5)
+
+
+LEVELS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 100)), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LEVELS, st.data())
+def test_a_ring_is_as_slow_as_the_slowest_pair_of_its_groups(
+    levels: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    # Links farther out are slower, as in every machine; then a chain of neighbours meets the slowest pair.
+    speeds = sorted((float(speed) for _, speed in levels), reverse=True)
+    cluster = Cluster.hierarchical([(count, speed) for (count, _), speed in zip(levels, speeds, strict=True)])
+    n = cluster.devices
+    tensor = data.draw(st.sampled_from([t for t in range(1, n + 1) if n % t == 0]))
+    pipeline = data.draw(st.sampled_from([p for p in range(1, n // tensor + 1) if n // tensor % p == 0]))
+    replicas = n // tensor // pipeline
+    ranks = [
+        [[(i * replicas + j) * tensor + k for k in range(tensor)] for j in range(replicas)] for i in range(pipeline)
+    ]
+    tensors = [row for stage in ranks for row in stage]
+    datas = [[row[k] for row in stage] for stage in ranks for k in range(tensor)]
+    stages = [[stage[j][k] for stage in ranks] for j in range(replicas) for k in range(tensor)]
+
+    assert tensor_ring(cluster, n, tensor) == Ring(tensor, slowest_pair(cluster, tensors, striped=True))
+    assert data_ring(cluster, n, tensor, replicas) == Ring(replicas, slowest_pair(cluster, datas, striped=True))
+    assert pipeline_ring(cluster, n, pipeline) == Ring(pipeline, slowest_pair(cluster, stages, striped=False))
+
+
+def test_a_group_leaves_a_server_over_the_cards_of_all_its_devices() -> None:
+    cluster = selene(64)
+
+    assert tensor_ring(cluster, 64, 8).bandwidth == 300e9
+    assert tensor_ring(cluster, 64, 16).bandwidth == 8 * 25e9
+    assert data_ring(cluster, 64, 1, 64).bandwidth == 8 * 25e9
+    assert data_ring(cluster, 64, 4, 16).bandwidth == 2 * 25e9
+    assert data_ring(cluster, 64, 8, 8).bandwidth == 25e9
+    assert pipeline_ring(cluster, 64, 8).bandwidth == 25e9
+    assert pipeline_ring(cluster, 64, 64).bandwidth == 25e9
+
+
+def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
+    rows = [[0, 5, 1, 1], [4, 0, 7, 1], [1, 8, 0, 6], [9, 1, 5, 0]]
+    cluster = Cluster.from_matrix(rows)
+
+    # Around and back: 0-1-2-3-0 has 5, 7, 6, 9 and backwards 4, 8, 5, 1.
+    assert tensor_ring(cluster, 4, 4) == Ring(4, 1)
+    assert tensor_ring(cluster, 4, 2) == Ring(2, 4)
+    assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 64), st.floats(1, 1e12), st.floats(1, 1e12))
+def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float, speed: float) -> None:
+    assert math.isclose(Ring(ranks, speed).allreduce_seconds(size), 2 * (ranks - 1) / ranks * size / speed)
+    assert math.isclose(Ring(ranks, speed, 1.0).allreduce_seconds(0.0), 2 * (ranks - 1))
+
+
+@pytest.mark.parametrize(("tensor", "b"), list(product([1, 2, 4, 8, 16], [1, 2, 4])))
+def test_tensor_parallel_volume_is_8bsh_per_layer(tensor: int, b: int) -> None:
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor, 300e9), b)
+    numbers = costs.layer.reduce_seconds * 300e9 / 2
+
+    assert math.isclose(numbers, 8 * b * 2048 * 12288 * (tensor - 1) / tensor)
+    assert math.isclose(numbers, tensor_numbers(GPT_175B, b, tensor))
+
+
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_scatter_and_gather_sends_a_tth_and_is_never_slower(b: int) -> None:
+    links = ParallelLinks(Ring(8, 300e9), Ring(1), Ring(12, 25e9))
+    costs = tensor_parallel_costs(GPT_175B, A100, links.tensor, b)
+    whole, none, all_bytes = boundary_seconds(costs, replace(links, scatter_gather=False))
+    scattered, _, part_bytes = boundary_seconds(costs, links)
+
+    assert (none, all_bytes) == (0.0, 2 * b * 2048 * 12288)
+    assert part_bytes == all_bytes / 8
+    assert math.isclose(scattered, part_bytes / 25e9 + 7 / 8 * all_bytes / 300e9)
+    assert scattered < whole
+    # Where the links between stages are as fast as those of the group, there is nothing to gain.
+    fast = replace(links, pipeline=Ring(12, 300e9))
+    assert boundary_seconds(costs, fast)[0] <= all_bytes / 300e9
+
+
+def test_saved_bytes_are_those_of_korthikanti() -> None:
+    for transformer, b, t in product([GPT_175B, GPT_1T, GPT_1B], [1, 3], [1, 2, 8]):
+        s, h, a = transformer.sequence, transformer.hidden, transformer.heads
+        found = tensor_parallel_costs(transformer, A100, Ring(t), b).layer.saved_bytes
+
+        assert math.isclose(found, s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+        if t == 1:
+            assert math.isclose(found, s * b * h * (34 + 5 * a * s / h))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_the_devices_of_a_layer_hold_its_parameters_together(tensor: int) -> None:
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(tensor), 1)
+    h = GPT_175B.hidden
+    shared = 6 * h
+
+    assert math.isclose(tensor * (costs.layer.parameters - shared) + shared, GPT_175B.layer_parameters)
+    assert math.isclose(tensor * costs.tied_parameters, GPT_175B.vocabulary * h)
+
+
+def test_a_profile_has_the_parameters_and_seconds_of_the_parts() -> None:
+    profile = profile_of(GPT_6B, A100, selene(8), microbatch_size=2)
+    costs = tensor_parallel_costs(GPT_6B, A100, Ring(1), 2)
+    table = GPT_6B.vocabulary * GPT_6B.hidden
+
+    assert len(profile) == GPT_6B.layers + 2
+    assert profile.microbatch_size == 2
+    # The head has a copy of the table.
+    assert math.isclose(profile.parameter_bytes, 2 * (GPT_6B.parameters + table))
+    assert math.isclose(profile.seconds, 32 * costs.layer.seconds + costs.embedding.seconds + costs.head.seconds)
+
+
+def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
+    slow = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=4)
+    fast = profile_of(GPT_6B, A100, Cluster.uniform(8, 1e12), tensor_parallel=4)
+    numbers = tensor_numbers(GPT_6B, 1, 4)
+
+    assert math.isclose(slow.layers[5].seconds - fast.layers[5].seconds, 2 * numbers * (1e-9 - 1e-12))
+    assert slow.layers[5].cut_bytes == 2 * 2048 * 3840 / 4
+    with pytest.raises(PlanError, match="divisor of the model's 32 heads, found 3"):
+        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=3)
+    with pytest.raises(PlanError, match="at most the 8 devices"):
+        profile_of(GPT_6B, A100, Cluster.uniform(8, 1e9), tensor_parallel=16)
+
+
+# Memory.
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, 200), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 200))
+def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer: float, in_flight: int) -> None:
+    def size(count: int) -> float:
+        return in_flight * count * kept + math.ceil(layers / count) * layer
+
+    found = checkpoint_count(layers, kept, layer, in_flight)
+
+    assert found == min(range(1, layers + 1), key=lambda count: (size(count), count))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 100), st.floats(0.1, 50))
+def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, ratio: float) -> None:
+    """c A_in + l / c A is least at sqrt(l A / A_in); rounding l / c up costs one layer at most."""
+    optimum = min(max(math.sqrt(layers * ratio), 1.0), layers)
+    found = checkpoint_count(layers, 1.0, ratio)
+
+    assert found + math.ceil(layers / found) * ratio <= math.ceil(optimum) + (layers / optimum + 1) * ratio + 1e-9
+
+
+def test_activation_bytes_are_those_of_section_4_3_5() -> None:
+    costs = tensor_parallel_costs(GPT_175B, A100, Ring(8), 1)
+    kept, layer = costs.boundary_bytes, costs.layer.saved_bytes
+
+    assert kept == 2 * 2048 * 12288
+    assert activation_bytes(costs, 8, 1, 4) == 4 * kept + 2 * layer
+    assert activation_bytes(costs, 8, 5, 4) == 20 * kept + 2 * layer
+    assert activation_bytes(costs, 8, 5, None) == 40 * layer
+
+
+@pytest.mark.parametrize(("p", "v", "rounds"), list(product([1, 2, 3, 4, 6], [1, 2, 3], [1, 2, 4])))
+def test_stages_in_flight_are_those_of_the_schedule(p: int, v: int, rounds: int) -> None:
+    if p == 1 and v > 1:
+        return
+    m = p * rounds
+    name = "interleaved" if v > 1 else "1f1b-flush"
+    program = schedule(Plan.of_cuts(range(p * v + 1), p, name, m)).step(0)
+
+    for position, row in enumerate(program):
+        held, most, first, most_first = 0, 0, 0, 0
+        for action in row:
+            change = {Forward: 1, Backward: -1}.get(type(action), 0)
+            held += change
+            first += change if change and action.stage == 0 else 0
+            most, most_first = max(most, held), max(most_first, first)
+        assert most == stages_in_flight(p, v, m, position)
+        if position == 0:
+            assert most_first <= min(m, p if v == 1 else 2 * p)

@@ -1,0 +1,109 @@
+"""What a built wheel contains, and that the files around the code agree with `pyproject.toml`."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import yaml
+
+import penstock
+from support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
+    """A wheel of this checkout."""
+    pytest.importorskip("hatchling", reason="the extra `test` brings it")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    with ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: ZipFile) -> Message:
+    """The wheel's metadata."""
+    return message_from_bytes(wheel.read(f"penstock-{penstock.__version__}.dist-info/METADATA"))
+
+
+def test_wheel_contains_every_file_of_the_package_and_the_licence(wheel: ZipFile) -> None:
+    source = ROOT / "src"
+    package = {
+        path.relative_to(source).as_posix()
+        for path in (source / "penstock").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    others = {name for name in wheel.namelist() if not name.startswith("penstock/")}
+    licenses = f"penstock-{penstock.__version__}.dist-info/licenses"
+
+    assert {"penstock/py.typed", "penstock/timelines/pages.js", "penstock/timelines/pages.css"} <= package
+    assert {name for name in wheel.namelist() if name.startswith("penstock/")} == package
+    assert {f"{licenses}/LICENSE", f"{licenses}/NOTICE"} <= others
+    assert wheel.read(f"{licenses}/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+def test_version_is_written_once(metadata: Message) -> None:
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "--version"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert "version" in PROJECT["dynamic"]
+    assert metadata["Version"] == penstock.__version__
+    assert printed.stdout == f"penstock {penstock.__version__}\n", printed.stderr
+
+
+def test_licence_is_the_same_everywhere(metadata: Message) -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+    assert metadata["License-Expression"] == PROJECT["license"] == citation["license"] == "Apache-2.0"
+    assert PROJECT["authors"] == citation["authors"]
+    for name in ("LICENSE", "NOTICE"):
+        assert "The Penstock authors" in (ROOT / name).read_text()
+
+
+def test_measured_profiles_have_their_licence() -> None:
+    data = ROOT / "tests" / "data"
+
+    assert {path.name for path in data.iterdir()} == {"README.md", "pipedream"}
+    for name in [ROOT / "NOTICE", data / "README.md"]:
+        assert "pipedream/LICENSE.txt" in name.read_text()
+    assert (data / "pipedream" / "LICENSE.txt").read_text().startswith("MIT License")
+
+
+def test_hosted_ci_runs_the_command_of_the_readme_on_what_is_supported() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
+    commands = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+    known = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)}
+    (torch,) = (text for text in PROJECT["dependencies"] if text.startswith("torch"))
+
+    assert [line for line in commands if line.split()[0] == "./scripts/test"]
+    assert "\n./scripts/test " in (ROOT / "README.md").read_text()
+    assert set(job["strategy"]["matrix"]["python"]) == known
+    assert torch.startswith(f"torch>={min(job['strategy']['matrix']['torch'])},")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_issue_templates_have_what_the_host_asks_for(path: Path) -> None:
+    template = yaml.safe_load(path.read_text())
+    if path.name == "config.yml":
+        assert template.keys() <= {"blank_issues_enabled", "contact_links"}
+        return
+
+    assert {"name", "description", "body"} <= template.keys()
+    inputs = [item for item in template["body"] if item["type"] != "markdown"]
+    assert all(item["attributes"]["label"] for item in inputs)
+    assert len({item["id"] for item in inputs}) == len(inputs)
