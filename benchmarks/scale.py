@@ -31,7 +31,7 @@ import penstock  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
 from penstock.runtime.assembly.connections import edges_of  # noqa: E402
 from penstock.scheduling import METHODS, Schedule  # noqa: E402
-from penstock.scheduling.schedules import schedule  # noqa: E402
+from penstock.values.plans import schedule  # noqa: E402
 
 IMPORTED = time.perf_counter()
 

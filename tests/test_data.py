@@ -13,7 +13,7 @@ from penstock.capturing import capture
 from penstock.data import loader, prefetch, shapes_of
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import split
-from penstock.runtime.batches.required_inputs import find_required_inputs
+from penstock.runtime.batches.required_inputs import find_inputs
 from support import models
 from support.jobs.data_jobs import make_batches, train_where_read
 from support.processes import Pool
@@ -126,7 +126,7 @@ def test_who_reads_what() -> None:
     subject = models.LAYERED
     chain = capture(subject.build(), subject.sample)
     stages = penstock.Plan.uniform(8, 3).stages
-    readings = [find_required_inputs(chain, [stage]) for stage in stages]
+    readings = [find_inputs(chain, [stage]) for stage in stages]
 
     assert [(bool(reads.inputs), reads.target) for reads in readings] == [(True, False), (False, False), (False, True)]
     x, y = (tensor.to("meta") for tensor in subject.batches[0])

@@ -22,8 +22,9 @@ from measurement.launches import outside_the_launch
 from penstock.errors import PenstockError
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
-from penstock.scheduling.schedules import Schedule, schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.training.precisions import autocasting
+from penstock.values.plans import schedule
 
 ONE_PROCESS, ONE_STAGE, DDP = "one process", "penstock, one stage", "torch DDP"
 GLOO = ", gloo"
@@ -237,7 +238,7 @@ def running_pipeline(pipe: penstock.Pipeline, setting: Setting) -> Running:
         pipe.drain()
         pipe.close()
 
-    return Running(lambda: [pipe.step(tokens, target).loss], pipe.named_parameters(), close, pipe)
+    return Running(lambda: [pipe.step(tokens, target).loss], dict(pipe.named_parameters()), close, pipe)
 
 
 def _over_gloo(build: Callable[[Setting], Running]) -> Callable[[Setting], Running]:

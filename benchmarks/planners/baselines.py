@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, suggestion
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, require_fit
 from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
@@ -29,8 +29,9 @@ from penstock.planning.pipedream.partitions import plan_pipedream
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_groups, link_latencies, link_speeds
 from penstock.planning.spp.spp_search import evaluate_for
+from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH
 from penstock.values.clusters import Cluster, LinkLevels
-from penstock.values.documents import suggestion, text_of
+from penstock.values.documents import text_of
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
@@ -51,7 +52,7 @@ Arrangement: TypeAlias = Literal["node-partition", "equal-distribution"]
 def plan_data_parallel(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """One stage on all devices, every microbatch split over them. `PlanError` if it does not fit in memory."""
     stages = (Stage(0, len(profile), tuple(range(cluster.devices))),)
-    return _predicted(_plan(stages, "1f1b-flush", profile, request, split=True), profile, cluster, request)
+    return _predicted(_plan(stages, ONE_F_ONE_B_FLUSH.name, profile, request, split=True), profile, cluster, request)
 
 
 def plan_gpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
@@ -61,14 +62,14 @@ def plan_gpipe(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     devices, or if it does not fit in memory.
     """
     count = min(cluster.devices, len(profile)) if request.stages is None else request.stages
-    count = replace(request, schedule="gpipe", stages=count, stages_per_rank=1).stage_count(cluster.devices)
+    count = replace(request, schedule=GPIPE.name, stages=count, stages_per_rank=1).stage_count(cluster.devices)
     stages = Plan.uniform(len(profile), count).stages
-    return _predicted(_plan(stages, "gpipe", profile, request), profile, cluster, request)
+    return _predicted(_plan(stages, GPIPE.name, profile, request), profile, cluster, request)
 
 
 def plan_synchronous_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan:
     """PipeDream's partition for `request`, run as 1F1B with a flush. `PlanError` as `partition` raises it."""
-    flushed = replace(request, schedule="1f1b-flush", vertical_sync=False, stages_per_rank=1)
+    flushed = replace(request, schedule=ONE_F_ONE_B_FLUSH.name, vertical_sync=False, stages_per_rank=1)
     return _predicted(plan_pipedream(profile, cluster, flushed), profile, cluster, request)
 
 
@@ -102,7 +103,7 @@ def plan_hetpipe(
             "each, found none. Use larger virtual workers (stages=), smaller microbatches, or recompute=True"
         )
     held = tuple(Stage(i, j, ranks) for (i, j), ranks in zip(pairwise(cuts), zip(*workers, strict=True), strict=True))
-    return _predicted(_plan(held, "1f1b-flush", profile, request), profile, cluster, request)
+    return _predicted(_plan(held, ONE_F_ONE_B_FLUSH.name, profile, request), profile, cluster, request)
 
 
 def servers_of(cluster: Cluster) -> tuple[tuple[int, ...], ...]:

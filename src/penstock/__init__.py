@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.capturing import capture
-    from penstock.capturing.initialization import initialise, reset_parameters
+    from penstock.capturing.initialization import initialize, reset_parameters
     from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
     from penstock.runtime.devices.local_devices import local_device
-    from penstock.scheduling.schedules import Schedule, schedule
+    from penstock.scheduling.definitions import ScheduleDefinition
+    from penstock.scheduling.schedules import Schedule
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.timelines.timelines import Timeline
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         WeightUpdate,
     )
     from penstock.values.clusters import Cluster
-    from penstock.values.plans import Plan, Stage
+    from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
     from penstock.values.transformers import Transformer
 
@@ -63,6 +64,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Schedule",
+    "ScheduleDefinition",
     "ScheduleError",
     "Stage",
     "Subject",
@@ -74,7 +76,7 @@ __all__ = [
     "WeightPrediction",
     "WeightUpdate",
     "capture",
-    "initialise",
+    "initialize",
     "loader",
     "local_device",
     "plan",
@@ -108,6 +110,7 @@ _HOMES = {
     "Profile": "values.profiles",
     "ProfileError": "errors",
     "Schedule": "scheduling.schedules",
+    "ScheduleDefinition": "scheduling.definitions",
     "ScheduleError": "errors",
     "Stage": "values.plans",
     "Subject": "profiling.subjects",
@@ -119,7 +122,7 @@ _HOMES = {
     "WeightPrediction": "training.update_hooks",
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
-    "initialise": "capturing.initialization",
+    "initialize": "capturing.initialization",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
     "plan": "planning.planners",
@@ -129,7 +132,7 @@ _HOMES = {
     "reference_train": "oracle.references",
     "render": "rendering.pictures",
     "reset_parameters": "capturing.initialization",
-    "schedule": "scheduling.schedules",
+    "schedule": "values.plans",
     "shapes_of": "data",
     "simulate": "simulating.simulator",
     "verify": "scheduling.verification.verifier",

@@ -1,14 +1,14 @@
-"""``plan="auto"``: measure the model and the links, plan, and give every rank the same plan.
+"""``plan="auto"``: measures the model and the links, plans, and gives every rank the same plan.
 
-Rank 0 measures the model and plans; two profiles never agree exactly, so that one plan is made and sent to all. The
-plan uses all ranks, with replicas of a stage where that is faster. Where the schedule is not given it is one that
-flushes, since which gradients a step applies is not for a planner to change. For the same reason replicas do not split
-microbatches of a model with BatchNorm, which would take its statistics from the parts.
+Rank 0 measures the model and plans, and sends the plan to all: two profiles never agree exactly. The plan uses all
+ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
+planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
+model with BatchNorm, whose statistics would be those of a share of the microbatch.
 """
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,17 @@ import torch
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.guards import takes_statistics
 from penstock.errors import PlanError, ScheduleError
+from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
-from penstock.runtime.assembly.stages import make_schedule, stages_per_rank
+from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, require_schedule
 from penstock.values.profiles import Profile
 
 __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
@@ -32,21 +35,25 @@ __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user has fixed; None leaves it to the planner."""
+    """The arguments that the user has fixed; None leaves one to the planner."""
 
-    schedule: str | None = None
+    schedule: ScheduleDefinition | str | None = None
     microbatches: int | None = None
     stages: int | None = None
     vertical_sync: bool = False
     whole_backwards: bool = False
-    """Whether the stages cannot do a backward in two parts."""
+    """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
-    """What the model will compute under."""
+    """The type that the model will compute in under autocast."""
+
+    def stages_per_rank(self, ranks: int) -> int:
+        """The stages that each of `ranks` ranks is to hold."""
+        return require_schedule(self.schedule or DEFAULT_SCHEDULE).layout.default_stages_per_rank(self.stages, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """A plan and what it was made from."""
+    """A plan, with the measurements that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -54,17 +61,18 @@ class AutoPlan:
 
 
 def plan_automatically(
+    plan: str,
+    choices: Choices,
+    *,
     world: World,
     chain: LayerChain,
     sample: tuple[Any, ...] | dict[str, Any],
     device: torch.device,
-    plan: str,
-    choices: Choices,
 ) -> AutoPlan:
     """The fastest plan for the processes of `world`, the same on all. Collective.
 
-    A single process has as many ranks as `choices` gives it stages (half as many with `interleaved`), and instant links
-    between them. An error on one rank is raised on all.
+    A single process has as many ranks as `choices` gives it stages (half as many where a rank holds two), and instant
+    links between them. An error on one rank is raised on all.
     """
     if plan != "auto":
         raise PlanError(
@@ -73,24 +81,28 @@ def plan_automatically(
     if world.processes > 1:
         cluster = measure_links(world, device)
     else:
-        per_rank = stages_per_rank(choices.schedule, choices.stages, 1)
+        per_rank = choices.stages_per_rank(1)
         cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
-    def work() -> AutoPlan | None:
+    def work() -> tuple[dict[str, Any], Profile] | None:
         if world.rank != 0:
             return None
         profile = measure(chain, sample, autocast=choices.autocast)
-        return AutoPlan(fastest_plan(profile, cluster, chain, choices), profile, cluster)
+        made = fastest_plan(profile, cluster, chain, choices)
+        values = {field.name: getattr(made, field.name) for field in fields(made)}
+        # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.
+        return values | {"schedule": made.schedule if isinstance(made.schedule, str) else None}, profile
 
     made = gather_results(world, "while it measured the model and planned", work)[0]
     assert made is not None
-    return made
+    values, profile = made
+    return AutoPlan(Plan(**values | {"schedule": values["schedule"] or choices.schedule}), profile, cluster)
 
 
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:
     """The fastest plan by `penstock.plan` that runs on all devices of `cluster`.
 
-    Raises what is wrong with the simplest plan if there is none.
+    If there is none, raises the error of the simplest plan.
     """
     flushes = choices.schedule is None and not choices.vertical_sync
     search = partial(
@@ -102,10 +114,10 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
         vertical_sync=choices.vertical_sync,
         whole_backwards=choices.whole_backwards and choices.schedule is None,
     )
-    per_rank = stages_per_rank(choices.schedule, choices.stages, cluster.devices)
+    per_rank = choices.stages_per_rank(cluster.devices)
     whole = any(takes_statistics(layer.module) for layer in chain.layers)
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
-    for planner in (None, "pipedream") if choices.stages is None else ():
+    for planner in (None, PlannerName.PIPEDREAM.value) if choices.stages is None else ():
         with suppress(PlanError, ScheduleError):
             made = search(schedule=choices.schedule, planner=planner)
             make_schedule(made, chain)
@@ -113,7 +125,7 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
             if made.ranks == cluster.devices and not (whole and made.routing == "split"):
                 return made
     made = search(
-        schedule="1f1b-flush" if flushes else choices.schedule,
+        schedule=DEFAULT_SCHEDULE if flushes else choices.schedule,
         stages=choices.stages or cluster.devices * per_rank,
         stages_per_rank=per_rank,
     )

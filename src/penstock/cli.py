@@ -1,7 +1,7 @@
-"""The command ``penstock``.
+"""The command ``penstock``, also ``python -m penstock``.
 
-Files in, files out, text for people or ``--json`` for machines. Exit codes: 0, done; 1, refused, with one line that
-says why; 2, the command line is wrong.
+It reads and writes files, and prints text for people or, with ``--json``, for machines. Exit codes: 0, done; 1,
+refused, with one line that says why; 2, the command line is wrong.
 """
 
 import argparse
@@ -21,9 +21,11 @@ __all__ = ["main"]
 _COMMANDS: tuple[Command, ...] = (PROFILE, PROBE, PLAN, SIMULATE, VERIFY, SHOW)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command of `argv` (default: the process's arguments) and returns its exit code."""
-    arguments = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
+    """Runs the command of `argv` (default: the process's arguments) and returns its exit code. `program`: the name that
+    its help shows.
+    """
+    arguments = _parser(program).parse_args(argv)
     command: Command = arguments.command
     try:
         command.run(arguments)
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read the output (`| head`) has gone: no more to say, and no more to flush at the exit.
+        # The reader of the output (`| head`) has gone, so nothing may be flushed at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -47,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="penstock",
+        prog=program,
         description="Pipeline-parallel training for any PyTorch module: measure, plan, simulate, prove.",
         epilog="exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong command line",
     )
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
             command.name,
             help=command.summary,
             description=textwrap.fill(command.description, 80),
-            epilog=f"example:\n  {command.example}",
+            epilog=f"example:\n  {command.example.replace('penstock ', f'{program} ', 1)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.declare(subparser)

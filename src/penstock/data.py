@@ -1,7 +1,7 @@
-"""Batches for a pipeline: the same ones in the same order in every process, and on the device before they are needed.
+"""Loads batches for a pipeline: the same ones in the same order in every process, and on the device ahead of time.
 
-Every process of a pipeline passes the same global batch to `Pipeline.step`. `loader` makes a `DataLoader` do so, can
-go on where a training stopped, and gives a process that needs no values the shapes alone. `prefetch` copies the next
+Every process of a pipeline passes the same global batch to `Pipeline.step`. `loader` makes a `DataLoader` that does so,
+resumes where a training stopped, and gives only shapes to a process that needs no values. `prefetch` copies the next
 batch to the device while the present one is computed.
 """
 
@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["Batches", "Prefetched", "loader", "prefetch", "shapes_of"]
 
@@ -22,7 +22,7 @@ B = TypeVar("B")
 
 
 class Batches:
-    """What `loader` returns: one epoch of batches for every ``iter()``, epoch after epoch."""
+    """Iterates over batches, one epoch for every ``iter()``. `loader` makes it."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Batches:
         if batch_size < 1:
             raise PenstockError(f"batch_size={batch_size}: expected at least 1, the samples of one global batch")
         self.epoch = 0
-        """The epoch that the next batch is of."""
+        """The epoch of the next batch."""
         self.position = 0
-        """How many batches of it have been given out."""
+        """The batches of it that have been returned."""
         self._dataset: Any = dataset
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -59,15 +59,15 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        """The batches of a whole epoch."""
+        """The number of batches in a whole epoch."""
         samples = len(self._dataset)
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the present epoch; after it the next one is the present."""
+        """Iterates over the rest of the present epoch, and then goes to the next one."""
         epoch = self.epoch
         mixed = microbatch_seed(self._seed, epoch)
-        # The seeds of the worker processes come from it.
+        # It seeds the worker processes.
         self._generator.manual_seed(mixed)
         rest = iter(self._loader) if self._reads else map(self._shaped, self.order())
         for position in range(self.position, len(self)):
@@ -79,7 +79,7 @@ class Batches:
         self.set_epoch(epoch + 1)
 
     def order(self) -> Iterator[list[int]]:
-        """The samples of the batches that are left of the present epoch."""
+        """The indices of the samples in each batch that is left in the present epoch."""
         samples = len(self._dataset)
         indices: Any = range(samples)
         if self._shuffle:
@@ -94,11 +94,11 @@ class Batches:
         self.epoch, self.position = epoch, position
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, for `load_state_dict` in another run: the batches that were given out count as used."""
+        """The position, for `load_state_dict` in another run: batches that were returned count as used."""
         return {"seed": self._seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where another run stopped. Seed, batch size and dataset must be those of that run."""
+        """Resumes where another run stopped. Seed, batch size and dataset must be those of that run."""
         if state["seed"] != self._seed:
             raise PenstockError(
                 f"the state is of a loader with seed {state['seed']} and this one has seed {self._seed}: expected the "
@@ -114,7 +114,7 @@ class Batches:
 
 
 class _Order:
-    """The batch sampler of a `Batches`: what is left of its epoch."""
+    """The batch sampler of a `Batches`, for the rest of its epoch."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -138,18 +138,17 @@ def loader(
 ) -> Batches:
     """Global batches of `batch_size` samples, the same ones in the same order in every process.
 
-    `seed` and the epoch decide the order where it is to `shuffle`, and what random transforms draw from PyTorch's
-    generators; the generators of the process are left as they were. `drop_last` leaves out a last batch that is not
-    full. `reads`: whether this process needs the values; with False no sample but the first is read and the batches
-    are tensors on the meta device, of the shapes that batches of this first sample would have. `options` go to
-    `DataLoader`: ``num_workers``, ``pin_memory``, ``collate_fn`` and others. Raises `PenstockError` for a dataset
-    without indices.
+    `seed` and the epoch determine the order if `shuffle` is set, and the numbers that random transforms draw from
+    PyTorch's generators; the generators of the process are restored. `drop_last` leaves out a last batch that is not
+    full. `reads`: whether this process needs the values; with False only the first sample is read, and the batches are
+    tensors on the meta device, with the shapes of batches of this sample. `options` go to `DataLoader`:
+    ``num_workers``, ``pin_memory``, ``collate_fn`` and others. Raises `PenstockError` for a dataset without indices.
     """
     return Batches(dataset, batch_size, shuffle, seed, drop_last, reads, options)
 
 
 class Prefetched(Generic[B]):
-    """What `prefetch` returns: the same batches on the device, for every ``iter()``."""
+    """Iterates over the same batches on the device. `prefetch` makes it."""
 
     def __init__(self, batches: Iterable[B], device: torch.device) -> None:
         self._batches = batches
@@ -160,20 +159,20 @@ class Prefetched(Generic[B]):
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[B]:
-        """Takes each batch from the source one step before it gives it out."""
+        """Takes each batch from the source one step before it yields it."""
         source = iter(self._batches)
         stream = _new_stream(self._device)
         taken, error = self._take(source, stream)
         while taken is not None:
             batch, self._state = self._arrived(taken[0], stream), taken[1]
-            # An error of the next batch is not one of this batch.
+            # An error of the next batch must not hide this batch.
             taken, error = self._take(source, stream)
             yield batch
         if error is not None:
             raise error
 
     def state_dict(self) -> dict[str, int]:
-        """The state of the `Batches` behind it when the last batch that was given out came from there."""
+        """The state of its source, a `Batches`, just after the last batch that was returned."""
         if not isinstance(self._batches, Batches):
             raise PenstockError(
                 f"{type(self._batches).__name__} has no state to save: expected what penstock.loader returns"
@@ -183,7 +182,9 @@ class Prefetched(Generic[B]):
     def _take(
         self, source: Iterator[B], stream: torch.cuda.Stream | None
     ) -> tuple[tuple[B, dict[str, int] | None] | None, Exception | None]:
-        """The next batch on its way to the device, with the state behind it; None at the end, or on an error."""
+        """The next batch, which is being copied to the device, with the state after it; None at the end or on
+        an error.
+        """
         try:
             batch = next(source)
         except StopIteration:
@@ -199,18 +200,18 @@ class Prefetched(Generic[B]):
         if tensor.is_meta or tensor.device == self._device:
             return tensor
         if self._device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
-            # Only from pinned memory does a copy run beside what the device computes.
+            # Only a copy from pinned memory overlaps with the device's computation.
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
     def _arrived(self, batch: B, stream: torch.cuda.Stream | None) -> B:
-        """`batch`, for use on the present stream."""
+        """`batch`, for use on the current stream."""
         if stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(stream)
             for tensor in pytree.tree_leaves(batch):
                 if isinstance(tensor, Tensor) and tensor.is_cuda:
-                    # Its memory belongs to the stream of the copy, which must not use it again too early.
+                    # Its memory belongs to the stream of the copy, which must not reuse it too early.
                     tensor.record_stream(current)
         return batch
 
@@ -225,13 +226,13 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
 def prefetch(batches: Iterable[B], device: torch.device | str) -> Prefetched[B]:
     """`batches` with their tensors on `device`, each taken from its source one step ahead.
 
-    On CUDA the copy runs on a stream of its own, from pinned memory, beside the computation of the batch before. On
-    the CPU the source is one batch ahead and nothing is copied. Tensors on the meta device stay there.
+    On CUDA the copy runs on a stream of its own, from pinned memory, while the batch before it is computed. On the CPU
+    the source is one batch ahead and nothing is copied. Tensors on the meta device stay there.
     """
     return Prefetched(batches, torch.device(device))
 
 
 def shapes_of(batch: B) -> B:
-    """`batch` without values: its tensors on the meta device, the rest as it is."""
+    """`batch` with its tensors on the meta device, and the rest unchanged."""
     result: B = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
     return result

@@ -4,12 +4,15 @@
     ├── CaptureError      the model could not be turned into a chain of layers
     ├── ProfileError      a profile, its file or its measurement is wrong
     ├── PlanError         a plan or a cluster is wrong, or does not fit the model
-    ├── ScheduleError     a schedule breaks one of its laws
-    ├── TransportError    a peer died, hung, or sent something other than agreed
+    ├── ScheduleError     a schedule violates one of its rules
+    ├── TransportError    a peer died, hung, or sent an unexpected message
     └── CheckpointError   a saved state does not fit this model or plan
 
 A message says where, what was expected, what was found, and what to do.
 """
+
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 __all__ = [
     "CaptureError",
@@ -19,6 +22,7 @@ __all__ = [
     "ProfileError",
     "ScheduleError",
     "TransportError",
+    "suggestion",
 ]
 
 
@@ -39,12 +43,18 @@ class PlanError(PenstockError):
 
 
 class ScheduleError(PenstockError):
-    """A schedule breaks one of its laws."""
+    """A schedule violates one of its rules."""
 
 
 class TransportError(PenstockError):
-    """A peer died, hung, or sent something other than agreed."""
+    """A peer died, hung, or sent an unexpected message."""
 
 
 class CheckpointError(PenstockError):
     """A saved state does not fit this model or plan."""
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """``Did you mean 'x'? `` with the nearest of `known`, or nothing; for messages."""
+    nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"Did you mean {nearest[0]!r}? " if nearest else ""

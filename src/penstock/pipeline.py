@@ -1,28 +1,28 @@
-"""`Pipeline`: a model, wrapped, that trains in stages.
+"""`Pipeline` wraps a model and trains it in stages.
 
-The facade. It captures the model, makes the plan a schedule, has the schedule proved, gives each rank its stages, and
-then hands programs to the workers step by step. What happens inside a step is the schedule's and the worker's.
+It captures the model, makes a schedule of the plan, has the schedule proved, and builds the stages of this process.
+Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from penstock.autoplans import Choices, plan_automatically
+from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
-from penstock.errors import PenstockError
-from penstock.profiling.profiler import profile as measure
+from penstock.errors import PenstockError, TransportError
+from penstock.profiling.profiler import profile as profile_layers
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.restrictions import check_parts, needs_whole_backwards
+from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
     check_agreement,
@@ -32,19 +32,20 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.batches.batch_splitter import BatchCutter
+from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
-from penstock.runtime.batches.required_inputs import RequiredInputs, find_required_inputs, held_stages
+from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
-from penstock.runtime.engine.prediction_checks import forecast_of
-from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_grains
-from penstock.runtime.parameters.optimizer_steps import Updater, exchanged, readings_of
+from penstock.runtime.engine.prediction_check import make_prediction_check
+from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
+from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
@@ -54,7 +55,6 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_opti
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
-from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -67,68 +67,68 @@ class Pipeline:
     Args:
         model: any ``nn.Module`` (or a list of layers), whole and identical on every rank, or on the meta device with
             `init_fn`. It is trained in place: its parameters on this rank are always the newest weights.
-        sample: example inputs of one microbatch; a tuple of arguments or a dict of keywords.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples, or that and a dict of
-            other means (accuracy, parts of the loss), which steps and evaluations report as ``result.metrics``.
-        optimizer: called once with the list of this process's trained parameters, which knows their names
-            (`NamedParameters`); returns a ``torch.optim.Optimizer`` or several, each for some of them.
+        sample: example inputs of one microbatch: a tuple of arguments or a dict of keywords.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples. It may also return a dict
+            of other means (accuracy, terms of the loss), which become ``result.metrics``.
+        optimizer: called once with the trained parameters of this process, a list with their names
+            (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
-            ``2bw``.
-        microbatches: into how many microbatches a step cuts its batch (default 1).
-        stages: how many stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a single
-            process there are as many ranks as stages (half as many with these two).
-        plan: the stages, schedule and microbatches in one; instead of the three before. ``"auto"`` measures the
-            model on rank 0 and the links between the processes, and takes the plan with the most samples per second
-            that has one rank per stage and, unless `schedule` says otherwise, flushes. What is given of the three is
-            kept. The prediction is for batches of `microbatches` times the samples of `sample`. In a single process
-            `stages` says how many ranks to plan for, and links are instant.
+            ``2bw``; or your own `ScheduleDefinition`.
+        microbatches: the number of microbatches that a step cuts its batch into (default 1).
+        stages: the number of stages (default: one for each process, two with ``interleaved`` and ``zb-v``). In a
+            single process there are as many ranks as stages (half as many with these two).
+        plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
+            measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
+            per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
+            is for batches of `microbatches` microbatches. In a single process links are instant.
         vertical_sync: with ``pipedream``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
-            autocast; the weights, their gradients and the optimizer's state stay as they are.
+            autocast. The weights, their gradients and the optimizer's state keep their types.
         version_dtype: the same type: weight versions of float32 parameters with two dimensions or more are kept in it,
             and the optimizer steps float32 masters. Saves memory with several versions: docs/training.md.
-        loss_weight: ``loss_weight(target)`` says how many things the loss for `target` is the mean over, where they are
-            not its samples: tokens without the padding, say. Means over a minibatch then are means over them.
+        loss_weight: ``loss_weight(target)`` returns the number of items that the loss for `target` is the mean over,
+            where these are not samples (tokens without padding, say). Means over a minibatch are then means over them.
         loss_scale: losses are multiplied by it before the backward and gradients divided by it after, against
-            underflow in float16: ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are not finite and
-            then lower the scale, or a number.
+            underflow in float16: a number, or ``"dynamic"`` or a `LossScale`, which skip updates whose gradients are
+            not finite and then lower the scale.
         clip_grad_norm: gradients are scaled down before an update so that their norm over all stages is at most this,
             with the numbers of ``torch.nn.utils.clip_grad_norm_`` on one device. Under ``pipedream`` an update does not
-            wait for the stages before its own: of these it takes the latest norms that have come.
-        lr_scheduler: called with each optimizer; the scheduler of ``torch.optim.lr_scheduler`` that it returns steps
-            with every update, of every stage by itself. Do not step it yourself.
-        update_hooks: see every update of every parameter, may correct it, and may say what forwards read:
-            `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or an `UpdateHook` of yours.
+            wait for the stages before its own; it uses the latest norms that have come from them.
+        lr_scheduler: called with each optimizer; returns a scheduler of ``torch.optim.lr_scheduler``, which steps with
+            every update of a stage. Do not step it yourself.
+        update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
+            read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
-            where r0 are those of the first stage: it updates once in r microbatches with their mean gradient. The
-            papers say nothing of it; PipeDream's program does so. Off by default.
-        recompute: True keeps of a microbatch in flight only each stage's input, and computes the stage again in its
-            backward; ``"layers"`` keeps the input of every layer; a set of numbers is of the stages to recompute as
-            a whole. None (default) follows the plan.
+            where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
+            mention this; PipeDream's program does it. Off by default.
+        recompute: True keeps only each stage's input of a microbatch in flight, and computes the stage again in its
+            backward; ``"layers"`` keeps the input of every layer; a set of numbers names the stages to recompute as a
+            whole. None (default) follows the plan.
         compile: True compiles every stage with ``torch.compile``, a dict with these arguments: docs/compile.md.
         init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
-            ``stage_module.layers``, in place. What works with what: docs/composition.md.
-        tensor_parallel: so many consecutive processes hold one replica together; of the plan, or 1.
-        skips: ``"auto"`` sends what only later stages read directly past those between where that costs less;
+            ``stage_module.layers``, in place. Supported combinations: docs/composition.md.
+        tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
+        skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
-        seed: of dropout and other random layers; their numbers depend on it, the microbatch and the layer only. With
-            None they go on in PyTorch's own stream.
+        seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
+            None leaves them to PyTorch's own stream.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
-    ranks run in turn, with the same schedule and the same numbers.
+    ranks run in turn, with the same schedule and the same numbers. ``with penstock.Pipeline(...) as pipe:`` drains and
+    closes the pipeline at the end of the block.
 
     Raises:
-        CaptureError: the model cannot be captured; the message names the line of the model and the way out.
+        CaptureError: the model cannot be captured; the message names the line of the model and a remedy.
         PlanError, ScheduleError: the plan does not fit the model, the processes or the schedule.
         TransportError: from any method, if another rank failed, died or hangs.
     """
 
-    cluster: Cluster | None = None
-    """What ``plan="auto"`` found the links to be; None with another plan."""
-    reads: RequiredInputs
+    auto_plan: AutoPlan | None = None
+    """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
+    required_inputs: RequiredInputs
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class Pipeline:
         sample: tuple[Any, ...] | dict[str, Any],
         loss_fn: LossFunction,
         optimizer: MakeOptimizer,
-        schedule: str | None = None,
+        *,
+        schedule: ScheduleDefinition | str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,
@@ -158,77 +159,150 @@ class Pipeline:
         seed: int | None = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        updating = (loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates)
-        recipe = Recipe(*updating, loss_weight, version_dtype, update_hooks)
+        recipe = Recipe(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            autocast=autocast,
+            loss_scale=loss_scale,
+            clip_grad_norm=clip_grad_norm,
+            lr_scheduler=lr_scheduler,
+            scale_learning_rates=scale_learning_rates,
+            loss_weight=loss_weight,
+            version_dtype=version_dtype,
+            update_hooks=update_hooks,
+        )
+        compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
         self._guarded, self._sample = FailureGuard(self._world), sample
+        self._closed = False
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
-                beginning = capture_for_training(model, sample, init_fn, recipe, compile, parallelize is not None)
-                self._chain, self._device = beginning.chain, beginning.device
+                captured = capture_for_training(
+                    model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
+                )
+                self._chain, self._device = captured.chain, captured.device
             if isinstance(plan, str):
-                undivided = needs_whole_backwards(bool(compile), parallelize is not None, recompute)
-                plan = self._plan(plan, Choices(schedule, microbatches, stages, vertical_sync, undivided, autocast))
+                choices = Choices(
+                    schedule=schedule,
+                    microbatches=microbatches,
+                    stages=stages,
+                    vertical_sync=vertical_sync,
+                    whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
+                    autocast=autocast,
+                )
+                self.auto_plan = plan_automatically(
+                    plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
+                )
+                plan = self.auto_plan.plan
             with agreed(self._world, "while it read its plan"):
-                wish = (schedule, stages, microbatches, vertical_sync, tensor_parallel)
-                chosen = choose_plan(plan, len(self._chain.layers), self._world.processes, *wish)
-                self.plan, grains = choose_grains(chosen, recompute)
+                chosen = choose_plan(
+                    plan,
+                    layers=len(self._chain.layers),
+                    processes=self._world.processes,
+                    schedule=schedule,
+                    stages=stages,
+                    microbatches=microbatches,
+                    vertical_sync=vertical_sync,
+                    tensor_parallel=tensor_parallel,
+                )
+                self.plan, granularities = choose_granularities(chosen, recompute)
                 """The plan that runs."""
                 check_plan(self.plan, self._chain)
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_parts(self.schedule, bool(compile), parallelize is not None, grains)
+                check_split_backwards(self.schedule, compiled, parallelized, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
-                self.reads = find_required_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
+                self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
-            self._chain = beginning.give_weights(self._world, self.reads.stages, seed)
-            hooked = (parallelize, self._world, self._chain, self.plan, self.schedule, timeout_seconds)
-            held = parallelize_stages(*hooked, recipe.keeps_masters)
-            self._chain, self._hooked = beginning.compiled(held.chain, self.plan, self.schedule, grains), held
-            buffered = buffered_stages(self._world, self.plan, self._chain, self.schedule, held.modules)
-            transport = connect(self._world, self.schedule, buffered, self._device, timeout_seconds, held.tp_group)
-            self._stages = self._build(recipe, transport, grains)
+            self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
+            self._parallel_stages = parallelize_stages(
+                parallelize,
+                self._world,
+                chain=self._chain,
+                plan=self.plan,
+                schedule=self.schedule,
+                timeout_seconds=timeout_seconds,
+                masters=recipe.keeps_masters,
+            )
+            self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
+            transport = self._connect(timeout_seconds)
+            self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
 
-    def _plan(self, plan: str, choices: Choices) -> Plan:
-        made = plan_automatically(self._world, self._chain, self._sample, self._device, plan, choices)
-        self.profile, self.cluster = made.profile, made.cluster
-        return made.plan
+    def _connect(self, timeout_seconds: float) -> Transport:
+        parallel = self._parallel_stages
+        return connect(
+            self._world,
+            self.schedule,
+            buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
+            device=self._device,
+            timeout_seconds=timeout_seconds,
+            tp_group=parallel.tp_group,
+        )
 
-    def _build(self, recipe: Recipe, transport: Transport, grains: Mapping[int, Granularity]) -> LocalStages:
-        """What this process holds."""
-        readings = readings_of(recipe, self.schedule.guarantees.delays)
-        modules = self._hooked.modules
+    def _build(self, recipe: Recipe, transport: Transport, granularities: Mapping[int, Granularity]) -> LocalStages:
+        """The stages of this process."""
         self._context = make_device_context(self._device, self._ranks, transport.check)
-        held = (self._ranks, transport, grains, modules, readings, self._context)
-        return build_stages(self.plan, self._chain, self.schedule, *held)
+        return build_stages(
+            self.plan,
+            self._chain,
+            self.schedule,
+            ranks=self._ranks,
+            transport=transport,
+            granularities=granularities,
+            modules=self._parallel_stages.modules,
+            compute_weights=choose_compute_weights(recipe, self.schedule.guarantees.delays),
+            context=self._context,
+        )
 
     def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
         """A worker for each rank of this process, and the engine over them."""
         schedule, chain = self.schedule, self._chain
-        self.optimizers = make_optimizers(recipe.optimizer, self.named_parameters())
-        """What `optimizer` returned, over this process's parameters; empty if it has none to train."""
+        self.optimizers = make_optimizers(recipe.optimizer, self._parameters())
+        """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        forecast = forecast_of(self.plan, schedule.flushes, self._world, self._context.timer)
-        counted = counted_parameters(self.plan, chain)
-        self._cutter = BatchCutter(chain, schedule, self.reads, recipe.loss_weight, self._hooked.in_step)
-        workers = make_workers(recipe, schedule, chain, self._stages, counted, self._updater, transport, self._context)
-        return Engine(schedule, self._stages, workers, transport, forecast, self._context, seed)
+        in_step = self._parallel_stages.in_step
+        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe.loss_weight, in_step)
+        context = self._context
+        workers = make_workers(
+            recipe,
+            schedule,
+            chain,
+            self._stages,
+            counted=counted_parameters(self.plan, chain),
+            updater=self._updater,
+            transport=transport,
+            context=context,
+        )
+        check = make_prediction_check(self.plan, schedule.flushes, self._world, context.timer)
+        return Engine(schedule, self._stages, workers, transport, check=check, context=context, seed=seed)
 
-    @cached_property
-    def profile(self) -> Profile:
-        """The layers of the model as measured on this process's device, on the first use; with ``plan="auto"``, on
-        rank 0's before planning.
+    def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
+        """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
+
+        It runs every layer several times and leaves the model as it was. Not collective. `PenstockError` after a
+        `parallelize` hook.
         """
-        if self._hooked.modules:
+        if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        return measure(self._chain, self._sample, autocast=self._recipe.autocast, progress=False)
+        autocast = self._recipe.autocast
+        return profile_layers(
+            self._chain, self._sample, autocast=autocast, iterations=iterations, warmup=warmup, progress=progress
+        )
+
+    @property
+    def profile(self) -> NoReturn:
+        """Replaced by `measure` and `auto_plan`."""
+        raise AttributeError(
+            "Pipeline.profile is no attribute any more, since a measurement runs the model for seconds: call "
+            "pipe.measure(), or read pipe.auto_plan.profile if the plan was made with plan='auto'"
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The first of `optimizers`, of which most pipelines have one."""
+        """The first of `optimizers`; most pipelines have one."""
         return self.optimizers[0] if self.optimizers else None
 
     @property
@@ -239,21 +313,21 @@ class Pipeline:
     def step(self, inputs: Any, target: Any) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
-        `inputs`: a tuple of arguments, a dict of keywords, or the one argument. `target`: what `loss_fn` takes; tensors
-        whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous schedule some
-        backwards of this minibatch are left to the next step, or to `drain`.
+        `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
+        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous
+        schedule some backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_step(inputs, target)
+            microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))
 
     def drain(self) -> None:
-        """Finishes what is in flight. The next step starts a new run of the schedule, from the newest weights.
+        """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
 
-        A schedule that flushes has nothing left to compute. Whatever the schedule, the replicas of a stage take over
-        the buffers of the first one (BatchNorm's statistics, of which each has seen its own microbatches), and when
-        this returns all that this rank had to send has been sent, so that its process may leave the process group.
+        A schedule that flushes has nothing left to compute. Under every schedule the replicas of a stage then take over
+        the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
+        of this rank have been sent when this returns, so that its process may leave the process group.
         """
         with self._guarded("in a drain"):
             self._engine.drain()
@@ -265,49 +339,48 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, target)
+            microbatches = self._splitter.for_evaluation(inputs, target)
         with self._guarded("in an evaluation"):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
-        """What the model returns in evaluation mode with the newest weights, on every rank, for a batch of any size.
+        """The model's output in evaluation mode with the newest weights, on every rank, for a batch of any size.
 
-        Drains first. Where the batch takes several microbatches, tensors whose dimension 0 counts samples are
-        concatenated, others are stacked.
+        Drains first. If the batch takes several microbatches, tensors whose dimension 0 counts samples are
+        concatenated, and others are stacked.
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._cutter.for_evaluation(inputs, None)
+            microbatches = self._splitter.for_evaluation(inputs, None)
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
-            form = self._chain.evaluation().output
-            outputs = [form.build(value) for value in values]
+            outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this process's stages: the newest weights, in the order of the layers."""
-        return list(self.named_parameters().values())
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages, each once, in the order of the layers: the newest weights."""
+        return iter(self._parameters().values())
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this process's stages, by the names that they have in the model."""
-        stages = {index: stage for held in self._stages.values() for index, stage in held.items()}
-        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+        """`parameters` with the names that they have in the model, as pairs; `prefix` and a dot before each name."""
+        start = f"{prefix}." if prefix else ""
+        return ((start + name, parameter) for name, parameter in self._parameters().items())
 
     def averages(self) -> dict[str, Tensor]:
-        """What the `WeightAverage` among ``update_hooks`` keeps of this process's parameters, by name. Drains first.
+        """The averages of this process's parameters, by name, that a `WeightAverage` in ``update_hooks`` keeps.
 
-        `PenstockError` if there is none.
+        Drains first. `PenstockError` without such a hook.
         """
         self.drain()
-        return self._updater.averages(self.named_parameters())
+        return self._updater.averages(self._parameters())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In its body the parameters have their `averages`, for evaluations, predictions and `state_dict`; do not
-        train there.
+        """Gives the parameters their `averages` inside a ``with`` block: for evaluations, predictions and `state_dict`,
+        not for training.
         """
         averages = self.averages()
-        with exchanged(self.named_parameters(), averages):
+        with replaced_parameters(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
@@ -316,36 +389,36 @@ class Pipeline:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm that the last update of this process was clipped by, before clipping; None without
-        ``clip_grad_norm`` or before the first update.
+        """The norm of the gradients of this process's last update, before clipping. None without ``clip_grad_norm`` or
+        before the first update.
         """
         return self._engine.gradient_norm()
 
     @property
     def loss_scale(self) -> float | None:
-        """The present scale of the loss, as far as this process knows; None without ``loss_scale``."""
+        """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
         return self._engine.loss_scale()
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
 
-        Of the median of 8 steps on rank 0, without what happens between steps, after the first steps and with
-        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. Waits
-        for nobody, so that one rank may know it before another. When rank 0 does, it writes both numbers to the
-        ``penstock`` logger, as a warning if they are more than 20 % apart. In a single process, where the ranks take
-        turns, the prediction is the work of all ranks.
+        It compares the median of 8 steps on rank 0, after the first steps, without the time between steps, with
+        microbatches of the plan's size. None for a plan without a prediction, and until all ranks have measured. It
+        does not wait, so one rank may have it before another. When rank 0 has it, it logs both numbers to ``penstock``,
+        as a warning if they are more than 20 % apart. In a single process, where the ranks run in turn, the prediction
+        is the work of all ranks.
         """
         return self._engine.prediction_error()
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ..., "pipeline": ...}``: this process's part under the model's own names.
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}`` of this process's stages, under the model's own names.
 
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
         return {
-            "model": {name: whole(tensor.detach()) for name, tensor in self._held().items()},
-            "optimizer": named_state(self.optimizers, self.named_parameters(), self._updater.hooks),
+            "model": {name: whole(tensor.detach()) for name, tensor in self._model_state().items()},
+            "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
             "pipeline": {
                 "microbatches": self._engine.trained,
                 "seed": self._engine.seed,
@@ -355,44 +428,73 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this process's part out of `state`, which may hold more (a whole model's). Drains first.
+        """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks a part or has one of another shape.
+        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
         """
         self.drain()
-        progress = restore(state, self._held(), self.optimizers, self.named_parameters(), self._updater.hooks)
+        progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
         self._updater.load_state(progress)
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
         self._engine.restart(progress["microbatches"])
-        # Replicas in this process hold buffers that no state dict names.
+        # Replicas in this process have buffers of their own, which no state dict names.
         self._engine.share_buffers()
 
     def save(self, directory: str | Path) -> None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
 
-        What was in `directory` is replaced when all is written. Several hosts must share the file system.
+        The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
         """
         state = self.state_dict()
         with self._guarded("in a save"):
             write(state, directory, self._world)
 
     def load(self, directory: str | Path) -> None:
-        """Takes this process's part out of a checkpoint that `save` wrote, under whatever plan. Drains first.
-        Collective.
+        """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
 
-        `CheckpointError` if there is no checkpoint, or it is of another model.
+        `CheckpointError` if there is no checkpoint, or one of another model.
         """
         self.drain()
         with self._guarded("in a load", harmless=True):
-            state = read(directory, self._held(), self.named_parameters(), self._world)
+            state = read(directory, self._model_state(), self._parameters(), self._world)
             self.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends the transport's threads. A pipeline that lives as long as its process need not be closed."""
-        self._engine.transport.close()
-        self._world.leave()
+        """Ends the transport's threads and undoes the hooks of the process. A second call does nothing.
 
-    def _held(self) -> dict[str, Tensor]:
+        It does not drain. A pipeline that lives as long as its process need not be closed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._engine.transport.close()
+            self._world.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drains and closes. After an exception it only closes, and the exception ends the other ranks as well."""
+        if error is None:
+            try:
+                if not (self._closed or self._guarded.failed):
+                    self.drain()
+            finally:
+                self.close()
+            return
+        # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
+        if not (self._closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
+            self._world.report("outside the pipeline", error)
+        # The user sees the exception of the block, whatever closing meets.
+        with suppress(Exception):
+            self.close()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
+        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
+
+    def _model_state(self) -> dict[str, Tensor]:
         """The entries of the model's state dict that belong to this process's stages."""
-        return held_tensors(self._chain, self.reads.stages)
+        return held_tensors(self._chain, self.required_inputs.stages)

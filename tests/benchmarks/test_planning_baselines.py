@@ -10,8 +10,9 @@ from penstock.errors import PlanError
 from penstock.planning import partition
 from penstock.planning.requests import Request
 from penstock.planning.spp.spp_search import plan_spp
-from penstock.scheduling import schedule, verify
+from penstock.scheduling import verify
 from penstock.values import Cluster, LayerProfile, Profile
+from penstock.values.plans import schedule
 from planners.baselines import (
     Arrangement,
     plan_data_parallel,

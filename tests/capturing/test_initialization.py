@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.capturing.initialization import InitFn, initialise, named_tensors, reset_parameters
+from penstock.capturing.initialization import InitFn, initialize, named_tensors, reset_parameters
 from penstock.capturing.weightless import asks_for_weights, capture_weightless, is_weightless
 from penstock.errors import CaptureError, PenstockError
 from support import models
@@ -48,14 +48,14 @@ def spread(build: Callable[[], nn.Module], stages: int, init_fn: InitFn, seed: i
         model = on_meta(build)
         weightless = capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
         stage = penstock.Plan.uniform(len(weightless.chain.layers), stages).stages[index]
-        weightless.materialise(range(stage.start, stage.stop), init_fn, seed)
+        weightless.materialize(range(stage.start, stage.stop), init_fn, seed)
         held.append({name: tensor for name, tensor in named_tensors(model).items() if not tensor.is_meta})
     return held
 
 
 @pytest.mark.parametrize("build", [Positioned, models.layered], ids=["traced", "layers"])
 def test_weights_do_not_depend_on_the_number_of_stages(build: Callable[[], nn.Module]) -> None:
-    whole = named_tensors(initialise(on_meta(build), draw, seed=4))
+    whole = named_tensors(initialize(on_meta(build), draw, seed=4))
 
     for stages in (1, 4):
         held = spread(build, stages, draw, seed=4)
@@ -66,7 +66,7 @@ def test_weights_do_not_depend_on_the_number_of_stages(build: Callable[[], nn.Mo
 
 
 def test_another_seed_gives_other_weights_and_no_two_tensors_are_alike() -> None:
-    first, second = (named_tensors(initialise(on_meta(models.Perceptron), draw, seed=seed)) for seed in (0, 1))
+    first, second = (named_tensors(initialize(on_meta(models.Perceptron), draw, seed=seed)) for seed in (0, 1))
     weights = [tensor for name, tensor in first.items() if name.endswith("0.weight")]
 
     assert not any(torch.equal(first[name], second[name]) for name in first)
@@ -94,8 +94,8 @@ def test_the_chain_computes_what_the_model_does(build: Callable[[], nn.Module]) 
     model = on_meta(build)
     weightless = capture_weightless(model, (x[:2],))
     count = len(weightless.chain.layers)
-    chain = weightless.materialise(range(count), draw, 0)
-    expected = initialise(on_meta(build), draw).eval()
+    chain = weightless.materialize(range(count), draw, 0)
+    expected = initialize(on_meta(build), draw).eval()
 
     assert torch.equal(chain.evaluation().stage(0, count)((), {"args[0]": x})[0], expected(x))
     assert any(layer.random for layer in chain.layers)
@@ -106,7 +106,7 @@ def test_the_chain_computes_what_the_model_does(build: Callable[[], nn.Module]) 
 
 def expected_of(case: Case) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     """The losses of the oracle, which starts from the same weights, and its state."""
-    model = initialise(on_meta(BUILDS[case.subject]), draw, seed=3)
+    model = initialize(on_meta(BUILDS[case.subject]), draw, seed=3)
     reference = penstock.reference_train(model, case.batches, **case.options)
     return reference.losses, reference.state
 
@@ -156,7 +156,7 @@ def test_what_is_not_on_the_meta_device_keeps_its_values() -> None:
     model.register_buffer("table", torch.arange(6.0, dtype=torch.float64).sin(), persistent=False)
     table = model.table.clone()
     weightless = capture_weightless(model, (torch.ones(2, 6, dtype=torch.float64),))
-    weightless.materialise(range(len(weightless.chain.layers)), init_fn, 0)
+    weightless.materialize(range(len(weightless.chain.layers)), init_fn, 0)
 
     assert torch.equal(model.table, table)
     assert int(model.steps) == 0
@@ -164,7 +164,7 @@ def test_what_is_not_on_the_meta_device_keeps_its_values() -> None:
 
 def test_modules_reset_themselves() -> None:
     """Each tensor as its own module makes it, in the stream of its name: layers that are alike are not equal."""
-    model = initialise(on_meta(models.Normalized), reset_parameters(on_meta(models.Normalized)), seed=2)
+    model = initialize(on_meta(models.Normalized), reset_parameters(on_meta(models.Normalized)), seed=2)
     block = model.blocks[0]
 
     assert float(block.linear.weight.detach().abs().max()) <= 6**-0.5
@@ -175,7 +175,7 @@ def test_modules_reset_themselves() -> None:
 
 
 class Scaled(nn.Module):
-    """Initialises its children, as many transformers do."""
+    """Initializes its children, as many transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,9 +189,9 @@ class Scaled(nn.Module):
             nn.init.constant_(module.bias, 7.0)
 
 
-def test_a_model_initialises_its_modules() -> None:
+def test_a_model_initializes_its_modules() -> None:
     model = on_meta(Scaled)
-    initialise(model, reset_parameters(model))
+    initialize(model, reset_parameters(model))
 
     assert float(model.first.weight.detach().abs().max()) > 2.0
     assert torch.equal(model.first.bias, torch.full((4,), 7.0, dtype=torch.float64))
@@ -203,7 +203,7 @@ def test_generators_are_left_as_they_were() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    initialise(on_meta(models.Perceptron), draw)
+    initialize(on_meta(models.Perceptron), draw)
 
     assert torch.equal(torch.rand(3), expected)
 
@@ -211,7 +211,7 @@ def test_generators_are_left_as_they_were() -> None:
 def test_marks_on_parameters_stay() -> None:
     model = on_meta(models.Perceptron)
     model.head.bias.no_decay = True
-    initialise(model, draw)
+    initialize(model, draw)
 
     assert model.head.bias.no_decay
 
@@ -219,7 +219,7 @@ def test_marks_on_parameters_stay() -> None:
 def test_a_recurrent_module_uses_its_weights() -> None:
     """It keeps its parameters in a list, too."""
     model = on_meta(lambda: nn.LSTM(3, 4))
-    initialise(model, reset_parameters(model))
+    initialize(model, reset_parameters(model))
 
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
 
@@ -228,14 +228,14 @@ def test_what_is_left_unwritten_is_named() -> None:
     model = on_meta(Positioned)
 
     with pytest.raises(PenstockError, match=r"scale \(parameter of shape \(6,\)\), table \(buffer .*, steps \(buffer"):
-        initialise(model, reset_parameters(model))
+        initialize(model, reset_parameters(model))
 
 
 def test_writing_the_data_of_a_tensor_counts() -> None:
     def init_fn(name: str, tensor: Tensor) -> None:
         tensor.data.zero_()
 
-    model = initialise(on_meta(Positioned), init_fn)
+    model = initialize(on_meta(Positioned), init_fn)
 
     assert not any(bool(tensor.any()) for tensor in named_tensors(model).values())
 
@@ -275,7 +275,7 @@ def test_weights_are_asked_for_where_there_are_none() -> None:
 
 
 @pytest.mark.slow
-def test_a_transformer_initialises_itself() -> None:
+def test_a_transformer_initializes_itself() -> None:
     """Tied weights, and buffers outside of the state dict that its constructor computes."""
     config = transformers.GPT2Config(
         vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
@@ -289,8 +289,8 @@ def test_a_transformer_initialises_itself() -> None:
     model, alone = build(), build()
     weightless = capture_weightless(model, {"input_ids": tokens})
     count = len(weightless.chain.layers)
-    chain = weightless.materialise(range(count), reset_parameters(model), 0).evaluation()
-    expected = initialise(alone, reset_parameters(alone)).eval()(input_ids=tokens)
+    chain = weightless.materialize(range(count), reset_parameters(model), 0).evaluation()
+    expected = initialize(alone, reset_parameters(alone)).eval()(input_ids=tokens)
 
     assert torch.equal(chain.stage(0, count)((), {"kwargs['input_ids']": tokens})[0], expected.logits)
     assert model.lm_head.weight is model.transformer.wte.weight

@@ -184,6 +184,25 @@ def test_a_wrong_command_line_ends_with_2(argv, capsys):
     assert "usage: penstock" in capsys.readouterr().err
 
 
+def run_module(*arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, output and errors of ``python -m penstock ARGUMENTS``."""
+    command = [sys.executable, "-m", "penstock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.processes
+def test_the_package_runs_as_a_module(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "cluster.yaml"]) == 0
+    assert run_module("show", "cluster.yaml", folder=here) == (0, capsys.readouterr().out, "")
+
+    code, text, _ = run_module("plan", "--help", folder=here)
+    assert (code, text.partition(" [-h]")[0]) == (0, "usage: python -m penstock plan")
+    assert "example:\n  python -m penstock plan " in text
+    assert run_module("show", "missing.yaml", folder=here)[0] == 1
+    assert run_module("plot", folder=here)[0] == 2
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("argv", ["['--help']", "['plan', '--help']", "['show', 'cluster.yaml']"])
 def test_what_needs_no_torch_does_not_wait_for_it(argv, here):

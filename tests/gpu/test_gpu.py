@@ -130,9 +130,9 @@ def test_what_the_user_computes_between_steps_is_in_order(schedule: str) -> None
     pipe = penstock.Pipeline(tried.build(), **tried.options)
     for x, y in tried.batches:
         pipe.step(x, y)
-        seen = {name: p.detach().clone() for name, p in pipe.named_parameters().items()}
+        seen = {name: p.detach().clone() for name, p in pipe.named_parameters()}
         torch.cuda.synchronize()
-        for name, p in pipe.named_parameters().items():
+        for name, p in pipe.named_parameters():
             assert torch.equal(seen[name], p), name
         with torch.no_grad():
             for p in pipe.parameters():

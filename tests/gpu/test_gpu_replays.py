@@ -130,7 +130,14 @@ def taken(microbatches: int, compile: dict[str, Any]) -> int:
     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()).to(DEVICE) for _ in range(8)]
     x = torch.randn(microbatches * 2**15, 256, device=DEVICE)
     pipe = penstock.Pipeline(
-        layers, (x[: 2**15],), F.mse_loss, models.plain, "gpipe", microbatches, stages=2, compile=compile
+        layers,
+        (x[: 2**15],),
+        F.mse_loss,
+        models.plain,
+        schedule="gpipe",
+        microbatches=microbatches,
+        stages=2,
+        compile=compile,
     )
     for _ in range(2):
         float(pipe.step(x, torch.zeros_like(x)).loss)

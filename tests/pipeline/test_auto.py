@@ -12,7 +12,7 @@ from penstock.autoplans import Choices, fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.guards import takes_statistics
 from penstock.runtime.devices.timestamps import HostTimer
-from penstock.runtime.engine.prediction_checks import forecast_of
+from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.transport.worlds import SingleProcess
 from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
 from support import models
@@ -206,7 +206,7 @@ def test_a_good_prediction_is_no_warning() -> None:
 
 def log_of_steps(factor: float) -> str:
     """What is logged where every step takes `factor` times what was predicted."""
-    forecast = forecast_of(planned(2.0, 1, 0.0), True, SingleProcess(), HostTimer())
+    forecast = make_prediction_check(planned(2.0, 1, 0.0), True, SingleProcess(), HostTimer())
     assert forecast is not None
     with listening() as lines:
         for step in range(STEPS):

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.parameters.gradient_norms import present
-from penstock.scheduling import Update, schedule
+from penstock.runtime.parameters.gradient_norms import drop_absent
+from penstock.scheduling import Update
 from penstock.scheduling.norms import known_norms
+from penstock.values.plans import schedule
 from support import models
 from support.jobs.clipping_jobs import MOST, run_clipped
 from support.processes import Pool
@@ -129,8 +130,8 @@ def test_the_norm_can_be_read() -> None:
 def test_gradients_that_are_not_there_count_nothing() -> None:
     norms = torch.tensor([3.0, -1.0, 0.0, 4.0, -1.0])
 
-    assert present(norms, shorter=True).tolist() == [3.0, 0.0, 4.0]
-    assert present(norms, shorter=False).tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]
+    assert drop_absent(norms, shorter=True).tolist() == [3.0, 0.0, 4.0]
+    assert drop_absent(norms, shorter=False).tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]
 
 
 class Shared(nn.Module):

@@ -72,6 +72,23 @@ def test_an_error_of_the_script_ends_every_rank(fork_server: ForkServer, failing
         assert "OSError: the data set is gone" in errors
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_an_exception_in_a_with_block_ends_every_rank(fork_server: ForkServer, failing: int, schedule: str) -> None:
+    for rank, (code, errors) in enumerate(finish(launch(fork_server, "with outside", failing, 3, schedule))):
+        assert code == 1
+        assert "OSError: the data set is gone" in errors
+        assert (f"rank {failing} failed outside the pipeline, so rank {rank} stops too" in errors) == (rank != failing)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_exception_in_a_step_passes_a_with_block(fork_server: ForkServer, failing: int) -> None:
+    for rank, (code, errors) in enumerate(finish(launch(fork_server, "with raise", failing, 3, "2bw"))):
+        assert code == 1
+        assert "ValueError: the layer is broken" in errors
+        assert (f"rank {failing} failed in a step, so rank {rank} stops too" in errors) == (rank != failing)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_killed_rank_is_named_by_those_whose_devices_wait(fork_server: ForkServer, failing: int) -> None:
     """Their communicators say that they are broken; nothing else does, since no host waits."""

@@ -5,8 +5,9 @@ from typing import TypeAlias
 
 import pytest
 
-from penstock.scheduling import Backward, BackwardInput, BackwardWeight, Forward, schedule
+from penstock.scheduling import Backward, BackwardInput, BackwardWeight, Forward
 from penstock.scheduling.schedules import Schedule
+from penstock.values.plans import schedule
 from support.jobs.memory_jobs import Setting, observe, observe_all
 from support.processes import Pool
 from support.training import PAIRED, Case, count_tensors, stages_on_a_rank

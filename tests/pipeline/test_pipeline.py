@@ -107,8 +107,19 @@ def test_the_model_is_trained_in_place() -> None:
     assert set(state) == set(model.state_dict())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
-    assert dict(model.named_parameters()).keys() == pipe.named_parameters().keys()
-    assert all(p is pipe.named_parameters()[name] for name, p in model.named_parameters())
+    named = dict(pipe.named_parameters())
+    assert dict(model.named_parameters()).keys() == named.keys()
+    assert all(p is named[name] for name, p in model.named_parameters())
+
+
+def test_parameters_are_iterated_as_those_of_a_module() -> None:
+    model = SUBJECT.build()
+    pipe = make(model)
+
+    assert [(name, id(p)) for name, p in pipe.named_parameters()] == [(n, id(p)) for n, p in model.named_parameters()]
+    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+    assert next(pipe.parameters()) is next(model.parameters())
+    assert [n for n, _ in pipe.named_parameters("net")] == [n for n, _ in model.named_parameters("net")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream", "2bw"])
@@ -216,12 +227,51 @@ def test_the_timeline_holds_what_was_run() -> None:
 def test_the_profile_is_of_the_models_layers() -> None:
     pipe = make()
     before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
-    profile = pipe.profile
+    profile = pipe.measure(iterations=2)
 
     assert [layer.name for layer in profile.layers] == [*(f"blocks.{index}" for index in range(7)), "head"]
     assert profile.layers[-1].parameter_bytes == 8 * (6 * 3 + 3)
     for name, tensor in pipe.state_dict()["model"].items():
         assert torch.equal(tensor, before[name]), name
+    assert pipe.auto_plan is None
+
+
+def test_the_attribute_that_measured_names_its_successors() -> None:
+    with pytest.raises(AttributeError, match=r"pipe\.measure\(\), or read pipe\.auto_plan\.profile"):
+        make().profile  # noqa: B018
+
+
+def test_a_with_block_drains_and_closes() -> None:
+    kept = make(schedule="pipedream")
+    train(kept)
+    undrained = [p.detach().clone() for p in kept.parameters()]
+    kept.drain()
+    with make(schedule="pipedream") as pipe:
+        train(pipe)
+    pipe.close()
+
+    drained = list(pipe.parameters())
+    assert all(torch.equal(here, there) for here, there in zip(drained, kept.parameters(), strict=True))
+    assert not all(torch.equal(here, there) for here, there in zip(drained, undrained, strict=True))
+
+
+def test_an_exception_passes_a_with_block_as_it_is() -> None:
+    with pytest.raises(OSError, match="the data set is gone") as caught, make(schedule="pipedream") as pipe:
+        train(pipe)
+        raise OSError("the data set is gone")
+
+    assert caught.value.__context__ is None
+
+
+def test_a_failure_that_was_caught_in_a_with_block_is_no_new_one() -> None:
+    def fail(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the loss is broken")
+
+    with make(loss_fn=fail) as pipe:
+        with pytest.raises(ValueError, match="the loss is broken"):
+            train(pipe)
+        with pytest.raises(penstock.PenstockError, match="failed before"):
+            train(pipe)
 
 
 def test_a_timeline_before_the_first_step() -> None:
@@ -265,7 +315,7 @@ def test_a_scheduler_of_the_learning_rate() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(pipe.optimizer, step_size=1, gamma=0.0)
     train(pipe, stop=1)
     scheduler.step()
-    before = {name: p.detach().clone() for name, p in pipe.named_parameters().items()}
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     train(pipe, start=1)
 
-    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters().items())
+    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.scheduling import Forward, Receive, schedule
+from penstock.scheduling import Forward, Receive
 from penstock.scheduling.actions import parse
 from penstock.values import Cluster
+from penstock.values.plans import schedule
 from support.processes import Pool
 from support.profiled_models import STEPS, SUBJECTS, Run, profile_of, run_planned, run_reference
 

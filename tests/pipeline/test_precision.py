@@ -89,7 +89,7 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
     layer = nn.Linear(10, 10)
     chain = penstock.capture(layer, (torch.randn(2, 10),))
     weights = VersionedWeights(
-        chain.stage(0, 1), dict(layer.named_parameters()), versions, reading=ComputeWeights(dtype)
+        chain.stage(0, 1), dict(layer.named_parameters()), versions, compute_weights=ComputeWeights(dtype)
     )
     slots = [tensor for slot in range(versions) for tensor in weights.slot(slot).values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*slots, *layer.parameters()]}
@@ -134,9 +134,10 @@ def test_half_of_the_bytes_cross_a_cut() -> None:
     pipe = penstock.Pipeline(CAST["linear"](), **cast_options("gpipe", 3, 4, torch.bfloat16))
     plain = penstock.Pipeline(CAST["linear"](), **{**cast_options("gpipe", 3, 4, torch.bfloat16), "autocast": None})
 
-    assert pipe.profile.layers[0].cut_bytes * 2 == plain.profile.layers[0].cut_bytes
+    low, full = pipe.measure().layers, plain.measure().layers
+    assert low[0].cut_bytes * 2 == full[0].cut_bytes
     # A linear layer saves its input, and the weights that it has cast.
-    assert pipe.profile.layers[2].saved_bytes == plain.profile.layers[2].saved_bytes / 2 + 6 * 6 * 2
+    assert low[2].saved_bytes == full[2].saved_bytes / 2 + 6 * 6 * 2
 
 
 def test_a_plan_is_made_from_layers_under_autocast() -> None:
@@ -145,7 +146,7 @@ def test_a_plan_is_made_from_layers_under_autocast() -> None:
         penstock.Pipeline(CAST["linear"](), **{**options, "autocast": dtype}) for dtype in (torch.bfloat16, None)
     )
 
-    assert cast.profile.layers[0].cut_bytes * 2 == whole.profile.layers[0].cut_bytes
+    assert cast.auto_plan.profile.layers[0].cut_bytes * 2 == whole.auto_plan.profile.layers[0].cut_bytes
 
 
 def test_an_autocast_around_the_training_loop_casts_each_version_anew() -> None:

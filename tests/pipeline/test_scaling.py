@@ -106,13 +106,13 @@ def test_the_scale_is_in_the_state_dict(schedule: str) -> None:
 
 def test_an_overflow_lowers_only_the_scale_that_it_was_made_with() -> None:
     course = LossScaler(LossScale(16.0, interval=2))
-    assert [course.used(update) for update in (1, 2)] == [16.0, 16.0]
-    course.settle([1], keep=0)
+    assert [course.scale_of(update) for update in (1, 2)] == [16.0, 16.0]
+    course.update([1], keep=0)
     assert course.scale == 8.0
-    course.settle([2], keep=0)  # made with 16 too
-    assert (course.scale, course.used(3)) == (8.0, 8.0)
-    course.settle([], keep=0)
-    course.settle([], keep=0)
+    course.update([2], keep=0)  # made with 16 too
+    assert (course.scale, course.scale_of(3)) == (8.0, 8.0)
+    course.update([], keep=0)
+    course.update([], keep=0)
     assert course.scale == 16.0
 
 

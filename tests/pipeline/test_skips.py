@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.capturing import capture
+from penstock.capturing.crossings import crossings_of
 from penstock.runtime.assembly.connections import edges_of
-from penstock.runtime.assembly.skips import crossings_of
 from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.transport import Edge
 from support.processes import Pool

@@ -120,7 +120,9 @@ class Breaking(nn.Module):
 def test_an_error_names_the_part() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Breaking(), nn.Linear(6, 3)).double()
     x, y = models.LAYERED.batches[0]
-    pipe = penstock.Pipeline(model, (x[:2],), models.LAYERED.loss_fn, models.plain, "zb-h1", 2, stages=2)
+    pipe = penstock.Pipeline(
+        model, (x[:2],), models.LAYERED.loss_fn, models.plain, schedule="zb-h1", microbatches=2, stages=2
+    )
     with pytest.raises(ValueError, match="the gradient is broken") as caught:
         pipe.step(x, y)
 

@@ -209,7 +209,7 @@ def test_frozen_parameters_are_left_alone() -> None:
 
 REFUSALS = {
     "no hook": ([lambda update: None], "expected objects of a class derived from penstock.UpdateHook"),
-    "two that predict": ([penstock.WeightPrediction(), penstock.WeightPrediction(0.5)], "both say what forwards read"),
+    "two that predict": ([penstock.WeightPrediction(), penstock.WeightPrediction(0.5)], "both predict weights"),
 }
 
 

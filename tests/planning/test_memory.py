@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import chunks_in_flight, live_counts, peak_bytes
-from penstock.scheduling.schedules import schedule
 from penstock.values import LayerProfile, Plan, Profile, Stage
+from penstock.values.plans import schedule
 
 FLUSHING = [("gpipe", False), ("1f1b-flush", False), ("spp", False), ("zb-h1", False)]
 METHODS = [*FLUSHING, ("pipedream", False), ("pipedream", True), ("2bw", False)]

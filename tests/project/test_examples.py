@@ -106,3 +106,11 @@ def test_unknown_option_in_a_config(fork_server: ForkServer, tmp_path: Path) -> 
 
     assert child.returncode == 2
     assert "stagse" in errors
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_schedule_of_ones_own(train: Train, processes: int) -> None:
+    printed = train(processes, ["examples/own_schedule.py", *(["--stages", "2"] if processes > 1 else [])])
+
+    assert "eager: every invariant holds" in printed
+    assert printed.count("equal to one device: True") == 1

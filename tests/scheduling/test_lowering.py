@@ -60,7 +60,7 @@ def test_one_stage_has_no_messages() -> None:
     st.integers(0, 3),
 )
 def test_lowering_adds_messages_only_and_each_beside_its_action(method, ranks, factor, minibatch) -> None:
-    shape = PipelineShape(Placement.straight(ranks, factor if method.interleaves else 1), ranks * factor)
+    shape = PipelineShape(Placement.straight(ranks, factor if method.layout.has_several else 1), ranks * factor)
     for part in (Step(minibatch), Drain(minibatch)):
         programs = [tuple(method.order(shape, rank, part)) for rank in range(ranks)]
         lowered = lower(programs, shape.placement)

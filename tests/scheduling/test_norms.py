@@ -133,10 +133,10 @@ def test_every_replica_hears_once_from_the_one_beside_it(method: str) -> None:
     """Replica i listens to replica i mod r of a stage of r; one that nobody listens to sends to nobody."""
     made = Schedule.placed(method, Placement(((0, 1, 2), (3, 4), (5,))), 6, norms=True)
 
-    assert made.placement.listeners(1, 0, 3) == (0, 2)
-    assert made.placement.listeners(1, 0, 4) == (1,)
-    assert made.placement.listeners(0, 1, 2) == ()
-    assert made.placement.listeners(2, 1, 5) == (3, 4)
+    assert made.placement.peer_replicas(1, 0, 3) == (0, 2)
+    assert made.placement.peer_replicas(1, 0, 4) == (1,)
+    assert made.placement.peer_replicas(0, 1, 2) == ()
+    assert made.placement.peer_replicas(2, 1, 5) == (3, 4)
     for row in made.program(2):
         heard = [action for action in row if isinstance(action, ReceiveNorms)]
         assert len(heard) == len(set(heard)) == 2 * (2 if row[0].stage == 1 else 1)
@@ -272,8 +272,8 @@ def test_pictures_show_them_like_other_messages() -> None:
             Schedule("pipedream", 3, 1),
             "0B3@1 0U4<1",
             "0B3@1 0N4>1 0U4<1",
-            "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
-            "a neighbour of stage 0 on another rank, and a schedule with norms",
+            "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
+            "a neighbor of stage 0 on another rank, and a schedule with norms",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_broken_exchange_is_caught(schedule: Schedule, old: str, new: str, law
         verify_programs(parse_programs(text.replace(old, new)), schedule, 4)
 
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"schedule 'pipedream' breaks a law: {law}"
+    assert lines[0] == f"schedule 'pipedream' violates an invariant: {law}"
     assert lines[2] == f"  expected: {expected}"
 
 

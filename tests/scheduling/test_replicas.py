@@ -19,9 +19,9 @@ from penstock.scheduling.actions import (
     parse_programs,
 )
 from penstock.scheduling.placements import Placement
-from penstock.scheduling.schedules import Schedule, schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan, Stage, schedule
 from support.schedule_strategies import replicated_schedules
 
 
@@ -161,7 +161,7 @@ TWO = replicated("1f1b-flush", [2, 1], 2)
         (
             "1B1@0 1S1>0 1U1<0",
             "1B1@0 1S1>0 1A1 1U1<0",
-            "stages that share weights or a skip, talk",
+            "stages that share weights or a skip, on different ranks",
             "none: stage 1 has no replicas",
         ),
         ("0F0@0 0S0>1", "0F1@0 0S0>1", "exactly once on each stage", "it on rank 1"),

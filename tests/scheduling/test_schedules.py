@@ -1,15 +1,18 @@
 """The schedule as a value: its fields, its text, its errors, and how it comes from a plan."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.orders import GPIPE, METHODS, one_f_one_b_flush
-from penstock.scheduling.schedules import Schedule, inference, schedule
+from penstock.scheduling.known_schedules import SCHEDULES
+from penstock.scheduling.orders import GPIPE, METHODS, PIPEDREAM, one_f_one_b_flush
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import verify
-from penstock.values.plans import SCHEDULES, Plan, Stage
+from penstock.values.plans import Plan, Stage, schedule
 
 
 def message(make) -> str:
@@ -37,9 +40,8 @@ def test_fields() -> None:
 def test_schedules_compare_hash_and_pickle_by_value() -> None:
     one, other = Schedule("pipedream", 4, 1), Schedule("pipedream", 4, 1, vertical_sync=True)
 
-    assert one == Schedule(
-        "pipedream", 4, 1, methods=(*METHODS, ScheduleDefinition("mine", GPIPE.order, GPIPE.guarantees))
-    )
+    assert one == Schedule(PIPEDREAM, 4, 1) != Schedule(replace(PIPEDREAM, order=GPIPE.order), 4, 1)
+    assert one == Schedule.placed("pipedream", Placement.straight(4), 1)
     assert one != other
     assert len({one, other, Schedule("pipedream", 4, 1)}) == 2
     assert pickle.loads(pickle.dumps(other)) == other
@@ -113,9 +115,9 @@ def test_what_a_method_cannot_run() -> None:
 
 
 def test_a_method_of_ones_own() -> None:
-    """A new schedule is one function; here GPipe's promise with the order of 1F1B, which more than keeps it."""
+    """A new schedule is one function; here GPipe's guarantee with the order of 1F1B, which more than keeps it."""
     mine = ScheduleDefinition("mine", one_f_one_b_flush.order, GPIPE.guarantees)
-    made = Schedule("mine", 3, 4, methods=(mine,))
+    made = Schedule(mine, 3, 4)
 
     assert made.step(0) == Schedule("1f1b-flush", 3, 4).step(0)
     assert verify(made).in_flight == (3, 2, 1)

@@ -133,16 +133,16 @@ BREACHES = {
     "to a stage without a skip": (
         (SKIPPING, replace(SKIPPING, skips=())),
         ("1F0@0", "1F0@0"),
-        "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
+        "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
         "rank 0: 0F0@0 0S0>1 >>0S0>2<< 0F1@0 0S1>1 0S1>2 0R0<2 0R0<1 0B0@0 0R1<2 ...",
-        "a neighbour of stage 0 on another rank",
+        "a neighbor of stage 0 on another rank",
     ),
     "to a stage with another skip": (
         (FARTHER, FARTHER),
         ("0S0>3", "0S0>2"),
-        "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
+        "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
         "rank 0: 0F0@0 0S0>1 >>0S0>2<< 0F1@0 0S1>1 0S1>3 0R0<3 0R0<1 0B0@0 0R1<3 ...",
-        "a neighbour of stage 0 on another rank, or stage 3, with which it shares a skip",
+        "a neighbor of stage 0 on another rank, or stage 3, with which it shares a skip",
     ),
     "a forward before what it needs from afar": (
         (SKIPPING, SKIPPING),
@@ -184,7 +184,7 @@ def test_each_law_broken_once(breach: str) -> None:
         verify_programs(parse_programs(text.replace(*change)), schedule, 1)
     lines = str(caught.value).splitlines()
 
-    assert lines[0].endswith(f"breaks a law: {law}")
+    assert lines[0].endswith(f"violates an invariant: {law}")
     assert lines[1].strip() == row
     assert lines[2].strip() == f"expected: {expected}"
 
@@ -193,7 +193,7 @@ def test_a_standstill_over_a_skip_is_seen() -> None:
     """Stage 2 waits for what stage 0 sends after it has heard of stage 2."""
     text = format_programs(SKIPPING.program(1))
     late = text.replace("0S1>2 0R0<2 0R0<1 0B0@0", "0R0<2 0R0<1 0B0@0 0S1>2")
-    with pytest.raises(ScheduleError, match="no rank waits for ever") as caught:
+    with pytest.raises(ScheduleError, match="no rank waits forever") as caught:
         verify_programs(parse_programs(late), SKIPPING, 1)
 
     assert "rank 2 waits for rank 0" in str(caught.value)

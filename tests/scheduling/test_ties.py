@@ -121,7 +121,7 @@ def test_stages_that_share_nothing_stay_as_they_are() -> None:
 
     assert replace(bare, ties=((0, 2),)).row(1, Step(3)) == bare.row(1, Step(3))
     assert replace(bare, ties=((0, 2),)).row(2, Step(3)) != bare.row(2, Step(3))
-    assert (bare.guarantees.gradients, DELAYED.guarantees.gradients) == ((1, 1, 1, 1), (2, 1, 2))
+    assert (bare.guarantees.pending_updates, DELAYED.guarantees.pending_updates) == ((1, 1, 1, 1), (2, 1, 2))
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,7 +179,7 @@ def test_a_stage_that_waits_holds_the_gradients_of_two_minibatches() -> None:
         (
             "1U1<0",
             "1T1>2 1U1<0",
-            "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
+            "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
             "a stage on another rank that shares weights with stage 1",
         ),
     ],
@@ -191,7 +191,7 @@ def test_a_broken_exchange_is_caught(old: str, new: str, law: str, expected: str
         verify_programs(parse_programs(text.replace(old, new)), TIED, 1)
 
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"schedule 'gpipe' breaks a law: {law}"
+    assert lines[0] == f"schedule 'gpipe' violates an invariant: {law}"
     assert lines[2] == f"  expected: {expected}"
 
 

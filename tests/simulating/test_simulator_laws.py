@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.schedules import Schedule, schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Assumptions, plan_costs, simulate
 from penstock.simulating.memory_traces import Sizes, trace_memory
 from penstock.simulating.outcomes import evaluate
 from penstock.simulating.replica_symmetry import find_symmetry
 from penstock.simulating.simulator import play
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
 from support.simulation_problems import number, problems, speeds
 

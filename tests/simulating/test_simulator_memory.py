@@ -18,11 +18,11 @@ from penstock.scheduling.actions import (
     Send,
     WeightGradients,
 )
-from penstock.scheduling.schedules import Schedule, inference, schedule
+from penstock.scheduling.schedules import Schedule, inference
 from penstock.simulating import simulate
 from penstock.timelines.memories import RankMemory
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import schedules
 from support.simulation_problems import problems

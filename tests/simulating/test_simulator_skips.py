@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import ProfileError
 from penstock.scheduling.actions import parse_programs
 from penstock.scheduling.placements import Placement
-from penstock.scheduling.schedules import Schedule, schedule
+from penstock.scheduling.schedules import Schedule
 from penstock.simulating import Costs, execute, simulate
 from penstock.simulating.critical_paths import critical_path
 from penstock.simulating.outcomes import evaluate
@@ -21,7 +21,7 @@ from penstock.timelines.memories import RankMemory
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import LayerProfile, Profile
 from support import models
 from support.schedule_strategies import schedules

@@ -1,7 +1,7 @@
 """Programs that are broken on purpose, and what the verifier says of them."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -36,15 +36,16 @@ def assert_broken(made: tuple, law: str, row: str, expected: str, mend: str) -> 
     schedule, minibatches, *changes = made
 
     assert complaint(lambda: verify_programs(change(schedule, minibatches, *changes), schedule, minibatches)) == [
-        f"schedule {schedule.method!r} breaks a law: {law}",
+        f"schedule {schedule.name!r} violates an invariant: {law}",
         f"  {row}",
         f"  expected: {expected}",
-        f"  to mend it: {mend}",
+        f"  fix: {mend}",
     ]
 
 
 def promising(schedule: Schedule, **promises: Any) -> Schedule:
-    """A schedule of the same order that promises something else."""
-    (method,) = schedule.methods
-    other = replace(method, guarantees=lambda shape: replace(method.guarantees(shape), **promises))
-    return replace(schedule, methods=(other,))
+    """A schedule of the same order that guarantees something else."""
+    method = schedule.definition
+    facts = {name: promises.pop(name) for name in list(promises) if name in {field.name for field in fields(method)}}
+    other = replace(method, guarantees=lambda shape: replace(method.guarantees(shape), **promises), **facts)
+    return replace(schedule, method=other)

@@ -209,7 +209,7 @@ def evaluate_one_sample() -> str:
 def measure_late() -> str:
     """A profile of layers that are spread already."""
     pipe = Run("", tp=2).make(parallelize=split_columns_and_rows)
-    said = said_by(lambda: pipe.profile)
+    said = said_by(pipe.measure)
     pipe.close()
     return said
 

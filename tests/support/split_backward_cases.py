@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.execution.executor import StageExecutor
-from penstock.runtime.execution.split_backward import go_backward_to_inputs
+from penstock.runtime.execution.split_backward import run_input_backward
 
 __all__ = ["CASES", "MICROBATCHES", "SAMPLES", "WIDTH", "B", "Bench", "V", "W", "words"]
 
@@ -64,7 +64,7 @@ class Bench:
         """Which of the leaves have no gradient, and none is made for them, before the weight part."""
         received = [torch.randn(shape, dtype=self.dtype).requires_grad_() for shape in self.received]
         outputs = [output for output in self.compute(0, received) if output.requires_grad]
-        _, part = go_backward_to_inputs(outputs, [torch.ones_like(output) for output in outputs], received)
+        _, part = run_input_backward(outputs, [torch.ones_like(output) for output in outputs], received)
         made = {id(leaf) for leaf, _ in part._made}
         return [number for number, leaf in enumerate(self.leaves) if leaf.requires_grad and id(leaf) not in made]
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.randomness import seeded
 
-__all__ = ["Around", "Layer", "LayerChain", "StageModule"]
+__all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
 
-Around: TypeAlias = Callable[
+LayerRunner: TypeAlias = Callable[
     [nn.Module | None, Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], tuple[Tensor, ...]
 ]
 """Runs a layer: its module (None for the loss), what computes it, and the arguments of that."""
@@ -76,8 +76,6 @@ class StageModule(nn.Module):
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
         self.model_inputs = tuple(name for name in self.model_inputs if name not in received)
         self._dead = _last_reads(self.reads, keep=frozenset(sent))
-        self._calls: tuple[Results, ...] | None = None
-        """The layers to call, from the first forward on: until then hooks may come, and copies are made."""
         self._lay_out()
 
     def reroute(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
@@ -110,38 +108,33 @@ class StageModule(nn.Module):
         values it returns."""
         self._results = tuple(places[name] for name in self.sent)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs) if _is_plain(self) else super().__call__(*args, **kwargs)
-
     def forward(
         self,
         received: Sequence[Tensor],
         inputs: Mapping[str, Tensor],
         seed: int | None = None,
-        around: Around | None = None,
+        layer_runner: LayerRunner | None = None,
     ) -> tuple[Tensor, ...]:
         """One microbatch through the layers. `seed` (of the microbatch) makes the random layers repeatable.
 
-        `around` runs each layer in place of the plain call, so that it can run it again on the same arguments.
+        `layer_runner` runs each layer in place of the plain call, so that it can run it again on the same arguments.
         """
         assert len(received) == len(self.received), "a value for each name"
         values: list[Any] = [*received, *[inputs[name] for name in self.fetched]]
         for place in self._cloned:
             # A layer may write in place; what was received is a leaf of autograd or the user's own batch.
             values[place] = values[place].clone()
-        if self._calls is None:
-            self._calls = tuple(layer.forward if _is_plain(layer) else layer for layer in self.layers)
-        for index, (call, (reads, changes, dead, returned)) in enumerate(zip(self._calls, self._steps, strict=True)):
+        for index, (layer, (reads, changes, dead, returned)) in enumerate(zip(self.layers, self._steps, strict=True)):
             arguments = [values[place] for place in reads]
-            if around is not None:
-                results = around(self.layers[index], partial(self._run_apart, index, call, seed), arguments)
+            if layer_runner is not None:
+                results = layer_runner(layer, partial(self._run_apart, index, layer, seed), arguments)
                 for place, tensor in zip(changes, results[returned:], strict=True):
                     values[place] = tensor
                 results = results[:returned]
             elif seed is None or not self.random[index]:
-                results = call(*arguments)
+                results = layer(*arguments)
             else:
-                results = self._run(index, call, seed, arguments)
+                results = self._run(index, layer, seed, arguments)
             for place in dead:
                 values[place] = None
             values += results
@@ -218,11 +211,3 @@ def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple
         dead.append(tuple(dict.fromkeys(name for name in names if name not in seen)))
         seen.update(names)
     return tuple(reversed(dead))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing of the user's is to run around the forward of `module`, which is one of ours: then it is called
-    directly. To call it by way of `nn.Module.__call__` takes a microsecond or two.
-    """
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooked and module._compiled_call_impl is None

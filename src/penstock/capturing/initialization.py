@@ -16,19 +16,20 @@ from torch import Tensor, nn
 
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
+from penstock.torch_internals.modules import own_reset
+from penstock.torch_internals.tensors import times_written
 
-__all__ = ["InitFn", "bare", "fill", "initialise", "install", "named_tensors", "place", "reset_parameters", "rooted"]
+__all__ = ["InitFn", "bare", "fill", "initialize", "install", "named_tensors", "place", "reset_parameters", "rooted"]
 
 InitFn: TypeAlias = Callable[[str, Tensor], object]
 """Writes a parameter or buffer in place, given the first name that it has in the model."""
 
 M = TypeVar("M", bound=nn.Module | Sequence[Any])
 
-_OWN_RESETS = ("reset_parameters", "_reset_parameters")
 _MODEL_RESET = "_init_weights"
 
 
-def initialise(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
+def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
     """Gives the whole of `model`, which is on the meta device, weights on `device`, and returns it.
 
     They are those that a `Pipeline` with this `init_fn` and `seed` makes, each process for its stages. `init_fn` is
@@ -122,13 +123,13 @@ def bare(tensor: Tensor) -> Tensor:
 def install(modules: Iterator[nn.Module], tensors: Mapping[int, Tensor]) -> None:
     """Puts `tensors`, by the id of what they replace, in its place wherever `modules` hold it."""
     for module in modules:
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in tensors:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in tensors:
                 # Recurrent modules keep their parameters in a list, too, which this keeps up.
                 setattr(module, name, tensors[id(parameter)])
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) in tensors:
-                module._buffers[name] = tensors[id(buffer)]
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) in tensors:
+                setattr(module, name, tensors[id(buffer)])
 
 
 def _fill(name: str, tensor: Tensor, init_fn: InitFn, seed: int) -> bool:
@@ -140,11 +141,11 @@ def _fill(name: str, tensor: Tensor, init_fn: InitFn, seed: int) -> bool:
     with torch.no_grad():
         if mark is not None:
             tensor.fill_(mark)
-        version = tensor._version
+        version = times_written(tensor)
         with seeded(int.from_bytes(digest, "little") >> 1, 0, (tensor,)):
             init_fn(name, tensor)
-        if tensor._version != version or mark is None:
-            return tensor._version != version
+        if times_written(tensor) != version or mark is None:
+            return times_written(tensor) != version
         # Who writes tensor.data is not counted.
         return not bool((tensor.isnan() if mark != mark else tensor == mark).all())
 
@@ -170,8 +171,8 @@ def _alone(owner: nn.Module, attribute: str, tensor: Tensor) -> nn.Module:
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str, alone: nn.Module) -> Iterator[Callable[[], object]]:
-    """What initialises `alone`, the copy of the module at `path`, in the order of its construction."""
-    own = next((reset for name in _OWN_RESETS if callable(reset := getattr(alone, name, None))), None)
+    """What initializes `alone`, the copy of the module at `path`, in the order of its construction."""
+    own = own_reset(alone)
     if own is not None:
         yield own
     around = path

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.observation import Observation
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["JoinedLayers", "join_layers"]
 
@@ -106,8 +107,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
 
 
 def _memory(tensor: Tensor) -> int:
-    # The storage object, not its address: empty tensors and meta tensors all have address 0.
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

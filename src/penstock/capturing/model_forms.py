@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["ModelInputs", "ModelOutput", "check_constant"]
 

@@ -6,7 +6,7 @@ changes, and these cannot be kept where only operators on tensors are traced.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -152,13 +152,14 @@ def _same(before: Any, now: Any) -> bool:
     return before is now or (isinstance(before, _PLAIN) and type(before) is type(now) and before == now)
 
 
-_WITHOUT_NAME: Callable[[Any], bool] = {"_parameters", "_buffers", "_modules"}.__contains__
+_TABLES = frozenset(f"_{kind}" for kind in ("parameters", "buffers", "modules"))
+"""Where a module holds what is named without the table, as in the state dict."""
 
 
 def _joined(path: str, key: Any) -> str:
     """``layer.count`` for an attribute; registered tensors and modules are named as in the state dict."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
-    if _WITHOUT_NAME(key):
+    if key in _TABLES:
         return path
     return f"{path}.{key}" if path else key

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.preservation import same_content
+from penstock.torch_internals.tensors import times_written
 
 __all__ = ["Observation", "observe", "observed"]
 
@@ -39,8 +40,8 @@ class Observation:
 def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observation]:
     """Watches its body run `module` on `arguments`; the observation is complete after the body."""
     buffers = list(module.buffers())
-    versions = [argument._version for argument in arguments]
-    contents = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
+    versions = [times_written(argument) for argument in arguments]
+    contents = [(buffer, times_written(buffer), buffer.detach().clone()) for buffer in buffers]
     devices = {tensor.device.index for tensor in (*arguments, *buffers, *module.parameters()) if tensor.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
     states = [generator.get_state() for generator in generators]
@@ -48,12 +49,12 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     yield observation
     moved = [not torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)]
     observation.random = any(moved)
-    observation.mutated = tuple(i for i, version in enumerate(versions) if arguments[i]._version != version)
+    observation.mutated = tuple(i for i, version in enumerate(versions) if times_written(arguments[i]) != version)
     observation.mutated_buffers = tuple(
         buffer
         for buffer, version, content in contents
         # One on the meta device has no numbers to compare.
-        if not same_content(buffer, content) or (buffer.is_meta and buffer._version != version)
+        if not same_content(buffer, content) or (buffer.is_meta and times_written(buffer) != version)
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.module_state import ModuleState, same_content
+from penstock.torch_internals.modules import is_persistent, tensor_tables
 
 __all__ = ["SavedBuffers", "evaluating", "preserved", "same_content"]
 
@@ -62,10 +63,10 @@ class SavedBuffers(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = {
-            f"{path}.{name}" if path else name: (module._buffers, name)
+            f"{path}.{name}" if path else name: (tensor_tables(module)[1], name)
             for path, module in model.named_modules(remove_duplicate=False)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if is_persistent(module, name)
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -85,7 +86,5 @@ class SavedBuffers(Mapping[str, Tensor]):
 def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     tensors: list[Tensor] = []
     for module in modules:
-        tensors += [
-            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-        ]
+        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return [torch.cuda.default_generators[index] for index in sorted({t.device.index for t in tensors if t.is_cuda})]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import CaptureError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["Call", "check_leaves", "flatten", "read_sample"]
 

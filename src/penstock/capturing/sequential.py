@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
@@ -21,6 +20,8 @@ from penstock.capturing.observation import Observation, observed
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.modules import is_hooked
 
 __all__ = ["Anew", "EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
 
@@ -93,7 +94,7 @@ class EagerLayer(nn.Module):
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
-        body: Any = self._modules["body"]
+        body: Any = vars(self)["_modules"]["body"]
         if self._takes_tensors:
             result = body(*tensors)
         else:
@@ -126,8 +127,7 @@ class _Function(nn.Module):
 
 def is_plain_sequential(module: nn.Module) -> bool:
     """Whether `module` does nothing but run its children one after the other."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Sequential and not any(hooks)
+    return type(module) is nn.Sequential and not is_hooked(module)
 
 
 def capture_sequential(model: nn.Sequential, call: Call, inputs: ModelInputs) -> LayerChain:
@@ -145,15 +145,15 @@ def capture_list(layers: Sequence[nn.Module | Callable[..., Any]], call: Call, i
     positional arguments, a dict as keyword arguments, anything else as the single argument.
     """
     modules = nn.ModuleList(layer if isinstance(layer, nn.Module) else _Function(layer) for layer in layers)
-    named = [(name, module) for name, module in modules._modules.items() if module is not None]
+    named = [(str(index), module) for index, module in enumerate(modules)]
     return _capture(named, _pass_spread, call, inputs, modules)
 
 
 def _children(prefix: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     # Not named_children(): it leaves out a child that stands twice.
-    for name, child in model._modules.items():
-        if child is None:
+    for name, child in model.named_modules(remove_duplicate=False):
+        if not name or "." in name:
             continue
         if is_plain_sequential(child):
             found += _children(f"{prefix}{name}.", child)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
@@ -22,6 +21,7 @@ from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
 from penstock.errors import CaptureError
+from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
 
 __all__ = ["Weightless", "asks_for_weights", "capture_weightless", "is_weightless"]
 
@@ -63,10 +63,10 @@ class Weightless:
     device: torch.device
     """Where weights will be."""
 
-    def materialise(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
+    def materialize(self, layers: Collection[int], init_fn: InitFn, seed: int) -> LayerChain:
         """The chain with weights for `layers`, by index, and for them only; in the model, too. To be called once.
 
-        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialise`. Raises `PenstockError` naming
+        What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialize`. Raises `PenstockError` naming
         what `init_fn` left unwritten.
         """
         chains = (self.chain, self.chain.evaluation())
@@ -144,7 +144,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
-        schema = func._schema
+        schema = schema_of(func)
         silent = any(kind in schema.name for kind in _SILENT_WRITERS) and "backward" not in schema.name
         for position, argument in enumerate(schema.arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -174,11 +174,11 @@ def _completed(
             written.update(watch.written)
     known = {id(tensor) for tensor in named_tensors(model).values()}
     for module in _modules(chain):
-        for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_meta or id(buffer) in known:
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if not buffer.is_meta or id(buffer) in known:
                 continue
             if buffer.numel() == 0:
-                module._buffers[name] = place(buffer, device)
+                setattr(module, name, place(buffer, device))
             else:
                 raise CaptureError(
                     f"the model's code makes a constant of shape {tuple(buffer.shape)} ({name}) on the meta device, "
@@ -208,7 +208,7 @@ def _check_writes(model: Any, chain: LayerChain, sample: Any, seen: Mapping[int,
         with preserved([model]), torch.no_grad(), _Watch() as watch:
             model(*call.args, **call.kwargs)
         written.update(watch.written)
-    places = {id(owner._buffers[name]) for layer in chain.layers for owner, name in find_writable(layer.module)}
+    places = {id(getattr(owner, name)) for layer in chain.layers for owner, name in find_writable(layer.module)}
     for name, buffer in named_tensors(rooted(model)).items():
         holders = [layer.name for layer in chain.layers if any(held is buffer for held in layer.module.buffers())]
         if id(buffer) in written and (id(buffer) not in places or len(holders) > 1):
@@ -225,7 +225,7 @@ def _modules(chain: LayerChain) -> Iterator[nn.Module]:
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _over(chain: LayerChain, made: Mapping[int, Tensor]) -> LayerChain:

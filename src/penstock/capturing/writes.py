@@ -7,9 +7,11 @@ kind count as writers whatever their schema says. A block that was not traced ma
 import operator
 from typing import TypeAlias
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+
+from penstock.torch_internals.dispatch import schema_of
+from penstock.torch_internals.modules import registered_buffers
 
 __all__ = ["Place", "find_writable"]
 
@@ -33,7 +35,7 @@ def find_writable(module: nn.Module) -> tuple[Place, ...]:
             called = (str(node.target) for node in current.graph.find_nodes(op="call_module"))
             waiting += [current.get_submodule(target) for target in called]
         else:
-            places.update(((current, name), None) for name in current._buffers)
+            places.update(((current, name), None) for name in registered_buffers(current))
             waiting += current.children()
     return tuple(places)
 
@@ -45,7 +47,7 @@ def _written_by(module: GraphModule) -> list[Place]:
             continue
         path, _, name = str(node.target).rpartition(".")
         owner = module.get_submodule(path)
-        if name in owner._buffers and _is_written(node):
+        if name in registered_buffers(owner) and _is_written(node):
             places.append((owner, name))
     return places
 
@@ -58,11 +60,12 @@ def _is_written(node: Node) -> bool:
 def _writes(user: Node, node: Node) -> bool:
     if user.target is operator.getitem:
         return False
-    if not isinstance(user.target, torch._ops.OpOverload):
+    schema = schema_of(user.target)
+    if schema is None:
         return True  # the result of the layer, which another one may write, or an operator with operators inside
     if any(kind in str(user.target) for kind in _SILENT_WRITERS):
         return True
-    arguments = user.target._schema.arguments
+    arguments = schema.arguments
     given = [*zip(arguments, user.args, strict=False), *((a, user.kwargs.get(a.name)) for a in arguments)]
     return any(a.alias_info is not None and a.alias_info.is_write and value is node for a, value in given)
 
@@ -70,5 +73,5 @@ def _writes(user: Node, node: Node) -> bool:
 def _is_view(user: Node) -> bool:
     if user.target is operator.getitem:
         return True
-    schema = getattr(user.target, "_schema", None)
+    schema = schema_of(user.target)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -1,8 +1,8 @@
-"""What a command is: its words, its arguments, and what it does.
+"""A command of ``penstock``: its texts, its arguments and its function.
 
 Laws of this directory:
   1. A command reads its arguments, calls one function of the library, and prints what that returns.
-  2. Its room is imported when it runs, not before: ``penstock --help`` waits for no torch.
+  2. It imports what it needs when it runs, so that ``penstock --help`` does not wait for torch.
 """
 
 import argparse
@@ -30,16 +30,16 @@ class Command:
     declare: Callable[[argparse.ArgumentParser], None]
     """Adds the arguments."""
     run: Callable[[argparse.Namespace], None]
-    """Does it and prints the result. Raises `PenstockError`."""
+    """Runs the command and prints the result. Raises `PenstockError`."""
 
 
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options `names` that were given; what was not is left to the library's own default."""
+    """The options among `names` that were given; for the others the library has defaults."""
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def deliver(made: "Cluster | Plan | Profile", text: str, arguments: argparse.Namespace) -> None:
-    """Writes what a command made to the file of ``--output``, if any, and prints it: `text`, or JSON if asked."""
+    """Writes the result of a command to the file of ``--output``, if any, and prints it as `text` or as JSON."""
     if arguments.output:
         made.save(arguments.output)
     if arguments.json:
@@ -51,7 +51,7 @@ def deliver(made: "Cluster | Plan | Profile", text: str, arguments: argparse.Nam
 
 
 def print_json(value: object) -> None:
-    """Prints `value` as one JSON document. A number that JSON does not know, such as infinity, becomes null."""
+    """Prints `value` as one JSON document. A number that JSON cannot write, such as infinity, becomes null."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 

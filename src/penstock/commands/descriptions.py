@@ -35,13 +35,13 @@ def describe_profile(profile: "Profile") -> str:
 
 
 def _beside(profile: "Profile") -> str:
-    """What no layer tells of the device's memory, if there is anything."""
-    told = []
+    """The use of the device's memory that belongs to no layer, if there is any."""
+    notes = []
     if profile.library_bytes:
-        told.append(f"libraries keep {bytes_text(profile.library_bytes)} beside it on every rank")
+        notes.append(f"libraries keep {bytes_text(profile.library_bytes)} beside it on every rank")
     if profile.fragmentation > 1:
-        told.append(f"the allocator had reserved {profile.fragmentation:.2f} times what was in use at the peak")
-    return f"\n{'; '.join(told)}" if told else ""
+        notes.append(f"the allocator had reserved {profile.fragmentation:.2f} times what was in use at the peak")
+    return f"\n{'; '.join(notes)}" if notes else ""
 
 
 def _summed(
@@ -54,7 +54,7 @@ def _summed(
 def describe_plan(plan: "Plan") -> str:
     """The plan and the picture of its schedule."""
     from penstock.rendering import render
-    from penstock.scheduling import schedule
+    from penstock.values import schedule
 
     return f"{plan}\n\n{render(schedule(plan))}"
 

@@ -1,4 +1,4 @@
-"""The files that commands read: profiles, clusters and plans, each recognised by its own first words."""
+"""The files that commands read: profiles, clusters and plans, each recognized by its first words."""
 
 import argparse
 import math
@@ -52,7 +52,7 @@ def load_profile(path: str) -> "Profile":
 
 
 def load_any(path: str) -> "Plan | Profile | Cluster":
-    """Whichever of the three is in the file. Raises `PenstockError` for another file."""
+    """The plan, profile or cluster in the file. Raises `PenstockError` for another file."""
     from penstock.values import Cluster, Plan
     from penstock.values.documents import read_yaml
 

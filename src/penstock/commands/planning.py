@@ -5,6 +5,8 @@ import argparse
 from penstock.commands.command import Command, deliver, given
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
+from penstock.scheduling.known_schedules import names_of
+from penstock.scheduling.placements import StageLayout
 
 __all__ = ["PLAN"]
 
@@ -27,16 +29,19 @@ _OPTIONS = (
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
+    looping = names_of(lambda each: each.layout is StageLayout.ROUND_ROBIN)
+    folded = names_of(lambda each: each.layout is StageLayout.V_SHAPE)
+    syncing = names_of(lambda each: each.has_vertical_sync)
     parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
     declare_cluster(parser, devices=True)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
-        ("--schedule", str, "NAME", "gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, pipedream or 2bw"),
+        ("--schedule", str, "NAME", names_of(lambda each: True, " or ")),
         ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
         ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
         ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
-        ("--stages-per-rank", parse_count, "V", "with the schedule interleaved; 2 with zb-v"),
+        ("--stages-per-rank", parse_count, "V", f"with the schedule {looping}; 2 with {folded}"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
         ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
     ):
@@ -45,8 +50,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--straight", "one device per stage, no replicas"),
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
-        ("--whole-backwards", "only schedules whose backwards are not in two parts"),
-        ("--vertical-sync", "with the schedule pipedream: one weight version for a microbatch in all stages"),
+        ("--whole-backwards", "only schedules that do not split backwards"),
+        ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
     parser.add_argument(

@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.profiling import probe
 
     measured = probe(**given(arguments, "device", "timeout_seconds", "progress"))
-    # Every rank has the whole cluster; one of them tells it.
+    # Every rank has the whole cluster; one of them prints it.
     if os.environ.get("RANK", "0") == "0":
         deliver(measured, describe_cluster(measured), arguments)
 

@@ -1,4 +1,4 @@
-"""Numbers with units, as a person types them.
+"""Parses numbers with units, as a person types them.
 
 Inside Penstock everything is seconds, bytes, and bytes per second; only the command line knows other units.
 """

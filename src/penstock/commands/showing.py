@@ -69,7 +69,7 @@ def _load(path: str) -> "Plan | Profile | Cluster | Timeline":
 
 
 def _refuse(arguments: argparse.Namespace, kind: str, names: tuple[str, ...]) -> None:
-    """Nothing that was asked for is left out in silence."""
+    """Raises `PenstockError` if one of the options `names` was given: it would have no effect."""
     for name in names:
         if getattr(arguments, name) is not None:
             option = name.upper() if name in ("profile", "cluster") else f"--{name}"
@@ -108,25 +108,32 @@ def _show_plan(plan: "Plan", arguments: argparse.Namespace) -> str:
 
 
 def _play(plan: "Plan") -> "Timeline":
-    """The plan's timeline if every forward and every backward of a stage takes one second; nothing of memory.
+    """The plan's timeline, without memory, if every forward and every backward of a stage takes one second.
 
-    Where backwards are in two parts, each of these takes one second.
+    If the schedule splits backwards, each half takes one second.
     """
-    from penstock.scheduling import schedule
     from penstock.simulating import simulate
-    from penstock.values import Cluster, LayerProfile, Profile
+    from penstock.values import Cluster, LayerProfile, Profile, schedule
 
     played = schedule(plan)
     backward = 2.0 if played.guarantees.splits else 1.0
-    layer = LayerProfile("stage", 1.0, backward, 0.0, 0.0, 0.0, weight_seconds=backward / 2)
+    layer = LayerProfile(
+        "stage",
+        forward_seconds=1.0,
+        backward_seconds=backward,
+        cut_bytes=0.0,
+        saved_bytes=0.0,
+        parameter_bytes=0.0,
+        weight_seconds=backward / 2,
+    )
     cluster = Cluster.uniform(played.ranks, float("inf"))
     timeline = simulate(played, Profile((layer,) * played.stages, 1), cluster, split_seconds=0.0)
     return replace(timeline, memory=())
 
 
 def _equal(plan: "Plan") -> str:
-    """What `_play` takes to be equally long."""
-    from penstock.scheduling import schedule
+    """The actions that `_play` assumes to be equally long."""
+    from penstock.values import schedule
 
     return "forward, input backward and weight backward" if schedule(plan).guarantees.splits else "forward and backward"
 
@@ -172,7 +179,7 @@ SHOW = Command(
     summary="print and draw a plan, a profile, a cluster or a trace",
     description="Prints what is in a file: a plan with the picture of its schedule, a profile, a cluster, or a trace "
     "that Penstock wrote. With PROFILE it also predicts the timeline of a plan; without, pictures of a plan show every "
-    "forward and backward (or both parts of one) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
+    "forward and backward (or both its halves) equally long. Links are instant if neither CLUSTER nor --bandwidth is "
     "given.",
     example="penstock show plan.yaml profile.json cluster.yaml --html timeline.html --map plan.svg",
     declare=_declare,

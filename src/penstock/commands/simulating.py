@@ -62,7 +62,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         default=argparse.SUPPRESS,
-        help="seconds that a backward in two parts takes more than a whole one (default: 3e-4)",
+        help="extra seconds of a split backward (default: 3e-4)",
     )
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev (JSON)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")

@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.errors import ProfileError
+from penstock.errors import ProfileError, suggestion
 from penstock.profiling import Subject
-from penstock.values.documents import suggestion
 
 __all__ = ["load_subject"]
 
@@ -24,7 +23,7 @@ __all__ = ["load_subject"]
 def load_subject(spec: str) -> Subject:
     """Imports FILE.py and calls FUNCTION, without arguments; it returns ``(model, sample)`` or a `Subject`.
 
-    Raises `ProfileError` that says which of file, function and result is not as expected.
+    Raises a `ProfileError` that names the file, the function or the result that is not as expected.
     """
     file, colon, function = spec.rpartition(":")
     if not colon:
@@ -33,10 +32,10 @@ def load_subject(spec: str) -> Subject:
     if not path.is_file():
         raise ProfileError(f"{file}: no such file: expected FILE.py:FUNCTION, found {spec!r}; check the path")
     with _importable(path.resolve().parent):
-        with _blaming(path, "was imported"):
+        with _explained(path, "was imported"):
             module = _import(path)
         make = _function(path, function, module)
-        with _blaming(path, f"{function}() was called"):
+        with _explained(path, f"{function}() was called"):
             result = make()
     subject = _subject(f"{file}:{function}", result)
     return subject if subject.name else replace(subject, name=function)
@@ -90,7 +89,7 @@ def _subject(where: str, result: Any) -> Subject:
 
 def _is_model(value: Any) -> bool:
     if isinstance(value, Sequence):
-        return bool(value) and all(callable(part) for part in value)
+        return bool(value) and all(callable(layer) for layer in value)
     return isinstance(value, nn.Module | LayerChain)
 
 
@@ -111,8 +110,8 @@ def _importable(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _blaming(path: Path, when: str) -> Iterator[None]:
-    """Turns what the user's file raises into a `ProfileError` with the file's own line."""
+def _explained(path: Path, when: str) -> Iterator[None]:
+    """Turns an error of the user's file into a `ProfileError` with the line of that file."""
     try:
         yield
     except ProfileError:
@@ -125,6 +124,6 @@ def _blaming(path: Path, when: str) -> Iterator[None]:
         hint = (
             "what a script does belongs under `if __name__ == '__main__':`"
             if isinstance(error, SystemExit)
-            else "mend it there (--traceback shows how it came to it)"
+            else "fix it there (--traceback shows how it came to it)"
         )
         raise ProfileError(f"{where}: {type(error).__name__} when {path.name} {when}: {error}; {hint}") from error

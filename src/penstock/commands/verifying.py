@@ -1,4 +1,4 @@
-"""``penstock verify``: prove that a plan's schedule keeps its laws."""
+"""``penstock verify``: prove that a plan's schedule keeps its rules."""
 
 import argparse
 from dataclasses import asdict
@@ -21,8 +21,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from penstock.scheduling import schedule, verify
-    from penstock.values import Plan
+    from penstock.scheduling import verify
+    from penstock.values import Plan, schedule
 
     proved = verify(schedule(Plan.load(arguments.plan)), **given(arguments, "minibatches"))
     if arguments.json:
@@ -33,9 +33,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 VERIFY = Command(
     name="verify",
-    summary="prove that a plan's schedule keeps its laws",
+    summary="prove that a plan's schedule keeps its rules",
     description="Proves that a plan's schedule cannot deadlock, mixes no weight versions and leaks nothing. "
-    "Exit code 1 if it breaks a law.",
+    "Exit code 1 if it violates one of these rules.",
     example="penstock verify plan.yaml --minibatches 8",
     declare=_declare,
     run=_run,

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.samples import flatten
+from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Microbatch", "cut", "pieces_of", "sizes_of"]
+__all__ = ["ReferenceMicrobatch", "cut", "pieces_of", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class ReferenceMicrobatch:
     """Inputs by value name, the target, and how many samples they are of."""
 
     values: dict[str, Tensor]
@@ -21,7 +21,7 @@ class Microbatch:
     size: int
 
 
-def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Microbatch]:
+def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[ReferenceMicrobatch]:
     """The batch in `count` microbatches."""
     tensors = chain.inputs.read(inputs)
     samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
@@ -31,7 +31,7 @@ def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Microba
     }
     targets = pieces_of(target, samples, count)
     return [
-        Microbatch({name: column[index] for name, column in columns.items()}, targets[index], size)
+        ReferenceMicrobatch({name: column[index] for name, column in columns.items()}, targets[index], size)
         for index, size in enumerate(sizes_of(samples, count))
     ]
 

@@ -1,15 +1,15 @@
-"""The mathematics that a schedule promises, in one process and without the runtime.
+"""The mathematics that a schedule guarantees, in one process and without the runtime.
 
 `reference_train` is what "correct" means: the runtime must equal it bit for bit (float64, CPU). It runs one microbatch
 after the other through the whole model, keeps every stage's weights of each version in a list, and reads them by the
-formulas of the papers. No stage module, no slots, no messages, no schedule.
+formulas of the papers. No stage module, no slots, no messages, and no order: of a schedule it takes only the version
+rule, the size of an update and the delays that the definition states.
 """
 
 import copy
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,20 @@ from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
-from penstock.oracle.batches import Microbatch, cut, pieces_of, sizes_of
+from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
+from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
+from penstock.scheduling.verification.constant_delays import require_constant_delays
+from penstock.torch_internals.tensors import gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
-from penstock.values.plans import SCHEDULES, Plan, schedule_hint
+from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import schedule as schedule_of
 
 __all__ = ["Reference", "reference_train"]
 
@@ -48,7 +53,7 @@ def reference_train(
     sample: tuple[Any, ...] | dict[str, Any],
     loss_fn: LossFunction,
     optimizer: MakeOptimizer,
-    schedule: str = "1f1b-flush",
+    schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE,
     stages: int = 1,
     microbatches: int = 1,
     plan: Plan | None = None,
@@ -64,20 +69,22 @@ def reference_train(
     seed: int = 0,
     drain_after: Collection[int] = (),
 ) -> Reference:
-    """Trains a copy of `model` on `batches` of (inputs, target) as the schedule promises.
+    """Trains a copy of `model` on `batches` of (inputs, target) as the schedule guarantees.
 
     Arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the pipeline
     is drained. With W(x) for version x, k for the microbatch and t for the minibatch since the last drain, s for the
     stage:
 
-    ========================  =====================================================================
-    gpipe, 1f1b-flush,        W(t+1) = W(t) - update of the mean gradient at W(t)
-    interleaved, spp,
-    zb-h1, zb-v
-    pipedream                      W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
-    pipedream with vertical sync   W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
-    2bw                       W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
-    ========================  =====================================================================
+    ==============================  =================================================================
+    with a flush                    W(t+1) = W(t) - update of the mean gradient at W(t)
+    pipedream                       W(k+1) = W(k) - update of the gradient with stage s at max(0, k-(p-1-s))
+    pipedream with vertical sync    W(k+1) = W(k) - update of the gradient with every stage at max(0, k-(p-1))
+    2bw                             W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
+    ==============================  =================================================================
+
+    A schedule of your own is computed by its `VersionRule` and the numbers of its `Guarantees`: with n microbatches per
+    update of stage s, microbatch k is of round k // n. `NEWEST` reads version max(0, k // n - (versions - 1)), and
+    `INPUT_STAGE` what that is for stage 0; `ScheduleError` if the order reads other versions.
 
     Where stage s has r replicas that take microbatches in turn, the updates of `pipedream` are of r microbatches, k
     counts these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in
@@ -89,39 +96,51 @@ def reference_train(
     then.
 
     With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if it
-    knows of a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
+    has seen a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
     stage then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped
     updates count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under
-    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what the last stage knows.
+    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what has reached the last
+    stage.
 
     With `version_dtype`, W(x) is the optimizer's weights cast to it, where they are float32, trained and of two
     dimensions or more, and each microbatch's gradient is cast back before it is added to the others. Of `update_hooks`
     each stage has what it makes of its own updates; W(x) is what they predict, but for version 0.
 
-    Sources: PipeDream (SOSP 2019), sections 3.2 and 3.3; PipeDream-2BW (ICML 2021), section 3.1; SPP (INFOCOM 2022),
-    section III.
+    Sources: [PipeDream 2019, sections 3.2 and 3.3], [PipeDream-2BW 2021, section 3.1], [SPP 2022, section III].
     """
     recipe = Recipe(
-        *(loss_fn, optimizer, autocast, loss_scale, clip_grad_norm, lr_scheduler, scale_learning_rates),
-        *(loss_weight, version_dtype, update_hooks),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        autocast=autocast,
+        loss_scale=loss_scale,
+        clip_grad_norm=clip_grad_norm,
+        lr_scheduler=lr_scheduler,
+        scale_learning_rates=scale_learning_rates,
+        loss_weight=loss_weight,
+        version_dtype=version_dtype,
+        update_hooks=update_hooks,
     )
     device = first_device(model)
-    with recipe.computing(device):
+    with recipe.autocast_context(device):
         chain = capture(copy.deepcopy(model), sample)
+    definition = require_schedule(schedule) if plan is None else plan.definition
     if plan is None:
-        plan = Plan.uniform(len(chain.layers), stages, microbatches=microbatches)
-    else:
-        schedule, microbatches, vertical_sync = plan.schedule, plan.microbatches, plan.vertical_sync
+        # Of Penstock's own schedules the ranks decide nothing; the functions of another one expect its own layout.
+        laid_out = DEFAULT_SCHEDULE if definition in METHODS else definition
+        per_rank = require_schedule(laid_out).layout.default_stages_per_rank(stages, 1)
+        plan = Plan.uniform(len(chain.layers), stages, laid_out, microbatches, per_rank, vertical_sync=vertical_sync)
     if plan.layers != len(chain.layers):
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
+    guarantees = definition.guarantees(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
+    if definition not in METHODS:
+        require_constant_delays(schedule_of(plan))
     # A copy of a parameter has no hooks.
-    named = model if isinstance(model, nn.Module) else nn.ModuleList(m for m in model)
-    given = dict(named.named_parameters(remove_duplicate=False))
-    hooks = {name: tuple((p._backward_hooks or {}).values()) for name, p in given.items()}
-    training = Training(chain, plan, schedule, recipe, _delays(plan, schedule, vertical_sync), hooks)
-    run = _Run(chain, plan, schedule, microbatches, vertical_sync, training, recipe, device, seed)
+    named = model if isinstance(model, nn.Module) else nn.ModuleList(layer for layer in model)
+    hooks = {name: gradient_hooks(p) for name, p in named.named_parameters(remove_duplicate=False)}
+    training = Training(chain, plan, recipe, guarantees, hooks)
+    run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):
         losses.append(run.step(inputs, target))
@@ -137,9 +156,8 @@ class _Run:
 
     chain: LayerChain
     plan: Plan
-    schedule: str
-    microbatches: int
-    vertical_sync: bool
+    schedule: ScheduleDefinition
+    guarantees: Guarantees
     training: Training
     recipe: Recipe
     device: torch.device
@@ -155,14 +173,14 @@ class _Run:
 
     def step(self, inputs: Any, target: Any) -> float:
         """One minibatch; its loss."""
-        total = 0.0
-        parts = cut(self.chain, inputs, target, self.microbatches)
+        total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
+        parts = cut(self.chain, inputs, target, self.plan.microbatches)
         amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
-        for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.microbatches):
-            self.versions = _versions(self.plan, self.schedule, self.vertical_sync, k, self.minibatch)
+        for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
+            self.versions = _versions(self.guarantees, k, self.minibatch)
             losses = self._forward(k, part)
-            # A microbatch weighs as much as its loss is the mean over; under pipedream, where an update takes one, one.
-            weighs = amount if self.schedule == "pipedream" else sum(amounts)
+            # A microbatch weighs as much as its loss is the mean over; where an update takes one of each replica, one.
+            weighs = amount if per_microbatch else sum(amounts)
             scale = self._scale(k)
             # Where everything is frozen no loss has a gradient.
             trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
@@ -172,24 +190,24 @@ class _Run:
                 )
             for loss, size in losses:
                 total += float(loss.detach().double()) * (size / sum(amounts))
-            if self.schedule == "pipedream":
+            if per_microbatch:
                 self.training.update_rounds(self.versions, k + 1)
                 self.training.settle_scale()
-        if self.schedule != "pipedream":
+        if not per_microbatch:
             self.training.update(dict(enumerate(self.versions)))
-            # In 2bw the update of minibatch t waits for the other stages until minibatch t + 2 needs it.
-            self.training.settle_scale(wait=int(self.schedule == "2bw" and len(self.plan.stages) > 1))
+            # Where updates are deferred, that of minibatch t waits for the other stages until minibatch t + 2 needs it.
+            self.training.settle_scale(wait=int(self.schedule.defers_updates and len(self.plan.stages) > 1))
         self.minibatch += 1
         self.updates += 1
         return total
 
     def drain(self) -> None:
         """The last updates of a run of the schedule; the next one begins with the newest weights."""
-        seen = self.minibatch * self.microbatches
-        if self.schedule == "pipedream":
+        seen = self.minibatch * self.plan.microbatches
+        if self.schedule.updates_per_microbatch:
             self.training.update_rounds(self.versions, seen, last=True)
         self.training.share_buffers()
-        if self.schedule in ("pipedream", "2bw"):
+        if not self.schedule.flushes:
             self.training.restart()
             self.before, self.minibatch, self.updates = self.before + seen, 0, 0
 
@@ -197,12 +215,13 @@ class _Run:
         """What the loss of microbatch k is multiplied with."""
         if self.training.scales is None:
             return 1.0
-        replicas = 1 if self.plan.routing == "split" else self.plan.replicas[-1]
-        return self.training.scales.used(k // replicas + 1 if self.schedule == "pipedream" else self.updates + 1)
+        if not self.schedule.updates_per_microbatch:
+            return self.training.scales.scale_of(self.updates + 1)
+        return self.training.scales.scale_of(k // self.guarantees.microbatches_per_update[-1] + 1)
 
-    def _forward(self, k: int, part: Microbatch) -> list[tuple[Tensor, float]]:
+    def _forward(self, k: int, part: ReferenceMicrobatch) -> list[tuple[Tensor, float]]:
         """The loss of each part of a microbatch that a replica of the last stage has, and what it is the mean over."""
-        with self.recipe.computing(self.device):
+        with self.recipe.autocast_context(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
             targets, sizes = pieces_of(part.target, part.size, len(outputs)), sizes_of(part.size, len(outputs))
@@ -211,45 +230,20 @@ class _Run:
         return list(zip(losses, amounts, strict=True))
 
 
-def _strides(plan: Plan) -> list[int]:
-    """By stage, how many microbatches an update of `pipedream` is of."""
-    return [1 if plan.routing == "split" else count for count in plan.replicas]
-
-
-def _behind(plan: Plan) -> list[int]:
-    """By stage, how many rounds of microbatches are under way under `pipedream` when one more begins."""
-    strides = _strides(plan)
-    return [math.ceil(sum(strides[stage:]) / strides[stage]) - 1 for stage in range(len(strides))]
-
-
-def _delays(plan: Plan, schedule: str, vertical_sync: bool) -> list[int]:
-    """By stage, how many updates are made between the weights that a gradient is taken at and its own update."""
-    behind = _behind(plan)
-    match schedule:
-        case "pipedream":
-            return behind[:1] * len(behind) if vertical_sync else behind
-        case "2bw":
-            return [1] * len(behind)
-        case _:
-            return [0] * len(behind)
-
-
-def _versions(plan: Plan, schedule: str, vertical_sync: bool, microbatch: int, minibatch: int) -> list[int]:
+def _versions(guarantees: Guarantees, microbatch: int, minibatch: int) -> list[int]:
     """The version of each stage's weights that a microbatch uses."""
-    stages = range(len(plan.stages))
-    strides, behind = _strides(plan), _behind(plan)
-    rounds = [microbatch // stride for stride in strides]
-    match schedule:
-        case "gpipe" | "1f1b-flush" | "interleaved" | "spp" | "zb-h1" | "zb-v":
-            return [minibatch for _ in stages]
-        case "pipedream" if vertical_sync:
-            return [max(0, rounds[0] - behind[0]) for _ in stages]
-        case "pipedream":
-            return [max(0, rounds[stage] - behind[stage]) for stage in stages]
-        case "2bw":
-            return [max(minibatch - 1, 0) for _ in stages]
+    rounds = [microbatch // size for size in guarantees.microbatches_per_update]
+    behind = [versions - 1 for versions in guarantees.versions]
+    match guarantees.rule:
+        case VersionRule.OWN_MINIBATCH:
+            return [minibatch for _ in rounds]
+        case VersionRule.PREVIOUS_MINIBATCH:
+            return [max(minibatch - 1, 0) for _ in rounds]
+        case VersionRule.INPUT_STAGE:
+            return [max(0, rounds[0] - behind[0]) for _ in rounds]
+        case VersionRule.NEWEST:
+            return [max(0, done - delay) for done, delay in zip(rounds, behind, strict=True)]
+        case VersionRule.INITIAL:
+            return [0 for _ in rounds]
         case _:
-            raise PlanError(
-                f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}. {schedule_hint(schedule)}"
-                "Choose one of them"
-            )
+            assert_never(guarantees.rule)

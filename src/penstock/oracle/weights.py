@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
+from penstock.scheduling.definitions import Guarantees
+from penstock.torch_internals.modules import tensor_tables
 from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
@@ -38,6 +40,8 @@ class _Stage:
     """Of each replica: the tensor that stands for each of the model's buffers, which are given by id."""
     replicas: int
     split: bool
+    size: int
+    """The microbatches that an update is of, where that is not a minibatch."""
     delay: int
     """How old gradients are when they are used, once the pipeline is full."""
     hooks: HookStates
@@ -47,10 +51,6 @@ class _Stage:
     """By parameter name, the user's hooks on it."""
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
-
-    @property
-    def stride(self) -> int:
-        return 1 if self.split else self.replicas
 
     norms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By update, the norms of the gradients by parameter name."""
@@ -98,15 +98,15 @@ class Training:
         self,
         chain: LayerChain,
         plan: Plan,
-        schedule: str,
         recipe: Recipe,
-        delays: Sequence[int],
+        guarantees: Guarantees,
         gradient_hooks: Mapping[str, Sequence[Any]],
     ) -> None:
-        """`delays`: by stage, how old gradients are when they are used. `gradient_hooks`: by parameter name."""
+        """`gradient_hooks`: by parameter name."""
+        sizes = guarantees.microbatches_per_update
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
-        """Of each update of the last stage that the loss scale has not learnt of: what it knew to overflow."""
+        """Of each update of the last stage that the loss scale has not settled: which gradients it saw overflow."""
         self.scales = None if recipe.scaling is None else LossScaler(recipe.scaling)
         self._chain = chain
         self._stage_of = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
@@ -125,12 +125,19 @@ class Training:
             split = plan.routing == "split" and max(plan.replicas) > 1
             made = make_optimizers(recipe.optimizer, newest)
             schedulers = [recipe.lr_scheduler(each) for each in made if recipe.lr_scheduler]
-            scaled = recipe.scale_learning_rates and schedule == "pipedream" and not split
-            rate = replicas / plan.replicas[0] if scaled else 1.0
-            hooks = HookStates(recipe.hooks)
             stage = _Stage(
-                *(newest, made, schedulers, rate, buffers, replicas, split),
-                *(delays[index], hooks, recipe.version_dtype, gradient_hooks),
+                newest=newest,
+                optimizers=made,
+                schedulers=schedulers,
+                rate=sizes[index] / sizes[0] if recipe.scale_learning_rates else 1.0,
+                buffers=buffers,
+                replicas=replicas,
+                split=split,
+                size=sizes[index],
+                delay=guarantees.delays[index],
+                hooks=HookStates(recipe.hooks),
+                dtype=recipe.version_dtype,
+                gradient_hooks=gradient_hooks,
             )
             stage.publish()
             self._stages.append(stage)
@@ -173,9 +180,10 @@ class Training:
         put: list[tuple[Any, Any, Any]] = []
         """Where a module holds a tensor, and that tensor."""
         for inner in module.modules():
-            put += [(inner._parameters, key, p) for key, p in inner._parameters.items() if p is not None]
+            parameters, own_buffers = tensor_tables(inner)
+            put += [(parameters, key, p) for key, p in parameters.items() if p is not None]
             if replica:
-                put += [(inner._buffers, key, b) for key, b in inner._buffers.items() if b is not None]
+                put += [(own_buffers, key, b) for key, b in own_buffers.items() if b is not None]
             # Recurrent modules hold their parameters in a list, too.
             lists = [value for value in vars(inner).values() if isinstance(value, list)]
             put += [(found, i, p) for found in lists for i, p in enumerate(found) if id(p) in self._names]
@@ -191,15 +199,15 @@ class Training:
                 table[key] = tensor
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
-        """The updates of the stages for which a round ends after so many microbatches since the last drain.
+        """The updates of the stages for which a round ends after `microbatches` since the last drain.
 
         `last`: no more come, so that rounds that are not full end too; the full ones have been updated before.
         """
         due: dict[int, dict[int, int]] = {}
         for index, stage in enumerate(self._stages):
-            rest = microbatches % stage.stride
+            rest = microbatches % stage.size
             if bool(rest) == last:
-                due.setdefault(rest or stage.stride, {})[index] = versions[index]
+                due.setdefault(rest or stage.size, {})[index] = versions[index]
         for count, together in due.items():
             self.update(together, count, apart=True)
 
@@ -220,7 +228,7 @@ class Training:
             for name, gradient in own.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         for index in versions:
-            scale = 1.0 if self.scales is None else self.scales.used(len(self._stages[index].versions))
+            scale = 1.0 if self.scales is None else self.scales.scale_of(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
         self._note_norms(versions)
@@ -254,7 +262,7 @@ class Training:
             self._stages[index].norms[len(self._stages[index].versions)] = found
 
     def _known(self, index: int, apart: bool) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """The norms that the stage `index` knows at its next update, by stage and update.
+        """The norms that the stage `index` has at its next update, by stage and update.
 
         Of the stages before it, where updates are `apart`, what has come to it: stage s - i's of the update 2i earlier.
         """
@@ -272,9 +280,9 @@ class Training:
         return torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
 
     def settle_scale(self, wait: int = 0) -> None:
-        """The scale learns of the updates so far, but of the last `wait`."""
+        """Lowers or raises the scale by the updates so far, except the last `wait`."""
         while self.scales is not None and len(self._overflown) > wait:
-            self.scales.settle(self._overflown.pop(0), keep=0)
+            self.scales.update(self._overflown.pop(0), keep=0)
 
     def share_buffers(self) -> None:
         """Replicas take over the buffers of the first one."""

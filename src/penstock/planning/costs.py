@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias, assert_never, get_args
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, suggestion
 from penstock.simulating.assumptions import Options
-from penstock.values.documents import suggestion, text_of
+from penstock.values.documents import text_of
 from penstock.values.profiles import Profile
 
 __all__ = [

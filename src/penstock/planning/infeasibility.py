@@ -6,6 +6,7 @@ from itertools import islice
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster, LinkLevels
 from penstock.values.quantities import bytes_text
 
@@ -31,7 +32,7 @@ def nothing_fits(
     advice = (
         f"Each of these would be enough: {'; '.join(enough)}"
         if enough
-        else "Use more devices, fewer or smaller microbatches, recompute=True, or the schedule 1f1b-flush"
+        else f"Use more devices, fewer or smaller microbatches, recompute=True, or the schedule {DEFAULT_SCHEDULE}"
     )
     return PlanError(
         f"nothing fits: expected {kind} with at most {bytes_text(memory)} on {devices}, found none for "

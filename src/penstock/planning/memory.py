@@ -1,23 +1,13 @@
 """How many bytes a rank needs at its peak.
 
 The papers say that memory is taken into account and leave the gradients and the optimizer out of their formulas
-(thesis, chapter 3); then "does it fit" is answered wrongly. Here they are terms of their own:
+[Narayanan 2021, chapter 3]; then "does it fit" is answered wrongly. Here they are terms of their own:
 
     in flight x saved + working + (weight versions + 1 gradient + optimizer copies) x parameters
 
 `working` is what the one microbatch takes that is computed on: the largest workspace of the stage's layers. With
 recomputation a microbatch in flight keeps only the stage's input, and the one at work all that the stage saves.
-For a stage of r replicas, with R workers in it and behind it, so that D = ceil(R / r) microbatches fill the pipe:
-
-    schedule      in flight                       weight versions
-    gpipe         ceil(m / r)                     1
-    1f1b-flush    min(ceil(m / r), D)             1
-    interleaved   chunks, see `peak_bytes`        1
-    spp           min(ceil(m / r), 4 (D - 1) + 1) 1
-    zb-h1         min(ceil(m / r), all ranks / r) 1
-    zb-v          chunks, see `peak_bytes`        1
-    pipedream          D                               D; with vertical sync ceil(all workers / r)
-    2bw           D                               2
+What is in flight, and how many versions there are, is what the schedule guarantees (`Guarantees`).
 
 Where microbatches are split, a replica holds 1/r of each, and as many are in flight as without replicas. With tensor
 parallelism the profile is that of one rank of a group, and so are these bytes. Fragmentation, communication buffers and
@@ -25,13 +15,15 @@ what the device's runtime takes are not in it.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from functools import lru_cache
 
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Flags, Matrix
+from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
+from penstock.scheduling.orders import DEFAULT_SCHEDULE, INTERLEAVED
+from penstock.scheduling.placements import Placement
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
-from penstock.values.stages import DEALT
+from penstock.values.plans import Plan, require_schedule
 
 __all__ = [
     "OPTIMIZER_COPIES",
@@ -49,7 +41,7 @@ OPTIMIZER_COPIES = 2.0
 
 
 def live_counts(
-    schedule: str,
+    schedule: ScheduleDefinition | str,
     microbatches: int,
     replicas: int,
     behind: int,
@@ -59,40 +51,41 @@ def live_counts(
 ) -> tuple[int, int]:
     """(Activations in flight, weight versions) on each replica of a stage that takes its microbatches in turn.
 
-    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for
-    `interleaved` and `zb-v`, whose ranks hold several stages.
+    `behind` counts the workers of this stage and of all later ones, `workers` those of the pipeline. Not for schedules
+    whose ranks hold several stages.
     """
-    deep = ceil(behind / replicas)
-    match schedule:
-        case "gpipe":
-            return ceil(microbatches / replicas), 1
-        case "pipedream":
-            return deep, ceil(workers / replicas) if vertical_sync else deep
-        case "2bw":
-            return deep, 2
-        case "spp":
-            return min(ceil(microbatches / replicas), 4 * (deep - 1) + 1), 1
-        case "zb-h1":
-            return min(ceil(microbatches / replicas), ceil(workers / replicas)), 1
-        case _:
-            return min(ceil(microbatches / replicas), deep), 1
+    definition = require_schedule(schedule)
+    before, after = workers - behind, behind - replicas
+    # Without replicas all other stages have none either; with replicas those before it are one stage, and those behind.
+    counts = (1,) * workers if replicas == 1 else tuple(count for count in (before, replicas, after) if count)
+    stage = before if replicas == 1 else int(before > 0)
+    guarantees = _guarantees_of(definition, microbatches, counts, vertical_sync)
+    versions = guarantees.versions[stage]
+    if guarantees.rule is VersionRule.INPUT_STAGE:
+        # All stages keep what the first one keeps, which has as many replicas and all workers behind it.
+        first = tuple(count for count in (replicas, workers - replicas) if count)
+        versions = _guarantees_of(definition, microbatches, first, vertical_sync).versions[0]
+    return guarantees.in_flight[stage], versions
 
 
+@lru_cache(maxsize=1 << 14)
+def _guarantees_of(
+    definition: ScheduleDefinition, microbatches: int, replicas: tuple[int, ...], vertical_sync: bool
+) -> Guarantees:
+    """What `definition` guarantees for stages with these `replicas`."""
+    ranks = iter(range(sum(replicas)))
+    placement = Placement(tuple(tuple(next(ranks) for _ in range(count)) for count in replicas))
+    return definition.guarantees(PipelineShape(placement, microbatches, vertical_sync))
+
+
+@lru_cache(maxsize=1 << 10)
 def chunks_in_flight(
-    ranks: int, stages_per_rank: int, microbatches: int, schedule: str = "interleaved"
+    ranks: int, stages_per_rank: int, microbatches: int, schedule: ScheduleDefinition | str = INTERLEAVED
 ) -> tuple[int, ...]:
-    """Per rank of one pipeline: its stages' microbatches in flight, of all its stages together.
-
-    ``min(2 (p - q - 1) + (v - 1) p + 1, m v)`` on rank q: the warm-up of Megatron-LM's rule, and one (SC 2021, 2.2).
-    Under `zb-v` ``min(2p, min(m, 2p - q) + min(m, q + 1))``.
-    """
-    if schedule == "zb-v":
-        longest = 2 * ranks
-        return tuple(
-            min(longest, min(microbatches, longest - rank) + min(microbatches, rank + 1)) for rank in range(ranks)
-        )
-    most = microbatches * stages_per_rank
-    return tuple(min(2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1, most) for rank in range(ranks))
+    """Per rank of one pipeline: its stages' microbatches in flight, of all its stages together."""
+    definition = require_schedule(schedule)
+    placement = Placement.of_layout(definition.layout, ranks, stages_per_rank)
+    return definition.guarantees(PipelineShape(placement, microbatches)).in_flight_of_rank
 
 
 def held_bytes(
@@ -125,7 +118,7 @@ class Room:
     """The memory that each rank has, and the schedule that decides how much of it a stage takes."""
 
     size_bytes: float
-    schedule: str
+    schedule: ScheduleDefinition | str
     microbatches: int
     workers: int
     """Of the whole pipeline."""
@@ -150,28 +143,21 @@ class Room:
 
 
 def peak_bytes(plan: Plan, costs: ChainCosts, optimizer_copies: float = OPTIMIZER_COPIES) -> tuple[float, ...]:
-    """Per rank. An upper bound where a rank holds several stages: all chunks in flight count as the rank's largest.
-
-    So many as `chunks_in_flight` says for one of the parallel pipelines.
-    """
+    """Per rank. An upper bound where a rank holds several stages: all chunks in flight count as the rank's largest."""
     peaks = [0.0] * plan.ranks
-    replicas = plan.replicas
-    positions = len(plan.stages) // plan.stages_per_rank
-    workers = sum(replicas[:positions])
-    behind = workers
-    for index, (stage, count) in enumerate(zip(plan.stages[:positions], replicas, strict=False)):
-        split = plan.routing == "split"
-        own = [(other.start, other.stop) for other in plan.stages if other.ranks == stage.ranks]
-        if plan.schedule in DEALT:
-            each = plan.microbatches if split else ceil(plan.microbatches / count)
-            counts = chunks_in_flight(positions, len(own), each, plan.schedule)[index], 1
-        else:
-            straight = 1, len(plan.stages) - index, len(plan.stages)
-            seen = straight if split else (count, behind, workers)
-            counts = live_counts(plan.schedule, plan.microbatches, *seen, vertical_sync=plan.vertical_sync)
+    placement = plan.placement
+    guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
+    for stage, group in zip(plan.stages, placement.stages, strict=True):
+        held = placement.stages_of(group[0])
+        versions = max(guarantees.versions[index] for index in held)
+        if guarantees.rule is VersionRule.INPUT_STAGE:
+            # As the first stage would with as many replicas: the planners try unequal ones, which cannot run.
+            versions = placement.full_depth(held[0])
+        counts = guarantees.in_flight_of_rank[group[0]], versions
+        own = [(plan.stages[index].start, plan.stages[index].stop) for index in held]
+        sharers = len(group) if placement.split else 1
         for rank in stage.ranks:
-            peaks[rank] = _rank_bytes(plan, costs, own, count if split else 1, counts, optimizer_copies)
-        behind -= count
+            peaks[rank] = _rank_bytes(plan, costs, own, sharers, counts, optimizer_copies)
     return tuple(peaks)
 
 
@@ -201,5 +187,5 @@ def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
         raise PlanError(
             f"stage {stage} ({plan.stages[stage]}) does not fit: expected at most {cluster.memory_bytes / 1e9:.4g} GB "
             f"on rank {worst}, found {peaks[worst] / 1e9:.4g} GB under {plan.schedule}. Use more devices, smaller "
-            "microbatches, recompute=True, or a schedule that keeps less (1f1b-flush)"
+            f"microbatches, recompute=True, or a schedule that keeps less ({DEFAULT_SCHEDULE})"
         )

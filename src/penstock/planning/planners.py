@@ -11,6 +11,7 @@ from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.explanations import explain_search
 from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.searches import compare_plans
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
 from penstock.values.documents import text_of
 from penstock.values.plans import Plan
@@ -25,7 +26,7 @@ def plan(
     cluster: Cluster,
     *,
     planner: str | None = None,
-    schedule: str | None = None,
+    schedule: ScheduleDefinition | str | None = None,
     microbatches: int | None = None,
     batch_size: int | None = None,
     stages: int | None = None,

@@ -1,13 +1,11 @@
 """What a plan will take, by the closed form of its schedule.
 
-With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank (thesis,
-table 1.1; section 4.2 for interleaving), a minibatch takes
+With t the time per microbatch of the slowest stage or link, p stages, m microbatches and v stages per rank [Narayanan
+2021, table 1.1; section 4.2 for interleaving], a minibatch takes
 
-    gpipe, 1f1b-flush, spp    (m + p - 1) t
-    interleaved               (m + (p' - 1) / v) t       p' ranks, t of a whole rank
-    zb-h1                     (m + (p - 1) / 3) t        if a forward takes as long as each part of a backward
-    zb-v                      (m + (p' - 1) / 6) t
-    pipedream, 2bw                 m t                        in the steady state, without fill and drain
+    with a flush                        (m + (p' - 1) / v) t      p' = p / v ranks, t of a whole rank
+    with a flush and split backwards    (m + (p' - 1) / 3v) t     if F, I and W take equally long
+    without a flush                     m t                       in the steady state, without fill and drain
 
 Replicas that take microbatches in turn need r t for each, so that the pipe fills with ``sum of r`` of them instead of
 p, and the last round of a stage may not be full: ``(r ceil(m / r) + sum of the other r) t`` with the worst such stage;
@@ -66,9 +64,10 @@ def foresee(stages: tuple[Stage, ...], profile: Profile, costs: ChainCosts, clus
 def _rounds(plan: Plan) -> float:
     """The seconds of a minibatch in units of t."""
     count = plan.microbatches
-    if plan.schedule in ("pipedream", "2bw"):
+    definition = plan.definition
+    if not definition.flushes:
         return count
-    filling = {"zb-h1": 1 / 3, "zb-v": 1 / 6}.get(plan.schedule, 1 / plan.stages_per_rank)
+    filling = (1 / 3 if definition.splits_backward else 1) / plan.stages_per_rank
     replicas = plan.replicas[: len(plan.stages) // plan.stages_per_rank]
     if plan.routing == "split":
         replicas = (1,) * len(replicas)

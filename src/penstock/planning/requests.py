@@ -6,22 +6,25 @@ hand through every call.
 
 from dataclasses import dataclass
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
+from penstock.scheduling.known_schedules import identify, names_of
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.placements import Placement
 from penstock.values.documents import is_count, text_of
-from penstock.values.plans import SCHEDULES, Plan, Stage, schedule_hint
+from penstock.values.plans import Plan, Stage, require_schedule
 from penstock.values.profiles import Profile
-from penstock.values.stages import DEALT
 
-__all__ = ["Request"]
+__all__ = ["Request", "can_run"]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """How the plan is to be run, and what it may look like."""
 
-    schedule: str = "1f1b-flush"
+    schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE
     microbatches: int = 1
     stages: int | None = None
     """All stages, on all ranks; None leaves it to the planner."""
@@ -38,24 +41,24 @@ class Request:
     """Messages on either side of a stage that memory is set aside for; the papers leave them out."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise PlanError(
-                f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
-                f"{schedule_hint(str(self.schedule))}Choose one of them"
-            )
+        definition = require_schedule(self.schedule)
+        object.__setattr__(self, "schedule", identify(definition))
+        layout = definition.layout
         counts = [("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank)]
         counts += [("stages", self.stages)] if self.stages is not None else []
         for name, value in counts:
             if not is_count(value, least=1):
                 raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
-        if self.stages_per_rank > 1 and self.schedule not in DEALT:
+        if self.stages_per_rank > 1 and not layout.has_several:
             raise PlanError(
-                f"stages_per_rank: expected 1 under {self.schedule}, found {self.stages_per_rank}: "
-                "only the schedules interleaved and zb-v put several stages on a rank"
+                f"stages_per_rank: expected 1 under {self.schedule}, found {self.stages_per_rank}: only the schedules "
+                f"{names_of(lambda each: each.layout.has_several, ' and ')} put several stages on a rank"
             )
-        if self.schedule == "zb-v" and self.stages_per_rank != 2:
+        if not layout.accepts(self.stages_per_rank):
+            single = names_of(lambda each: each.splits_backward and not each.layout.has_several)
             raise PlanError(
-                f"stages_per_rank: expected 2 under zb-v, found {self.stages_per_rank}: give 2, or plan for zb-h1"
+                f"stages_per_rank: expected 2 under {self.schedule}, found {self.stages_per_rank}: give 2, or plan for "
+                f"{single}"
             )
         if self.stages is not None and self.stages % self.stages_per_rank:
             raise PlanError(
@@ -63,11 +66,23 @@ class Request:
                 "stages counts the stages of all ranks"
             )
 
+    @property
+    def definition(self) -> ScheduleDefinition:
+        """The definition of the schedule."""
+        return require_schedule(self.schedule)
+
     def arrange(self, stages: tuple[Stage, ...], profile: Profile) -> Plan:
         """These stages as a plan for microbatches like the profile's, nothing predicted yet."""
         return Plan(
             stages, self.schedule, self.microbatches, profile.microbatch_size, self.vertical_sync, self.recompute
         )
+
+    def can_run(self, ranks: int, microbatches: int | None = None, replicas: int = 1) -> bool:
+        """Whether the schedule runs `microbatches` (default: those of the request) on `ranks` ranks in a row, each with
+        `replicas`.
+        """
+        count = self.microbatches if microbatches is None else microbatches
+        return can_run(self.definition, ranks, self.stages_per_rank, count, self.vertical_sync, replicas)
 
     def stage_count(self, devices: int) -> int:
         """The number of stages without replicas on `devices` devices; `PlanError` if that many are not there."""
@@ -78,3 +93,21 @@ class Request:
                 f"{self.stages_per_rank} stages each), found {stages}: use fewer stages or describe more devices"
             )
         return stages
+
+
+def can_run(
+    definition: ScheduleDefinition,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    vertical_sync: bool = False,
+    replicas: int = 1,
+) -> bool:
+    """Whether `definition` accepts equal stages on `ranks` ranks in a row, each of which has `replicas`."""
+    rows = definition.layout.ranks(ranks * stages_per_rank, ranks)
+    placement = Placement(tuple(tuple(range(row * replicas, (row + 1) * replicas)) for row in rows))
+    try:
+        definition.check(PipelineShape(placement, microbatches, vertical_sync))
+    except ScheduleError:
+        return False
+    return True

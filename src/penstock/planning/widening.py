@@ -1,7 +1,7 @@
 """Widening: one straight pipeline becomes d equal ones beside each other.
 
-Neighbour ranks hold replicas of one stage, so that an all-reduce stays inside a server where it can (thesis, section
-3.3); the stages of a pipeline are d ranks apart.
+Neighboring ranks hold replicas of one stage, so that an all-reduce stays inside a server where it can [Narayanan 2021,
+section 3.3]; the stages of a pipeline are d ranks apart.
 """
 
 from penstock.planning.costs import chain_costs
@@ -15,7 +15,7 @@ __all__ = ["widen"]
 
 
 def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, request: Request) -> Plan:
-    """The straight plan `narrow` with so many replicas of every stage, for the microbatches of `request`."""
+    """The straight plan `narrow` with `replicas` replicas of every stage, for the microbatches of `request`."""
     stages = tuple(
         Stage(stage.start, stage.stop, tuple(range(first * replicas, (first + 1) * replicas)))
         for stage in narrow.stages

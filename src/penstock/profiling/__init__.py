@@ -1,4 +1,4 @@
-"""Measuring: what each layer of a model costs on one device, and what the links between the ranks carry."""
+"""Measures the cost of each layer of a model on one device, and the links between the ranks."""
 
 from penstock.profiling.clocks import Clock, CudaClock, ScriptedClock, WallClock
 from penstock.profiling.links import probe

@@ -1,12 +1,12 @@
-"""Clocks: how long a piece of work takes, on a CPU or on a CUDA device.
+"""Clocks measure how long a piece of work takes, on a CPU or on a CUDA device.
 
 A CUDA kernel is only queued when its call returns, so the wall clock would measure the queueing. Each kind of device
-has its own clock, and the profiler sees one verb. `ScriptedClock` reads times from a list: with it the profiler's
-arithmetic can be checked to the digit.
+has its own clock with the same method. `ScriptedClock` reads times from a list, so that tests can check the profiler's
+arithmetic to the digit.
 
 Laws of this file:
   1. A clock runs the work once, and to its end.
-  2. It knows nothing of layers.
+  2. A clock does not depend on layers.
 """
 
 import time
@@ -28,14 +28,14 @@ MOST_CALLS = 100
 
 
 class Clock(Protocol):
-    """Says how long work takes."""
+    """Measures how long work takes."""
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Runs `work` once, to its end on the device, and returns the seconds it took."""
 
 
 class WallClock:
-    """The time of day, for work that is done when it returns (a CPU's)."""
+    """Reads the time of day, for work that is done when it returns (on a CPU)."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ class WallClock:
 
 
 class CudaClock:
-    """The device's own time between two events around the work, from an idle device until its last kernel is done."""
+    """Takes the device's time between two events around the work, from an idle device to the end of its last kernel."""
 
     __slots__ = ("device",)
 
@@ -68,7 +68,7 @@ class CudaClock:
 
 
 class ScriptedClock:
-    """A clock that runs the work and returns the next of the given seconds instead of the time it took."""
+    """Runs the work and returns the next of the given seconds instead of the time it took."""
 
     __slots__ = ("script",)
 

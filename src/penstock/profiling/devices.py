@@ -1,4 +1,4 @@
-"""Where a model is, and where it is measured."""
+"""The device that a model is on, and the device that it is measured on."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -6,10 +6,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ProfileError
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = [
     "Model",
@@ -36,17 +36,17 @@ def modules_of(model: Model) -> list[nn.Module]:
         case LayerChain():
             return [layer.module for layer in model.layers]
         case _:
-            return [part for part in model if isinstance(part, nn.Module)]
+            return [layer for layer in model if isinstance(layer, nn.Module)]
 
 
 def device_of(model: Model) -> torch.device | None:
     """The device of the model's parameters and buffers; None if it has neither. `ProfileError` for several, or meta."""
-    tensors = [tensor for part in modules_of(model) for tensor in (*part.parameters(), *part.buffers())]
+    tensors = [tensor for module in modules_of(model) for tensor in (*module.parameters(), *module.buffers())]
     devices = sorted({str(tensor.device) for tensor in tensors})
     if "meta" in devices:
         raise ProfileError(
             "the model is on the meta device, which computes nothing: expected one that holds its weights; "
-            "materialise it first, for example by model.to_empty(device='cpu')"
+            "materialize it first, for example by model.to_empty(device='cpu')"
         )
     if len(devices) > 1:
         raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
@@ -64,7 +64,7 @@ def device_named(device: torch.device | str) -> torch.device:
 
 
 def first_device(sample: Sample) -> torch.device:
-    """That of the first tensor of `sample`; the CPU if there is none."""
+    """The device of the first tensor of `sample`; the CPU if there is none."""
     leaves = pytree.tree_leaves(sample)
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
@@ -77,18 +77,18 @@ def moved(model: Model, found: torch.device, target: torch.device) -> Model:
         )
     if isinstance(model, nn.Module):
         return copy.deepcopy(model).to(target)
-    return [part.to(target) if isinstance(part, nn.Module) else part for part in copy.deepcopy(list(model))]
+    return [layer.to(target) if isinstance(layer, nn.Module) else layer for layer in copy.deepcopy(list(model))]
 
 
 def placed(sample: Found, device: torch.device) -> Found:
     """The sample, or target, on `device`, each tensor in a storage of its own that is no larger than it."""
 
-    def place(tensor: Tensor) -> Tensor:
+    def to_device(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device).clone()
 
-    return pytree.tree_map_only(Tensor, place, sample)  # type: ignore[no-any-return]
+    return pytree.tree_map_only(Tensor, to_device, sample)  # type: ignore[no-any-return]
 
 
 def device_name(device: torch.device) -> str:
-    """What a profile calls `device`."""
+    """The name of `device` in a profile."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

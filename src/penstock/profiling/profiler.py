@@ -1,26 +1,26 @@
 """Measures a model layer by layer on one microbatch: the profile that every plan starts from.
 
-Each layer is run alone, on the values that reach it when the model runs on the sample, the way the pipeline runs a
-stage: received values are leaves of autograd, the backward starts from gradients of the outputs and leaves gradients in
-the parameters and in the received values. The method is that of PipeDream's profiler (SOSP'19, section 3.1: one
-device, a fixed microbatch size, many iterations), with the median in place of the mean, and with forward and backward
-apart, since schedules place them apart.
+Each layer runs alone, on the values that reach it when the model runs on the sample, as the pipeline runs a stage:
+received values are leaves of autograd, and the backward starts from gradients of the outputs and leaves gradients in
+the parameters and in the received values. The method is that of PipeDream's profiler [PipeDream 2019, section 3.1]: one
+device, a fixed microbatch size, many iterations. It takes the median instead of the mean, and measures forward and
+backward separately, since schedules place them separately.
 
 What the numbers of a layer mean:
   forward_seconds, backward_seconds  medians over the iterations. The backward is the whole of it, for inputs and
       parameters; it is 0 where no output needs a gradient. The optimizer is not in it. The loss is in the numbers of
       the last layer, as the last stage computes it, if it was given.
-  weight_seconds  the median of the weight part alone where the backward is done in two parts (`split_backward.py`). It
-      is at most the whole backward, and 0 where the backward is one part or there is nothing to train. Every second
-      iteration measures it.
+  weight_seconds  the median of the weight backward alone, of a split backward (`split_backward.py`). It is at most the
+      whole backward, and 0 where the backward cannot be split or there is nothing to train. Every second iteration
+      measures it.
   cut_bytes  all values alive across the cut after this layer: its own outputs that are still needed, and everything
       from before it that rides along to a later layer. After the last layer: the model's output.
-  saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may part them: the
-      sum over a stage's layers is never below what the stage keeps.
+  saved_bytes  see `saved_tensors`. A storage that two layers save is charged to both, because a cut may come between
+      them: the sum over a stage's layers is never below the bytes of the stage.
   workspace_bytes  see `workspaces`: of a forward beside the saved bytes and the output, or of a backward beside the
       gradients of the parameters and of the output, whichever is more.
-      Of the whole profile: `library_bytes`, what is held after the warm-up and was not before it; `fragmentation`, of
-      the run that counts the bytes.
+  library_bytes, fragmentation  those of the whole profile: the bytes in use after the warm-up that were not in use
+      before it, and the fragmentation of the run that counts the bytes.
   parameter_bytes  the layer's parameters, each once. A parameter that several layers share is charged to each of them,
       because each rank that holds one of the layers holds a copy.
 """
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer, LayerChain
+from penstock.capturing.crossings import crossings_of
 from penstock.capturing.doors import capture
 from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
@@ -55,8 +56,7 @@ from penstock.profiling.devices import (
 from penstock.profiling.saved_tensors import measure_saved_bytes
 from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
-from penstock.runtime.assembly.skips import crossings_of
-from penstock.runtime.execution.split_backward import go_backward_to_inputs
+from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.precisions import autocasting, check_autocast
 from penstock.values.profiles import LayerProfile, Profile
@@ -64,9 +64,9 @@ from penstock.values.profiles import LayerProfile, Profile
 __all__ = ["profile"]
 
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
-"""Runs the work that it is given and measures it."""
+"""Runs work and measures it."""
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Gives the context that a forward and its loss are computed in."""
+"""Makes the context in which a forward and its loss are computed."""
 
 
 def profile(
@@ -96,8 +96,8 @@ def profile(
     microbatch does: that takes time, and what autograd keeps of it is in the saved bytes.
 
     The layers are run one after the other: `warmup` times to warm up, once to count bytes, `iterations` times for the
-    medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: where the
-    model is) may name another cpu or cuda device: a copy of the model is measured there. `progress` shows a line on
+    medians. The calls of a layer that takes less than about 50 us are timed in groups. `device` (default: that of
+    the model) may name another cpu or cuda device: a copy of the model is measured there. `progress` shows a line on
     stderr; None shows it on a terminal outside CI. `name` is the profile's (default: the model's class). `clock`
     replaces the device's own clock.
 
@@ -109,19 +109,21 @@ def profile(
             raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
     check_autocast(autocast)
     found = device_of(model)
-    place = device_named(device) if device is not None else found or first_device(sample)
-    if found is not None and place != found:
-        model = moved(model, found, place)
-    clock = clock_of(place) if clock is None else clock
-    sample, target = placed(sample, place), placed(target, place)
-    modules, computing = modules_of(model), partial(autocasting, autocast, place)
+    on = device_named(device) if device is not None else found or first_device(sample)
+    if found is not None and on != found:
+        model = moved(model, found, on)
+    clock = clock_of(on) if clock is None else clock
+    sample, target = placed(sample, on), placed(target, on)
+    modules, computing = modules_of(model), partial(autocasting, autocast, on)
     with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
             chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
         values = chain.inputs.bind(call.args, call.kwargs)
         loss = None if loss_fn is None else partial(_loss, chain, loss_fn, target)
-        bench = _Bench(chain, values, clock, meter_of(place), warmup, computing, loss)
+        bench = _LayerBench(
+            chain, values, clock=clock, meter=meter_of(on), warmup=warmup, computing=computing, loss=loss
+        )
         steps = [(run, index) for run in range(1 + warmup + iterations) for index in range(len(chain.layers))]
         for run, index in progress_line(steps, lambda step: chain.layers[step[1]].name, "profiling", progress):
             bench.step(run, index)
@@ -130,24 +132,32 @@ def profile(
     crossings = tuple(
         replace(found, size_bytes=bench.value_bytes[found.name])
         for found in crossings_of(chain)
-        # What only the next layer reads is never relayed.
+        # A value that only the next layer reads is never relayed.
         if found.read != (found.made + 1,)
     )
-    size, noted = chain.inputs.microbatch_size, (bench.library_bytes, bench.fragmentation)
-    return Profile(layers, size, title, device_name(place), crossings, *noted)
+    return Profile(
+        layers,
+        chain.inputs.microbatch_size,
+        name=title,
+        device=device_name(on),
+        crossings=crossings,
+        library_bytes=bench.library_bytes,
+        fragmentation=bench.fragmentation,
+    )
 
 
-class _Bench:
-    """Takes the values of one microbatch through a chain, again and again, and measures each layer on the way.
+class _LayerBench:
+    """Passes the values of one microbatch through a chain repeatedly, and measures each layer.
 
-    One run goes through all layers before the next begins, so that a machine that slows down meanwhile slows down all
-    of them: a plan needs their ratios above all. It also finds the caches as a stage of several layers does.
+    A run goes through all layers before the next run starts, so that a machine that slows down slows all layers down: a
+    plan depends on their ratios. Caches are then in the state in which a stage of several layers finds them.
     """
 
     def __init__(
         self,
         chain: LayerChain,
         inputs: Mapping[str, Tensor],
+        *,
         clock: Clock,
         meter: Meter,
         warmup: int,
@@ -162,20 +172,20 @@ class _Bench:
         self.warmup = warmup
         self.computing = computing
         self.loss = loss
-        """Of the values that the chain's output is built from; belongs to the last layer."""
+        """Computes the loss from the values of the chain's output; belongs to the last layer."""
         self.values = dict(inputs)
-        """What the next layers may read. A tensor that autograd flows through requires a gradient here."""
+        """The values that the next layers may read. A tensor that autograd flows through requires a gradient."""
         self.saved_bytes: list[int] = []
         self.cut_bytes: list[int] = []
         self.value_bytes: dict[str, int] = {}
-        """Of what the layers make, as far as it is read."""
+        """The size of each value that a later layer reads."""
         self.workspace_bytes: list[float] = []
         self.library_bytes = 0.0
         self.fragmentation = 1.0
         self._held_first = meter.held()
         self.pilots: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
         self.samples: list[list[tuple[float, float]]] = [[] for _ in chain.layers]
-        self.weight_parts: list[list[float]] = [[] for _ in chain.layers]
+        self.weight_seconds: list[list[float]] = [[] for _ in chain.layers]
 
     def step(self, run: int, index: int) -> None:
         """Layer `index` in run `run`. The first `warmup` runs show how long calls take, the next counts the bytes."""
@@ -187,11 +197,11 @@ class _Bench:
             self._survey(index)
         else:
             calls = calls_per_sample(min(forward for forward, _ in self.pilots[index]))
-            # Every second time: a weight part takes a forward and an input part before it.
+            # Every second time: a weight backward takes a forward and an input backward before it.
             self.samples[index].append(self._time(index, calls, weighs=(run - self.warmup) % 2 == 1))
 
     def result(self, index: int) -> LayerProfile:
-        """What all runs found of layer `index`."""
+        """The results of all runs for layer `index`."""
         layer = self.chain.layers[index]
         backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
@@ -202,15 +212,15 @@ class _Bench:
             saved_bytes=self.saved_bytes[index],
             parameter_bytes=sum(_size(parameter) for parameter in layer.module.parameters()),
             workspace_bytes=self.workspace_bytes[index],
-            weight_seconds=min(median_seconds(self.weight_parts[index] or [0.0]), backward_seconds),
+            weight_seconds=min(median_seconds(self.weight_seconds[index] or [0.0]), backward_seconds),
         )
 
     def _survey(self, index: int) -> None:
-        """Counts the bytes of layer `index`. What libraries make once and keep is there: it has run before."""
+        """Counts the bytes of layer `index`, which has run before: libraries have made what they make once and keep."""
         layer = self.chain.layers[index]
         if index == 0:
             self.library_bytes = float(max(0, self.meter.held() - self._held_first))
-        with _blaming(index, layer, "forward"):
+        with _explained(index, layer, "forward"):
             saved = measure_saved_bytes(
                 lambda: self._call(index, self._arguments(index)),
                 lambda: self._call(index, self._arguments(index, copied=True)),
@@ -236,8 +246,8 @@ class _Bench:
     def _sample(
         self, index: int, calls: int, forward_gauge: Gauge, backward_gauge: Gauge, weighs: bool = False
     ) -> tuple[float, float]:
-        """What the gauges find of one forward and of one backward, each the mean over `calls`; then moves on. `weighs`:
-        after it has timed the weight part of a backward in two parts.
+        """The results of the gauges for one forward and one backward, each the mean over `calls`; then moves on to the
+        next layer. `weighs`: also times the weight backward.
         """
         layer = self.chain.layers[index]
         prepared = [self._arguments(index) for _ in range(calls)]
@@ -247,7 +257,7 @@ class _Bench:
             for arguments in prepared:
                 results.append(self._call(index, arguments))
 
-        with _blaming(index, layer, "forward"):
+        with _explained(index, layer, "forward"):
             forward = forward_gauge(forwards) / calls
         gradients = [torch.ones_like(root) for root in results[0].roots]
 
@@ -257,30 +267,30 @@ class _Bench:
 
         backward = 0.0
         if gradients:
-            with _blaming(index, layer, "backward"), _accumulating(layer.module):
+            with _explained(index, layer, "backward"), _accumulating(layer.module):
                 backward = backward_gauge(backwards) / calls
                 if weighs and any(parameter.requires_grad for parameter in layer.module.parameters()):
-                    self._weigh(index, calls, gradients)
+                    self._time_weight_backward(index, calls, gradients)
         self._move(index, prepared[-1], results[-1].outputs)
         return forward, backward
 
-    def _weigh(self, index: int, calls: int, gradients: Sequence[Tensor]) -> None:
-        """Times the weight part of the layer's backward."""
-        parts = []
+    def _time_weight_backward(self, index: int, calls: int, gradients: Sequence[Tensor]) -> None:
+        """Times the weight backward of the layer."""
+        weight_backwards = []
         for _ in range(calls):
             arguments = self._arguments(index)
             roots = self._call(index, arguments).roots
             try:
-                parts.append(go_backward_to_inputs(roots, gradients, arguments)[1])
+                weight_backwards.append(run_input_backward(roots, gradients, arguments)[1])
             except RuntimeError:
-                # Autograd has functions whose backward cannot be done in part; the whole one has just run.
+                # Autograd has functions whose backward cannot be split; the whole one has just run.
                 return
 
-        def weight_parts() -> None:
-            for part in parts:
-                part.run()
+        def run_all() -> None:
+            for weight_backward in weight_backwards:
+                weight_backward.run()
 
-        self.weight_parts[index].append(self.clock.seconds(weight_parts) / calls)
+        self.weight_seconds[index].append(self.clock.seconds(run_all) / calls)
 
     def _arguments(self, index: int, copied: bool = False) -> list[Tensor]:
         """Fresh leaves over the values that layer `index` reads, as a stage receives them; or in new storages."""
@@ -321,7 +331,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one forward made: the layer's outputs, and the tensors that its backward starts from."""
+    """The result of one forward: the layer's outputs, and the tensors that its backward starts from."""
 
     outputs: tuple[Tensor, ...]
     roots: list[Tensor]
@@ -347,7 +357,7 @@ def _accumulating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Takes the gradients away from the parameters of `modules` for its body, and gives them back after it."""
+    """Removes the gradients of the parameters of `modules` inside a ``with`` block, and restores them after it."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -360,8 +370,8 @@ def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _blaming(index: int, layer: Layer, phase: str) -> Iterator[None]:
-    """Turns whatever its body raises into a `ProfileError` that names the layer."""
+def _explained(index: int, layer: Layer, phase: str) -> Iterator[None]:
+    """Turns an error inside a ``with`` block into a `ProfileError` that names the layer."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -383,7 +393,7 @@ def _size(tensor: Tensor) -> int:
 def _captured(model: Model, sample: Sample) -> LayerChain:
     if isinstance(model, LayerChain):
         return model
-    for part in modules_of(model):
-        if not part.training:
-            part.train()
+    for module in modules_of(model):
+        if not module.training:
+            module.train()
     return capture(model, sample)

@@ -1,12 +1,11 @@
 """The bytes that autograd keeps alive from a forward until its backward.
 
-A formula per kind of layer would be wrong for the next kind of layer, so they are measured: autograd hands every
-tensor that it saves to a hook, and what it has not let go of at the end of the forward is what it keeps.
+They are measured, since a formula for each kind of layer would be wrong for the next kind: autograd passes every
+tensor that it saves to a hook, and keeps those that it has not released at the end of the forward.
 
-What is counted: each distinct storage once, whole (a saved view keeps all of its base alive), however many operations
-saved it. A layer's own inputs count when its backward needs them.
-What is not: storages that outlive the backward anyway, which are parameters, buffers and other constants of the
-module; and what an autograd function hides on its context instead of saving it with `save_for_backward`.
+Each distinct storage counts once and whole (a saved view keeps all of its base alive). A layer's own inputs count if
+its backward needs them. Not counted are storages that outlive the backward anyway (parameters, buffers and other
+constants of the module), and tensors that an autograd function stores on its context without `save_for_backward`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ __all__ = ["Recording", "measure_saved_bytes", "recording"]
 
 
 class _Kept:
-    """What autograd holds in place of a saved tensor: it dies when autograd lets go of that tensor."""
+    """Takes the place of a saved tensor in autograd, and dies when autograd releases that tensor."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -29,7 +28,7 @@ class _Kept:
 
 
 class Recording:
-    """The tensors that autograd saved while this recording was on, as long as autograd keeps them."""
+    """Holds the tensors that autograd saved while this recording was on, as long as autograd keeps them."""
 
     __slots__ = ("_kept",)
 
@@ -37,7 +36,7 @@ class Recording:
         self._kept: WeakSet[_Kept] = WeakSet()
 
     def pack(self, tensor: Tensor) -> _Kept:
-        """Notes a tensor that autograd saves."""
+        """Records a tensor that autograd saves."""
         # Detached: a saved result would otherwise hold the node that saved it, and neither would ever be freed.
         kept = _Kept(tensor.detach())
         self._kept.add(kept)
@@ -51,7 +50,7 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Records what autograd saves in its body."""
+    """Records what autograd saves inside a ``with`` block."""
     record = Recording()
     with saved_tensors_hooks(record.pack, _unpack):
         yield record
@@ -60,8 +59,8 @@ def recording() -> Iterator[Recording]:
 def measure_saved_bytes(forward: Callable[[], object], again: Callable[[], object]) -> int:
     """The bytes that autograd keeps after `forward`, in storages that live no longer than its backward.
 
-    `again` is the same forward on copies of its inputs. What both of them keep, both being alive, is no work of either:
-    it is a parameter, a buffer or a constant, under whatever name the module holds it.
+    `again` is the same forward on copies of its inputs. A storage that both keep while both are alive is a parameter, a
+    buffer or a constant of the module, and is not counted.
     """
     with recording() as first:
         result = forward()

@@ -1,4 +1,4 @@
-"""What a file hands to the command ``penstock profile``."""
+"""A model and a sample, as a file gives them to the command ``penstock profile``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Subject:
     sample: tuple[Any, ...] | Mapping[str, Any] | Tensor
     """Example inputs of one microbatch: the positional arguments, the keyword arguments, or the only argument."""
     name: str = ""
-    """Empty: the function's name in the file."""
+    """If empty, the function's name in the file."""
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     """As in `Pipeline`; with it the last layer's numbers include the loss for `target`."""
     target: Any = None

@@ -1,15 +1,16 @@
-"""The bytes that a layer needs for a moment: temporaries of its kernels, and gradients on their way.
+"""The bytes that a layer needs temporarily: for its kernels, and for gradients on their way.
 
-On a CPU each operation that PyTorch runs, of a forward or of autograd, passes a dispatch mode, which notes the storages
-it makes and drops those that have died meanwhile. What a kernel takes and gives back within one operation goes unseen.
+On a CPU each operation that PyTorch runs, of a forward or of autograd, passes a dispatch mode, which records the
+storages that it makes and drops those that have been freed. Memory that a kernel allocates and frees within one
+operation is not seen.
 
-A CUDA device has an allocator that counts, and what kernels take within an operation (a product's workspace, an
-attention's sums) it counts, too. Its blocks are multiples of 512 bytes. cuBLAS takes a workspace for each thread that
-calls it and keeps it: that is no layer's, so that layers are to be measured after they have run once.
+The allocator of a CUDA device counts this memory, too (workspaces of products, sums of attention). Its blocks are
+multiples of 512 bytes. cuBLAS allocates a workspace for each thread that calls it and keeps it. It belongs to no layer,
+so layers must have run once before they are measured.
 
 Laws of this file:
   1. A meter runs the work once.
-  2. It knows nothing of layers.
+  2. A meter does not depend on layers.
 """
 
 import gc
@@ -19,27 +20,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.cuda import clear_cublas_workspaces
+from penstock.torch_internals.dispatch import TorchDispatchMode
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["CudaMeter", "DispatchMeter", "Meter", "meter_of"]
 
 
 class Meter(Protocol):
-    """Says how many bytes are held."""
+    """Measures how many bytes are in use."""
 
     def held(self) -> int:
-        """Now."""
+        """The bytes in use now."""
 
     def most(self, work: Callable[[], object]) -> int:
         """Runs `work` and returns the most bytes that were held meanwhile, what was held before included."""
 
     def fragmentation(self) -> float:
-        """Bytes that the allocator has reserved for each byte of the most that `most` has found; 1 if nobody knows."""
+        """Bytes that the allocator has reserved for each byte of the most that `most` has found; 1 if unknown."""
 
 
 class DispatchMeter:
-    """Holds what operations have made in `most` and is still alive."""
+    """Counts the storages that operations have made in `most` and that are still alive."""
 
     __slots__ = ("_mode",)
 
@@ -51,7 +55,7 @@ class DispatchMeter:
         return self._mode.forget_dead()
 
     def most(self, work: Callable[[], object]) -> int:
-        """The most after any operation."""
+        """The most bytes after any operation."""
         self._mode.peak = self._mode.forget_dead()
         with self._mode:
             work()
@@ -63,9 +67,9 @@ class DispatchMeter:
 
 
 class CudaMeter:
-    """Holds what the allocator of `device` has given away. It counts as calls are made, so nothing need be waited for.
+    """Asks the allocator of `device`, which counts when calls are made, so that no synchronization is needed.
 
-    Begins with empty caches, without garbage, and without the workspaces that cuBLAS has kept from earlier work.
+    It starts with empty caches, without garbage, and without the workspaces that cuBLAS has kept from earlier work.
     """
 
     __slots__ = ("_peak", "device")
@@ -75,7 +79,7 @@ class CudaMeter:
         self._peak = 0
         gc.collect()
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
     def held(self) -> int:
@@ -91,7 +95,7 @@ class CudaMeter:
         return found
 
     def fragmentation(self) -> float:
-        """What is reserved now, the caches being empty at first, over the peak."""
+        """The reserved bytes, with caches that were empty at first, over the peak."""
         return max(1.0, torch.cuda.memory_reserved(self.device) / max(1, self._peak))
 
 
@@ -112,7 +116,7 @@ class _Storages(TorchDispatchMode):
         self.peak = 0
 
     def forget_dead(self) -> int:
-        """The bytes that are alive."""
+        """Drops storages that were freed; the bytes of the others."""
         self.alive = {
             key: entry
             for key, entry in self.alive.items()
@@ -125,10 +129,11 @@ class _Storages(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.forget_dead()
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {storage_key(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(result):
-            if storage._cdata not in given and storage._cdata not in self.alive:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+            key = storage_key(storage)
+            if key not in given and key not in self.alive:
+                self.alive[key] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.forget_dead())
         return result
 

@@ -90,7 +90,7 @@ def _title(schedule: Schedule, minibatches: int) -> str:
         parts.insert(1, f"replicas {schedule.placement.text()}{split}")
     if schedule.vertical_sync:
         parts.append("vertical sync")
-    return f"{schedule.method}: {', '.join(parts)}; {_count(minibatches, 'minibatch')} drawn"
+    return f"{schedule.name}: {', '.join(parts)}; {_count(minibatches, 'minibatch')} drawn"
 
 
 def _bubble(schedule: Schedule, timeline: Timeline) -> str:

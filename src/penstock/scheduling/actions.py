@@ -1,8 +1,8 @@
 """The actions that a schedule is made of.
 
-A schedule is data that the verifier, the simulator, the renderers and the worker all read; this is its alphabet.
+A schedule is data that the verifier, the simulator, the renderers and the worker all read; these are its actions.
 
-Laws of this file:
+Rules of this file:
   1. An action holds no tensor, no time and no rank: stages, microbatches and versions only.
   2. An action has one text form, and `parse` reads it back: ``parse(str(action)) == action``.
   3. Every reader matches on the union `Action` and ends with ``assert_never``.
@@ -11,14 +11,14 @@ Text forms (stage first, as in PyTorch's ``2F0``):
 
     2F0@1    stage 2, forward of microbatch 0 with the weights of version 1
     2B0@1    its backward, with the same version
-    2I0@1    the input part of its backward alone: the gradients of what the stage received
-    2W0@1    the weight part that is left then: the gradients of the weights
+    2I0@1    its input backward alone: the gradients of what the stage received
+    2W0@1    its weight backward, which is left then: the gradients of the weights
     2U3<1    update of stage 2: makes version 3 from gradients taken at version 1
     2S0>3    stage 2 sends what it made of microbatch 0 to stage 3 (an activation, since 3 > 2)
     3R0<2    stage 3 receives it
     0T1>3    stage 0 sends stage 3 its gradients of the weights that they share, for the update to version 1
     3T1<0    stage 3 receives them
-    2N3>1    stage 2 sends stage 1 the norms of gradients that it knows at its update to version 3
+    2N3>1    stage 2 sends stage 1 the norms of gradients that it has at its update to version 3
     1N3<2    stage 1 receives them
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
 """
@@ -80,9 +80,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Stage `stage` computes its gradients for `microbatch` at `version`, but for those that a `BackwardWeight` adds.
+    """Stage `stage` computes its gradients for `microbatch` at `version`, except those that `BackwardWeight` adds.
 
-    Those of its inputs are whole then, and can be sent.
+    The gradients of its inputs are complete then, and can be sent.
     """
 
     stage: int
@@ -95,7 +95,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Stage `stage` computes what its `BackwardInput` left: gradients of weights, for `microbatch`, at `version`."""
+    """Stage `stage` computes the gradients of weights that its `BackwardInput` left, for `microbatch` at `version`."""
 
     stage: int
     microbatch: int
@@ -167,7 +167,7 @@ class ReceiveTied:
 
 @dataclass(frozen=True, slots=True)
 class SendNorms:
-    """Stage `stage` tells its neighbour `target` the norms of gradients that it knows at its update to `version`."""
+    """Stage `stage` sends its neighbor `target` the norms of gradients that it has at its update to `version`."""
 
     stage: int
     version: int
@@ -179,7 +179,7 @@ class SendNorms:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveNorms:
-    """Stage `stage` receives the norms that `source` knew at its update to `version`."""
+    """Stage `stage` receives the norms that `source` had at its update to `version`."""
 
     stage: int
     version: int
@@ -191,7 +191,7 @@ class ReceiveNorms:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """The replicas of stage `stage` sum their gradients for the update to `version`; all of them wait for the last."""
+    """The replicas of stage `stage` sum their gradients for the update to `version`; all wait for the last one."""
 
     stage: int
     version: int
@@ -201,9 +201,9 @@ class Reduce:
 
 
 InputGradients: TypeAlias = Backward | BackwardInput
-"""What makes the gradients of a stage's inputs, which the stages before it wait for."""
+"""The actions that make the gradients of a stage's inputs, which earlier stages wait for."""
 WeightGradients: TypeAlias = Backward | BackwardWeight
-"""What ends the backward of a microbatch: the gradients of its stage's weights are whole then."""
+"""The actions that end the backward of a microbatch: the gradients of its stage's weights are complete then."""
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
 Message: TypeAlias = Send | Receive | SendTied | ReceiveTied | SendNorms | ReceiveNorms
 Action: TypeAlias = Compute | Message | Reduce
@@ -231,8 +231,8 @@ def parse(text: str) -> Action:
             return kind(*(int(number) for number in match.groups()))
     raise ScheduleError(
         f"cannot read the action {text!r}: expected a form like 2F0@1 (forward), 2B0@1 (backward), 2I0@1 or 2W0@1 "
-        "(its input or weight part), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of tied "
-        "weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas)"
+        "(its input or weight backward), 2U3<1 (update), 2S0>3 (send), 3R0<2 (receive), 0T1>3 or 3T1<0 (gradients of "
+        "tied weights), 2N3>1 or 1N3<2 (norms), 2A3 (all-reduce of replicas)"
     )
 
 

@@ -5,7 +5,7 @@ of the other go the same way, and the ranks may come to them in different orders
 used first. Then it is received first and waits on the receiver's side.
 
 Law of this file: a receive is only put further ahead, next to one that waits for a later message of the same queue. So
-no rank waits longer than before, and none waits for ever that did not before.
+no rank waits longer than before, and none waits forever that did not before.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def follow_sends(
 ) -> Iterator[Action]:
     """The `row` of `rank`, with its receives from each of the `others` (their rows, by rank) in the order of the sends.
 
-    A receive that nobody sends stays where it is; the verifier finds it.
+    A receive without a send stays where it is; the verifier finds it.
     """
     queues = {source: _sent(other, source, rank, placement) for source, other in others.items()}
     early: set[Action] = set()

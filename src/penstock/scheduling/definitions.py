@@ -1,22 +1,23 @@
-"""What a scheduling method is: an order of compute actions, and the promises that the order keeps.
+"""Schedule definitions: an order of compute actions, and what the order guarantees.
 
-A method is data. Its `order` says what each rank computes; its `guarantees` says what that costs and which weights it
-reads, and the verifier holds one against the other. So a new schedule is one file in `orders/`, and nothing else.
+A definition is data. Its `order` yields what each rank computes, its `guarantees` state what that costs and which
+weights it reads, and the verifier checks one against the other. Everything that the rest of Penstock must know of a
+schedule is a field here, so that a new schedule is one value in one file.
 
-Laws of this file:
-  1. A method knows ranks, stages, microbatches and versions: no time, no tensor, no message.
+Rules of this file:
+  1. A definition uses ranks, stages, microbatches and versions: no time, no tensor, no message.
   2. An order is a pure function of its three arguments, and takes time proportional to what it yields.
-  3. Beside actions an order yields marks: moments that lowering needs to know of and that no program holds.
+  3. Beside actions an order yields marks: events that lowering needs and that no program contains.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
-from penstock.scheduling.placements import Placement
+from penstock.scheduling.placements import Placement, StageLayout
 
 __all__ = [
     "Drain",
@@ -39,7 +40,7 @@ __all__ = [
 class PipelineShape:
     """The sizes of a pipeline: where its stages are, and the microbatches of a minibatch (m), over all replicas.
 
-    `waiting`: the stages whose updates need what other stages know, so that an order may not update at once.
+    `waiting`: the stages whose updates need data of other stages, so that an order may not update at once.
     """
 
     placement: Placement
@@ -57,12 +58,12 @@ class PipelineShape:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are, replicas included."""
+        """The number of ranks, replicas included."""
         return self.placement.ranks
 
     @property
     def stages(self) -> int:
-        """How many stages the pipeline has."""
+        """The number of stages of the pipeline."""
         return len(self.placement.stages)
 
     @property
@@ -82,25 +83,25 @@ class PipelineShape:
         """The global numbers of the microbatches of `minibatch`."""
         return range(minibatch * self.microbatches, (minibatch + 1) * self.microbatches)
 
-    def taken_by(self, rank: int, minibatch: int) -> range:
-        """Those of them that `rank` takes."""
-        return self.placement.taken_by(rank, self.microbatches_of(minibatch))
+    def rank_microbatches(self, rank: int, minibatch: int) -> range:
+        """Those microbatches of `minibatch` that `rank` takes: all of them where its stages have no replicas."""
+        return self.placement.microbatches_of(rank, self.microbatches_of(minibatch))
 
-    def taken_before(self, rank: int, minibatch: int) -> int:
-        """How many microbatches `rank` takes of all minibatches before `minibatch`."""
-        return len(self.placement.taken_by(rank, range(minibatch * self.microbatches)))
+    def microbatches_before(self, rank: int, minibatch: int) -> int:
+        """The number of microbatches that `rank` takes of all minibatches before `minibatch`."""
+        return len(self.placement.microbatches_of(rank, range(minibatch * self.microbatches)))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The part of a program that admits `minibatch`: its forwards, and the backwards and updates due by then."""
+    """The segment of a program that admits `minibatch`: its forwards, and the backwards and updates due by then."""
 
     minibatch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The part of a program that finishes what is in flight after `minibatches` steps."""
+    """The segment of a program that finishes what is in flight after `minibatches` steps."""
 
     minibatches: int
 
@@ -112,7 +113,7 @@ Segment: TypeAlias = Step | Drain
 class Summed:
     """A mark: all replicas of `stage` have their gradients for the update to `version`, which comes later.
 
-    What others wait for leaves here.
+    What other stages wait for is sent here.
     """
 
     stage: int
@@ -143,39 +144,65 @@ class VersionRule(Enum):
 
 
 class NormRule(Enum):
-    """Whose norms of gradients a stage knows at an update; see `known_norms`."""
+    """Whose norms of gradients a stage has at an update; see `known_norms`."""
 
-    NONE = "nobody's norms"
+    NONE = "no norms"
     ALL = "the norms of all stages for this update"
-    LAGGED = "the norms of all stages behind it for this update, and of the stage i before it for the update 2i earlier"
+    LAGGED = "the norms of all later stages for this update, and of the stage i before it for the update 2i earlier"
 
 
 @dataclass(frozen=True, slots=True)
 class Guarantees:
-    """What a method costs and keeps to, per stage; `verify` holds every program to it.
+    """What a schedule costs and keeps to; `verify` holds every program to it. All but `rule` are by stage or by rank.
 
     `versions`: weight versions of a stage that are alive at once (version x lives in slot ``x % versions[stage]``).
-    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage; a backward in
-    two parts is done when its weight part is, since that needs what the forward saved.
-    `rule`: the version that a forward reads. `flushes`: the pipe is empty after every step.
-    `microbatches_per_update`: how many backwards one update of a stage sums up, over all its replicas.
-    `gradients`: updates of a stage that have gradients and are not made yet, at once; one each if it is left out.
-    `halves`: of those in flight, how many have had the input part of their backward; none if it is left out.
+    `in_flight`: microbatches whose forward is done and whose backward is not, on each replica of a stage; a split
+    backward is done when its weight backward is, since that needs what the forward saved.
+    `rule`: the version that a forward reads.
+    `microbatches_per_update`: the backwards that one update of a stage sums up, over all its replicas.
+    `pending_updates`: updates of a stage that have gradients and are not made yet, at once.
+    `pending_weight_backwards`: of those in flight, how many have had their input backward.
+    `in_flight_of_rank`: in flight on all stages of a rank together.
     """
 
     versions: tuple[int, ...]
     in_flight: tuple[int, ...]
     rule: VersionRule
-    flushes: bool
     microbatches_per_update: tuple[int, ...]
-    gradients: tuple[int, ...] = ()
-    halves: tuple[int, ...] = ()
+    pending_updates: tuple[int, ...]
+    pending_weight_backwards: tuple[int, ...]
+    in_flight_of_rank: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if not self.gradients:
-            object.__setattr__(self, "gradients", (1,) * len(self.versions))
-        if not self.halves:
-            object.__setattr__(self, "halves", (0,) * len(self.versions))
+    @classmethod
+    def of(
+        cls,
+        shape: PipelineShape,
+        in_flight: Sequence[int],
+        *,
+        versions: Sequence[int] | None = None,
+        rule: VersionRule = VersionRule.OWN_MINIBATCH,
+        microbatches_per_update: Sequence[int] | None = None,
+        pending_updates: Sequence[int] | None = None,
+        pending_weight_backwards: Sequence[int] | None = None,
+        in_flight_of_rank: Sequence[int] | None = None,
+    ) -> "Guarantees":
+        """The guarantees of a schedule that flushes, but for what is given.
+
+        That is: one version, one update per minibatch, made before the next one's gradients, no split backward, and on
+        a rank the sum of what is in flight on its stages.
+        """
+        stages, ranks = range(shape.stages), range(shape.ranks)
+        each = [in_flight[stage] for stage in stages]
+        sums = [sum(each[stage] for stage in shape.stages_of(rank)) for rank in ranks]
+        return cls(
+            versions=(1,) * shape.stages if versions is None else tuple(versions),
+            in_flight=tuple(in_flight),
+            rule=rule,
+            microbatches_per_update=tuple(microbatches_per_update or (shape.microbatches for _ in stages)),
+            pending_updates=tuple(pending_updates or (1 for _ in stages)),
+            pending_weight_backwards=tuple(pending_weight_backwards or (0 for _ in stages)),
+            in_flight_of_rank=tuple(in_flight_of_rank or sums),
+        )
 
     @property
     def trains(self) -> bool:
@@ -184,8 +211,8 @@ class Guarantees:
 
     @property
     def splits(self) -> bool:
-        """Whether there are backwards in two parts."""
-        return any(self.halves)
+        """Whether there are split backwards."""
+        return any(self.pending_weight_backwards)
 
     @property
     def delays(self) -> tuple[int, ...]:
@@ -204,24 +231,48 @@ class Guarantees:
 
 
 def accept_any(shape: PipelineShape) -> None:
-    """The check of a method that runs with any number of ranks and microbatches."""
+    """The check of a schedule that runs with any number of ranks and microbatches."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ScheduleDefinition:
-    """A scheduling method: its `name`, the `order` of a rank's actions, and its `guarantees` for a shape of pipeline.
+    """What a schedule is: the `order` of a rank's actions, its `guarantees` for a pipeline's shape, and its facts.
 
-    `check` raises `ScheduleError` for a shape that the method cannot run, and says what to do.
-    `interleaves`: a rank may hold several stages. `syncs`: the method has a vertical-sync form. `defers`: the order of
-    a method without a flush makes the updates of waiting stages so late that what they need is there. `folds`: a rank
-    holds two stages as in `Placement.folded`, so that activations and gradients share queues, in whichever order.
+    Pass one to `Pipeline`, `plan`, `Plan` or `Schedule` in place of a name to use a schedule of your own.
     """
 
     name: str
     order: Order
     guarantees: Callable[[PipelineShape], Guarantees]
     check: Callable[[PipelineShape], None] = accept_any
-    interleaves: bool = False
-    syncs: bool = False
-    defers: bool = False
-    folds: bool = False
+    """Raises `ScheduleError` for a shape that the schedule cannot run, and says what to do."""
+    layout: StageLayout = StageLayout.ONE_PER_RANK
+    """In a V, activations and gradients share queues, and receives follow the order in which messages are sent."""
+    flushes: bool = True
+    """Whether the pipe is empty after every step, so that training equals that on one device."""
+    splits_backward: bool = False
+    """Whether backwards are split into an input backward and a weight backward."""
+    updates_per_microbatch: bool = False
+    """Whether updates do not sum up a minibatch, but only one microbatch of each replica, or a fixed number of them."""
+    has_vertical_sync: bool = False
+    """Whether there is a form in which all stages read the version that the input stage read."""
+    defers_updates: bool = False
+    """Without a flush: whether updates of waiting stages come so late that what they need has arrived."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ScheduleError(
+                f"ScheduleDefinition: expected a name, got {self.name!r}; plans and messages name the schedule by it, "
+                "so give it one"
+            )
+
+    @property
+    def synchronizes_updates(self) -> bool:
+        """Whether all stages make the same updates at times that data of other stages can reach."""
+        return self.flushes or self.defers_updates
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"ScheduleDefinition({self.name!r})"

@@ -2,18 +2,19 @@
 
 Orders say nothing of communication, so no order can get it wrong: this one pass derives all of it.
 
-Laws of this file:
+Rules of this file:
   1. It is the only place that creates messages (`Send`, `SendTied`, `SendNorms`, and their receives) and `Reduce`.
   2. A receive stands directly before the action that consumes it, a send directly after the action that makes it: a
      gradient leaves after the input part of a split backward, and the weight part has no messages. (`arrivals` may put
      a receive further ahead.)
   3. Only adjacent stages and those of a skip exchange activations and gradients, and no message passes between stages
-     of one rank. What has no skip rides along with the rest. The neighbour's message leaves first: most wait for it.
+     of one rank. What has no skip rides along with the rest. The neighbor's message leaves first: most ranks wait for
+     it.
   4. Stages that share weights exchange their gradients of them before they update, replica by replica. A rank sends for
      all its updates before it waits for any, so that no two ranks wait for each other.
-  5. The replicas of a stage sum their gradients before they update, and before anybody is told their norm.
+  5. The replicas of a stage sum their gradients before they update, and before their norm is sent.
   6. Where an update comes later than its gradients, what it waits for is sent when these are there and received before
-     it. Between neighbours (and over a skip) this must keep its place among activations and gradients, since an edge is
+     it. Between neighbors (and over a skip) this must keep its place among activations and gradients, since an edge is
      a queue: what goes to an earlier stage is received when its own gradients are there, and what goes to a later one
      is sent before the update.
   7. It looks at one action, mark, or run of updates at a time: lowering a step or a whole program comes to the same.
@@ -41,8 +42,7 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.definitions import Entry, LastUpdate, NormRule, Summed
-from penstock.scheduling.placements import Placement
-from penstock.values.crossings import Skip
+from penstock.scheduling.placements import Placement, Skip
 
 __all__ = ["counterpart", "lower", "lower_row", "nexts", "partners", "peer", "peers"]
 
@@ -83,12 +83,12 @@ def partners(stage: int, ties: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def nexts(stage: int, stages: int, skips: Iterable[Skip], *, later: bool) -> tuple[int, ...]:
-    """The stages that `stage`, of so many, exchanges activations and gradients with: those behind it, or if not
-    `later` those before it. The neighbour first.
+    """The stages that `stage`, of `stages`, exchanges activations and gradients with: later ones, or if not
+    `later` earlier ones. The neighbor first.
     """
-    neighbour = stage + 1 if later else stage - 1
+    neighbor = stage + 1 if later else stage - 1
     far = [b if later else a for a, b in skips if stage == (a if later else b)]
-    return (*((neighbour,) if 0 <= neighbour < stages else ()), *sorted(far, reverse=not later))
+    return (*((neighbor,) if 0 <= neighbor < stages else ()), *sorted(far, reverse=not later))
 
 
 def counterpart(message: Message) -> Message:
@@ -116,9 +116,9 @@ def peer(message: Message, rank: int, placement: Placement) -> int:
         case Send(_, microbatch, other) | Receive(_, microbatch, other):
             return placement.rank_of(other, microbatch)
         case SendTied(stage, _, other) | ReceiveTied(stage, _, other):
-            return placement.beside(stage, other, rank)
+            return placement.peer_replica(stage, other, rank)
         case SendNorms(stage, _, other) | ReceiveNorms(stage, _, other):
-            return placement.beside(stage, other, rank)
+            return placement.peer_replica(stage, other, rank)
         case _:
             assert_never(message)
 
@@ -126,10 +126,10 @@ def peer(message: Message, rank: int, placement: Placement) -> int:
 def peers(message: Message, rank: int, placement: Placement) -> tuple[int, ...]:
     """The other ranks of a message in the row of `rank`, those that share a microbatch aside.
 
-    Norms go from replica i mod r of a stage of r replicas to replica i of its neighbour: to none, one or several ranks.
+    Norms go from replica i mod r of a stage of r replicas to replica i of its neighbor: to none, one or several ranks.
     """
     if isinstance(message, SendNorms):
-        return placement.listeners(message.stage, message.target, rank)
+        return placement.peer_replicas(message.stage, message.target, rank)
     return (peer(message, rank, placement),)
 
 
@@ -212,7 +212,7 @@ class _Lowering:
         yield from updates
 
     def _exchange(self, update: Update) -> Iterator[Action]:
-        """The update, and around it what stages tell each other while nobody waits for an earlier stage."""
+        """The update, and the norms that stages send each other around it, without waiting for an earlier stage."""
         stage, version = update.stage, update.version
         if self.norms is NormRule.LAGGED:
             yield from self._tell_earlier(stage, version)
@@ -276,8 +276,8 @@ class _Lowering:
         """Those on other ranks."""
         return tuple(partner for partner in partners(stage, self.ties) if not self._holds(partner))
 
-    def _is_apart(self, neighbour: int) -> bool:
-        return 0 <= neighbour < len(self.placement.stages) and not self._holds(neighbour)
+    def _is_apart(self, neighbor: int) -> bool:
+        return 0 <= neighbor < len(self.placement.stages) and not self._holds(neighbor)
 
     def _holds(self, stage: int) -> bool:
         return self.rank in self.placement.stages[stage]

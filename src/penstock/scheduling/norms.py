@@ -2,7 +2,7 @@
 
 A norm over all of a model's gradients (to clip them, to see that none is infinite) needs numbers of every stage. Where
 the schedule gives an update time to wait, each stage learns those of all stages for the same update: they are collected
-from the last stage to the first and then told to all. Under `pipedream` an update must not wait for stages before it,
+from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for stages before it,
 which have their gradients later. So stage s takes of them what stage s - 1 knew two updates earlier: the latest that
 arrives without a stall. Of the first updates nothing is known.
 
@@ -21,7 +21,7 @@ Norm: TypeAlias = tuple[int, int]
 
 
 def known_norms(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...]:
-    """The norms that `stage` knows at its update to `version`, by stage ascending; its own is one of them.
+    """The norms that `stage` has at its update to `version`, by stage ascending; its own is one of them.
 
     () if the schedule has no norms.
     """
@@ -31,7 +31,7 @@ def known_norms(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...
 
 
 def carried_norms(schedule: Schedule, stage: int, version: int, target: int) -> tuple[Norm, ...]:
-    """The norms that `stage` sends its neighbour `target` at its update to `version`, in the order of the message."""
+    """The norms that `stage` sends its neighbor `target` at its update to `version`, in the order of the message."""
     if target < stage:
         return tuple((other, version) for other in range(stage, schedule.stages))
     if schedule.norm_rule is NormRule.LAGGED:

@@ -1,9 +1,9 @@
 """Where stages are: the ranks of each stage, and which of them takes which microbatch.
 
-Routing is a rule, not a message: every rank can tell from a microbatch's number alone which replica of any stage works
-on it (1F1B-RR, Narayanan et al., "PipeDream", SOSP 2019, section 3.2), so nothing has to be agreed on while training.
+Routing is a rule, not a message: every rank can compute from a microbatch's number alone which replica of any stage
+works on it (1F1B-RR, [PipeDream 2019, section 3.2]), so nothing has to be agreed on while training.
 
-Laws of this file:
+Rules of this file:
   1. Replica q of r takes the microbatches k with k mod r = q, forward and backward; or, when microbatches are split,
      every replica takes its share of all of them.
   2. A rank holds the same replica number of all its stages.
@@ -11,10 +11,56 @@ Laws of this file:
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "Skip", "StageLayout"]
+
+Skip: TypeAlias = tuple[int, int]
+"""Two stages, the first before the second and others between them, that send each other values directly."""
+
+
+class StageLayout(Enum):
+    """How the stages of a pipeline are laid out over its ranks."""
+
+    ONE_PER_RANK = "one stage on each rank"
+    ROUND_ROBIN = "in turn"
+    V_SHAPE = "there and back again"
+
+    @property
+    def has_several(self) -> bool:
+        """Whether a rank can hold several stages."""
+        return self is not StageLayout.ONE_PER_RANK
+
+    def ranks(self, stages: int, length: int) -> tuple[int, ...]:
+        """The rank of each of `stages` stages, without replicas, in a pipeline of `length` ranks."""
+        if self is StageLayout.V_SHAPE:
+            around = 2 * length
+            return tuple(min(stage % around, around - 1 - stage % around) for stage in range(stages))
+        return tuple(stage % length for stage in range(stages))
+
+    def default_stages_per_rank(self, stages: int | None, ranks: int) -> int:
+        """The stages that each of `ranks` ranks holds when it is not given: 2 where a rank can hold several, or as many
+        as `stages` makes of it.
+        """
+        if not self.has_several:
+            return 1
+        if stages is None or ranks == 1 or self is StageLayout.V_SHAPE:
+            return 2
+        return max(1, stages // ranks)
+
+    def accepts(self, stages_per_rank: int) -> bool:
+        """Whether a rank can hold `stages_per_rank` stages."""
+        match self:
+            case StageLayout.ONE_PER_RANK:
+                return stages_per_rank == 1
+            case StageLayout.V_SHAPE:
+                return stages_per_rank == 2
+            case StageLayout.ROUND_ROBIN:
+                return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +70,8 @@ class Placement:
     stages: tuple[tuple[int, ...], ...]
     split: bool = False
     _held: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _ranks_from: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """By stage: how many ranks it and all later stages have, those of several stages counted for each."""
 
     def __post_init__(self) -> None:
         held: dict[int, tuple[int, ...]] = {}
@@ -31,40 +79,48 @@ class Placement:
             for rank in ranks:
                 held[rank] = (*held.get(rank, ()), stage)
         object.__setattr__(self, "_held", held)
+        counts = list(accumulate(len(ranks) for ranks in reversed(self.stages)))
+        object.__setattr__(self, "_ranks_from", tuple(reversed(counts)))
 
     @classmethod
-    def straight(cls, ranks: int, stages_per_rank: int = 1) -> "Placement":
-        """One rank for each stage: stage s on rank s mod `ranks`, so that neighbour stages are on neighbour ranks."""
+    def of_layout(cls, layout: StageLayout, ranks: int, stages_per_rank: int = 1) -> "Placement":
+        """Each stage on one rank, as `layout` has them."""
         for name, size in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ScheduleError(
                     f"schedule: {name} must be a whole number of at least 1, got {size!r}; give {name}=1 or more"
                 )
-        return cls(tuple((stage % ranks,) for stage in range(ranks * stages_per_rank)))
+        return cls(tuple((rank,) for rank in layout.ranks(ranks * stages_per_rank, ranks)))
+
+    @classmethod
+    def straight(cls, ranks: int, stages_per_rank: int = 1) -> "Placement":
+        """Each stage on one rank: stage s on rank s mod `ranks`, so that neighbors are on neighboring ranks."""
+        return cls.of_layout(StageLayout.ROUND_ROBIN, ranks, stages_per_rank)
 
     @classmethod
     def folded(cls, ranks: int) -> "Placement":
-        """Two stages for each rank, there and back again: rank r has stages r and 2 `ranks` - 1 - r, a V."""
-        there = cls.straight(ranks).stages
-        return cls((*there, *reversed(there)))
+        """Two stages on each rank, in a V: rank r has stages r and 2 `ranks` - 1 - r."""
+        return cls.of_layout(StageLayout.V_SHAPE, ranks, 2)
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._held)
 
     @property
     def length(self) -> int:
-        """How many stages in a row are on ranks of their own: the ranks of one pipeline, ``p`` of interleaving."""
+        """The number of consecutive stages that are on ranks of their own: the ranks of one pipeline, ``p`` of
+        interleaving.
+        """
         return len(set(self.stages))
 
     @property
-    def straightened(self) -> "Placement":
-        """The first replica of every stage alone, at its rank: what replicas that split microbatches have in common."""
+    def first_replicas(self) -> "Placement":
+        """The first replica of every stage alone: it stands for all replicas where these split microbatches."""
         return Placement(tuple((ranks[0],) for ranks in self.stages))
 
     def replicas(self, stage: int) -> int:
-        """``r``: how many ranks hold `stage`."""
+        """``r``: the number of ranks that hold `stage`."""
         return len(self.stages[stage])
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
@@ -80,8 +136,8 @@ class Placement:
         """The stages that `rank` holds, ascending."""
         return self._held[rank]
 
-    def taken_by(self, rank: int, microbatches: range) -> range:
-        """Which of `microbatches`, in a row, `rank` takes."""
+    def microbatches_of(self, rank: int, microbatches: range) -> range:
+        """Which of the consecutive `microbatches` `rank` takes."""
         stage = self._held[rank][0]
         stride = self.stride(stage)
         if stride == 1:
@@ -93,32 +149,31 @@ class Placement:
         """From one microbatch of a replica of `stage` to its next: r, or 1 if the replicas share every microbatch."""
         return 1 if self.split else self.replicas(stage)
 
-    def most_taken(self, stage: int, microbatches: int) -> int:
-        """The most that one replica takes of so many microbatches in a row."""
+    def max_microbatches(self, stage: int, microbatches: int) -> int:
+        """The most that one replica of `stage` takes of `microbatches` consecutive ones."""
         return -(-microbatches // self.stride(stage))
 
     def depth(self, stage: int) -> int:
-        """Microbatches that each replica of `stage` must have in flight to keep all that is behind it busy.
+        """Microbatches that each replica of `stage` must have in flight to keep all later stages busy.
 
-        ``ceil(R / r)`` with R the ranks of this and all later stages (thesis, section 2.3); p - s without replicas,
-        and when microbatches are split.
+        ``ceil(R / r)`` with R the ranks of this and all later stages [Narayanan 2021, section 2.3]; p - s without
+        replicas, and when microbatches are split.
         """
-        behind = self.stages[stage:]
         if self.split:
-            return len(behind)
-        return -(-sum(map(len, behind)) // self.replicas(stage))
+            return len(self.stages) - stage
+        return -(-self._ranks_from[stage] // self.replicas(stage))
 
-    def whole_depth(self, stage: int) -> int:
-        """``depth`` of a stage if all ranks were in it or behind it: p without replicas, on every stage."""
+    def full_depth(self, stage: int) -> int:
+        """``depth`` of a stage if all ranks were in it or in later ones: p without replicas, on every stage."""
         return len(self.stages) if self.split else -(-self.ranks // self.replicas(stage))
 
-    def beside(self, stage: int, other: int, rank: int) -> int:
+    def peer_replica(self, stage: int, other: int, rank: int) -> int:
         """The rank of `other` that has the replica number of `rank` in `stage`, modulo its replicas."""
         return self.stages[other][self.stages[stage].index(rank) % self.replicas(other)]
 
-    def listeners(self, stage: int, other: int, rank: int) -> tuple[int, ...]:
-        """The ranks of `other` that have `rank` of `stage` beside them."""
-        return tuple(there for there in self.stages[other] if self.beside(other, stage, there) == rank)
+    def peer_replicas(self, stage: int, other: int, rank: int) -> tuple[int, ...]:
+        """The ranks of `other` whose `peer_replica` in `stage` is `rank`."""
+        return tuple(there for there in self.stages[other] if self.peer_replica(other, stage, there) == rank)
 
     def equal(self, stages: Iterable[int]) -> bool:
         """Whether `stages` have equally many replicas."""

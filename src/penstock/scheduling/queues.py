@@ -1,7 +1,7 @@
 """Queues between ranks: which skips find a place in them, worked out pair by pair, which takes no proof of the whole.
 
 Between two ranks messages arrive in the order in which they were sent, whichever stages they are of. Where ranks hold
-several stages, the messages of two pairs of stages may share a queue; they fit if those who send and those who receive
+several stages, the messages of two pairs of stages may share a queue; they fit if the senders and the receivers
 come to them in the same order. Fitting is a matter of two pairs at a time, so that skips can be added one by one.
 """
 
@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from penstock.scheduling.actions import Forward, InputGradients
+from penstock.scheduling.placements import Skip, StageLayout
 from penstock.scheduling.schedules import Schedule
-from penstock.values.crossings import Skip
 
 __all__ = ["find_places"]
 
@@ -26,8 +26,7 @@ def find_places(schedule: Schedule, skips: Iterable[Skip]) -> tuple[Skip, ...]:
     """Those of `skips` whose messages keep the order of every queue in a step of `schedule`, beside those of neighbours
     and of the ones before them.
     """
-    (method,) = schedule.methods
-    if method.folds:  # receives there follow the sends, whatever these are
+    if schedule.definition.layout is StageLayout.V_SHAPE:  # receives there follow the sends, whatever these are
         return tuple(skips)
     queues = _Queues(schedule)
     for stage in range(schedule.stages - 1):
@@ -72,7 +71,7 @@ class _Queues:
             for microbatch in range(self.schedule.microbatches):
                 edge = placement.rank_of(source, microbatch), placement.rank_of(target, microbatch)
                 if edge[0] != edge[1]:
-                    # Of one action, the neighbour's message leaves first and is received last.
+                    # Of one action, the neighbor's message leaves first and is received last.
                     sent = self.places[forward, source, microbatch], distance
                     received = self.places[forward, target, microbatch], -distance
                     stream.setdefault(edge, []).append((sent, received))

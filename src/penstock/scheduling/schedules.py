@@ -20,13 +20,12 @@ from penstock.scheduling.definitions import (
     Segment,
     Step,
 )
+from penstock.scheduling.known_schedules import SCHEDULES, find_definition, names_of, schedule_hint
 from penstock.scheduling.lowering import lower_row
-from penstock.scheduling.orders import INFERENCE, METHODS
-from penstock.scheduling.placements import Placement
-from penstock.values.crossings import Skip
-from penstock.values.plans import Plan, schedule_hint
+from penstock.scheduling.orders import INFERENCE
+from penstock.scheduling.placements import Placement, Skip, StageLayout
 
-__all__ = ["Programs", "Schedule", "inference", "schedule"]
+__all__ = ["Programs", "Schedule", "inference"]
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
@@ -34,67 +33,50 @@ Ties: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A scheduling method for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
+    """A schedule for a pipeline of some size: a value that prints, compares, and gives each rank's actions.
 
-    `method`: the method's name. `ranks`: the number of processes. `microbatches`: how many one step carries, over all
-    replicas. `stages_per_rank`: any number with 'interleaved', 2 with 'zb-v'. `vertical_sync`: with 'pipedream' only.
-    `ties`: groups of stages that share weights; not with 'pipedream', whose stages update at different times.
-    `replicated`: where the stages are, if it is not stage s on rank s mod `ranks` alone; see `Schedule.placed`.
-    `norms`: whether stages tell each other the norms of their gradients, as `known_norms` says; an inference has none.
+    `method`: the name of one of Penstock's schedules, or a `ScheduleDefinition` of your own. `ranks`: the number of
+    processes. `microbatches`: the number in one step, over all replicas. `stages_per_rank`: as the schedule's layout
+    has it. `vertical_sync`: the form in which all stages read one version, if the schedule has it.
+    `ties`: groups of stages that share weights; not where each stage updates at its own time.
+    `replicated`: where the stages are, if it is not as the schedule's layout has them; see `Schedule.placed`.
+    `norms`: whether stages send each other the norms of their gradients, as `known_norms` says; an inference has none.
     `skips`: pairs of stages, others between them, that send each other values directly; see `choose_skips`.
-    `methods`: where the name is looked up; give your own `ScheduleDefinition` here.
 
     `ScheduleError` says what does not fit.
     """
 
-    method: str
+    method: ScheduleDefinition | str = field(compare=False)
     ranks: int
     microbatches: int
     stages_per_rank: int = 1
     vertical_sync: bool = False
     ties: Ties = ()
-    replicated: Placement | None = None
+    replicated: Placement | None = field(default=None, compare=False)
     norms: bool = False
     skips: tuple[Skip, ...] = ()
-    methods: tuple[ScheduleDefinition, ...] = field(default=METHODS, repr=False)
-    shape: PipelineShape = field(init=False, repr=False, compare=False)
+    definition: ScheduleDefinition = field(init=False, repr=False)
+    shape: PipelineShape = field(init=False, repr=False)
     guarantees: Guarantees = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        method = _find_method(self.method, self.methods)
-        placement = _place(self, method)
-        waiting = _waiting(self, len(placement.stages))
-        shape = PipelineShape(placement, self.microbatches, self.vertical_sync, waiting)
-        if method.folds and self.stages_per_rank != 2:
-            raise ScheduleError(
-                f"schedule {method.name!r}: a rank holds two stages, got stages_per_rank={self.stages_per_rank}; give "
-                "stages_per_rank=2, or choose 'zb-h1'"
-            )
-        if self.stages_per_rank != 1 and not (method.interleaves or method.folds):
-            raise ScheduleError(
-                f"schedule {method.name!r}: a rank holds one stage, got stages_per_rank={self.stages_per_rank}; "
-                "give stages_per_rank=1, or choose 'interleaved'"
-            )
-        if self.vertical_sync and not method.syncs:
-            raise ScheduleError(
-                f"schedule {method.name!r}: vertical_sync=True belongs to 'pipedream' only; drop it, or choose "
-                "'pipedream'"
-            )
-        method.check(shape)
-        # Only the method that was found is kept, so that schedules compare by what they do.
-        object.__setattr__(self, "methods", (method,))
-        straight = Placement.straight(shape.placement.length, self.stages_per_rank)
-        object.__setattr__(self, "replicated", None if shape.placement == straight else shape.placement)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "guarantees", method.guarantees(shape))
-        _check_ties(self, method)
+        definition = _find(self.method)
+        placement = _place_stages(self, definition)
+        shape = PipelineShape(placement, self.microbatches, self.vertical_sync, _waiting(self, len(placement.stages)))
+        _check_form(self, definition)
+        definition.check(shape)
+        derived = {"definition": definition, "shape": shape, "guarantees": definition.guarantees(shape)}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        _check_guarantees(self)
+        _check_ties(self)
         _check_norms(self)
         _check_skips(self)
 
     @classmethod
     def placed(
         cls,
-        method: str,
+        method: ScheduleDefinition | str,
         placement: Placement,
         microbatches: int,
         *,
@@ -102,9 +84,14 @@ class Schedule:
         ties: Ties = (),
         norms: bool = False,
     ) -> "Schedule":
-        """The schedule of stages that are somewhere else than one on each rank in turn, or have replicas."""
+        """The schedule of stages that are not where the schedule's layout has them, or have replicas."""
         per_rank = len(placement.stages) // placement.length
         return cls(method, placement.ranks, microbatches, per_rank, vertical_sync, ties, placement, norms)
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule's definition."""
+        return self.definition.name
 
     @property
     def placement(self) -> Placement:
@@ -119,21 +106,19 @@ class Schedule:
     @property
     def flushes(self) -> bool:
         """Whether the pipe is empty after every step, so that there is nothing to drain."""
-        return self.guarantees.flushes
+        return self.definition.flushes
 
     @property
     def deferred(self) -> frozenset[int]:
         """The stages whose updates come later than their gradients, since they need what other stages know."""
-        (method,) = self.methods
-        return self.shape.waiting if method.defers else frozenset()
+        return self.shape.waiting if self.definition.defers_updates else frozenset()
 
     @property
     def norm_rule(self) -> NormRule:
-        """Whose norms of gradients a stage knows at an update."""
-        (method,) = self.methods
+        """Whose norms of gradients a stage has at an update."""
         if not self.norms or not self.guarantees.trains:
             return NormRule.NONE
-        return NormRule.ALL if self.flushes or method.defers else NormRule.LAGGED
+        return NormRule.ALL if self.definition.synchronizes_updates else NormRule.LAGGED
 
     @property
     def microbatches_per_update(self) -> int:
@@ -156,10 +141,10 @@ class Schedule:
         """How many microbatches of `stage` wait for their backward at once, at most."""
         return self.guarantees.in_flight[stage]
 
-    def last_taken(self, rank: int, stage: int, version: int) -> int | None:
+    def last_microbatch(self, rank: int, stage: int, version: int) -> int | None:
         """The last of the microbatches that `rank` takes of those that the update of `stage` to `version` sums up."""
         size = self.guarantees.microbatches_per_update[stage]
-        taken = self.placement.taken_by(rank, range((version - 1) * size, version * size))
+        taken = self.placement.microbatches_of(rank, range((version - 1) * size, version * size))
         return taken[-1] if taken else None
 
     def step(self, minibatch: int) -> Programs:
@@ -174,25 +159,25 @@ class Schedule:
 
     def program(self, minibatches: int) -> Programs:
         """Each rank's actions for `minibatches` whole steps and the drain."""
-        parts = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
-        return tuple(tuple(action for part in parts for action in part[rank]) for rank in range(self.ranks))
+        segments = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
+        return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 
-    def row(self, rank: int, part: Segment) -> tuple[Action, ...]:
+    def row(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The actions of `rank` alone in a step or a drain: what a worker runs, at no cost for the other ranks."""
-        (method,) = self.methods
-        row = self.lower(rank, part)
-        if not method.folds or not isinstance(part, Step):
+        row = self.lower(rank, segment)
+        if self.definition.layout is not StageLayout.V_SHAPE or not isinstance(segment, Step):
             return row
-        return tuple(row[place] for place in _order_of_arrivals(self, rank, part.minibatch % self.placement.stride(0)))
+        return tuple(
+            row[place] for place in _order_of_arrivals(self, rank, segment.minibatch % self.placement.stride(0))
+        )
 
-    def lower(self, rank: int, part: Segment) -> tuple[Action, ...]:
+    def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The same with each receive directly before what uses it, whatever was sent before."""
-        (method,) = self.methods
-        order = method.order(self.shape, rank, part)
+        order = self.definition.order(self.shape, rank, segment)
         return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
 
-    def _rows(self, part: Segment) -> Programs:
-        return tuple(self.row(rank, part) for rank in range(self.ranks))
+    def _rows(self, segment: Segment) -> Programs:
+        return tuple(self.row(rank, segment) for rank in range(self.ranks))
 
     def __str__(self) -> str:
         minibatches = 1 if self.flushes else 1 + -(-self.ranks // self.microbatches)
@@ -200,31 +185,15 @@ class Schedule:
         if self.ranks > self.placement.length:
             sync += f", replicas {self.placement.text()}" + (" that split microbatches" if self.placement.split else "")
         head = (
-            f"{self.method}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
+            f"{self.name}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
             f"{_count(self.microbatches, 'microbatch')} a minibatch{sync}; {_count(minibatches, 'minibatch')}:"
         )
         return f"{head}\n{format_programs(self.program(minibatches))}"
 
 
-def schedule(plan: Plan) -> Schedule:
-    """The schedule of `plan`; `ScheduleError` if its numbers do not fit its method.
-
-    With tensor parallelism a rank of the schedule is the group of ranks that hold a replica together: schedule rank g
-    stands for the ranks from ``g * t`` on.
-    """
-    placement = Placement(
-        tuple(
-            tuple(rank // plan.tensor_parallel for rank in stage.ranks[:: plan.tensor_parallel])
-            for stage in plan.stages
-        ),
-        split=plan.routing == "split" and max(plan.replicas) > 1,
-    )
-    return Schedule.placed(plan.schedule, placement, plan.microbatches, vertical_sync=plan.vertical_sync)
-
-
 def inference(ranks: int, stages_per_rank: int, microbatches: int, placement: Placement | None = None) -> Schedule:
     """The schedule of an evaluation: forwards only, all at version 0; `placement` as `Schedule.replicated`."""
-    return Schedule(INFERENCE.name, ranks, microbatches, stages_per_rank, replicated=placement, methods=(INFERENCE,))
+    return Schedule(INFERENCE, ranks, microbatches, stages_per_rank, replicated=placement)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -242,28 +211,83 @@ def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[i
     return tuple(places[action] for action in follow_sends(row, first, placement, others))
 
 
-def _find_method(name: str, methods: tuple[ScheduleDefinition, ...]) -> ScheduleDefinition:
-    for method in methods:
-        if method.name == name:
-            return method
-    names = [method.name for method in methods]
-    hint = schedule_hint(str(name), names)
-    raise ScheduleError(f"schedule: there is no method {name!r}. {hint}Choose one of {', '.join(map(repr, names))}")
+def _find(method: ScheduleDefinition | str) -> ScheduleDefinition:
+    definition = find_definition(method)
+    if definition is None:
+        raise ScheduleError(
+            f"schedule: there is no method {method!r}. {schedule_hint(str(method))}Choose one of "
+            f"{', '.join(map(repr, SCHEDULES))}"
+        )
+    return definition
 
 
-def _place(schedule: Schedule, method: ScheduleDefinition) -> Placement:
+def _place_stages(schedule: Schedule, definition: ScheduleDefinition) -> Placement:
     placement = schedule.replicated
-    if placement is None and method.folds:
+    if placement is None and definition.layout is StageLayout.V_SHAPE:
         return Placement.folded(schedule.ranks)
     if placement is None:
         return Placement.straight(schedule.ranks, schedule.stages_per_rank)
     held = sorted({rank for ranks in placement.stages for rank in ranks})
     if held != list(range(schedule.ranks)):
         raise ScheduleError(
-            f"schedule {schedule.method!r}: expected stages on ranks 0 to {schedule.ranks - 1}, found them on {held}; "
+            f"schedule {definition.name!r}: expected stages on ranks 0 to {schedule.ranks - 1}, found them on {held}; "
             "number the ranks from 0 without gaps, or give Schedule.placed the placement alone"
         )
     return placement
+
+
+def _check_form(schedule: Schedule, definition: ScheduleDefinition) -> None:
+    per_rank, layout = schedule.stages_per_rank, definition.layout
+    if not layout.accepts(per_rank):
+        holds, give = ("two stages", 2) if layout is StageLayout.V_SHAPE else ("one stage", 1)
+        instead = names_of(lambda each: _holds_otherwise(definition, each))
+        raise ScheduleError(
+            f"schedule {definition.name!r}: a rank holds {holds}, got stages_per_rank={per_rank}; give "
+            f"stages_per_rank={give}, or choose {instead!r}"
+        )
+    if schedule.vertical_sync and not definition.has_vertical_sync:
+        having = names_of(lambda each: each.has_vertical_sync)
+        raise ScheduleError(
+            f"schedule {definition.name!r}: vertical_sync=True belongs to {having!r} only; drop it, or choose "
+            f"{having!r}"
+        )
+
+
+def _holds_otherwise(definition: ScheduleDefinition, other: ScheduleDefinition) -> bool:
+    """Whether `other` takes one stage per rank where `definition` takes two, or any number where it takes one."""
+    if definition.layout is StageLayout.V_SHAPE:
+        return other.splits_backward and not other.layout.has_several
+    return other.layout is StageLayout.ROUND_ROBIN
+
+
+def _check_guarantees(schedule: Schedule) -> None:
+    """Whether the guarantees agree with the facts of the definition, and are of all stages and ranks."""
+    definition, guarantees = schedule.definition, schedule.guarantees
+    stages, ranks = schedule.stages, schedule.ranks
+    for name in (
+        "versions",
+        "in_flight",
+        "microbatches_per_update",
+        "pending_updates",
+        "pending_weight_backwards",
+        "in_flight_of_rank",
+    ):
+        count, what = (ranks, "rank") if name == "in_flight_of_rank" else (stages, "stage")
+        if len(getattr(guarantees, name)) != count:
+            raise ScheduleError(
+                f"schedule {definition.name!r}: guarantees.{name}: expected {count} numbers (one per {what}), found "
+                f"{getattr(guarantees, name)!r}; return one for each {what}"
+            )
+    if guarantees.splits and not definition.splits_backward:
+        raise ScheduleError(
+            f"schedule {definition.name!r}: expected no pending weight backwards (splits_backward=False), found "
+            f"{guarantees.pending_weight_backwards}; define it with splits_backward=True"
+        )
+    if set(guarantees.microbatches_per_update) != {schedule.microbatches} and not definition.updates_per_microbatch:
+        raise ScheduleError(
+            f"schedule {definition.name!r}: expected updates of a minibatch, {schedule.microbatches} microbatches, "
+            f"found updates of {guarantees.microbatches_per_update}; define it with updates_per_microbatch=True"
+        )
 
 
 def _waiting(schedule: Schedule, stages: int) -> frozenset[int]:
@@ -272,35 +296,35 @@ def _waiting(schedule: Schedule, stages: int) -> frozenset[int]:
     return frozenset(stage for group in schedule.ties for stage in group)
 
 
-def _check_ties(schedule: Schedule, method: ScheduleDefinition) -> None:
+def _check_ties(schedule: Schedule) -> None:
     for group in schedule.ties:
         if len(group) < 2 or list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < schedule.stages:
             raise ScheduleError(
                 f"schedule: ties {group!r}: expected two or more different stages of 0 to {schedule.stages - 1}, "
                 "ascending; name the stages that share weights"
             )
-        if not (schedule.flushes or method.defers):
+        if not schedule.definition.synchronizes_updates:
             raise ScheduleError(
-                f"schedule {schedule.method!r}: stages {', '.join(map(str, group))} share weights, and every stage "
-                "updates at its own time, so that their copies drift apart; choose a flushing schedule (gpipe, "
-                "1f1b-flush, interleaved, spp, zb-h1, zb-v) or 2bw, untie the weights, or put the layers that share "
-                "them into one stage"
+                f"schedule {schedule.name!r}: stages {', '.join(map(str, group))} share weights, and every stage "
+                "updates at its own time, so that their copies drift apart; choose a flushing schedule "
+                f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
+                "weights, or put the layers that share them into one stage"
             )
 
 
 def _check_norms(schedule: Schedule) -> None:
-    """What nobody could know in time."""
+    """Rejects schedules in which a stage could not receive the norms before its update."""
     placement = schedule.placement
     if schedule.norm_rule is NormRule.LAGGED and not placement.split and not placement.equal(range(schedule.stages)):
         raise ScheduleError(
-            f"schedule {schedule.method!r}: norms need equally many replicas of every stage, got {placement.text()}: "
+            f"schedule {schedule.name!r}: norms need equally many replicas of every stage, got {placement.text()}: "
             "stages that update after different numbers of microbatches have no common update; give them equal "
             "numbers, let replicas split microbatches, drop norms, or choose another schedule"
         )
     for stage in sorted({stage for group in schedule.ties for stage in group}):
         if schedule.norm_rule is NormRule.ALL and stage in schedule.deferred and placement.replicas(stage) > 1:
             raise ScheduleError(
-                f"schedule {schedule.method!r}: stage {stage} shares weights and has {placement.replicas(stage)} "
+                f"schedule {schedule.name!r}: stage {stage} shares weights and has {placement.replicas(stage)} "
                 "replicas, so that its gradients are whole only when all stages have theirs, too late for norms; "
                 "choose a flushing schedule, untie the weights, give the stage one rank, or drop norms"
             )
@@ -313,7 +337,7 @@ def _check_skips(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"schedule: skips {schedule.skips!r}: expected different pairs of the stages 0 to "
                 f"{schedule.stages - 1}, ascending, with other stages between the two; found {skip!r}. Leave out "
-                "neighbours, which talk anyway"
+                "neighbors, which exchange messages anyway"
             )
 
 

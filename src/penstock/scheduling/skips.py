@@ -4,12 +4,13 @@ Relayed, a value crosses every cut on its way as part of the message that crosse
 it until the backward. Directly it crosses once, in a message more each way. In a hierarchy of links the direct way is
 never slower than the slowest link of the other.
 
-Laws of this file:
+Rules of this file:
   1. What is chosen depends on the schedule and on what the values are, so that every rank chooses alike.
-  2. A skip that would break a law of the verifier is left out: where stages of one rank take turns (`interleaved`) a
-     queue between two ranks might not keep its order, and gradients of shared weights and norms use the queues, too.
+  2. A skip that would violate an invariant of the verifier is left out: where stages of one rank take turns
+     (`interleaved`) a queue between two ranks might not keep its order, and gradients of shared weights and norms use
+     the queues, too.
   3. Where a rank holds one stage there is nothing to try: a queue has the messages of one pair of stages, which both
-     handle in the order of the microbatches, and nobody waits for more than before, since what skips stages leaves
+     handle in the order of the microbatches, and no rank waits for more than before, since what skips stages leaves
      together with what reaches them.
 """
 
@@ -18,10 +19,10 @@ from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import PlanError, ScheduleError
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.queues import find_places
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify
-from penstock.values.crossings import Skip
 
 __all__ = ["MESSAGE_BYTES", "SkipChoice", "choose_skips"]
 
@@ -30,7 +31,7 @@ MESSAGE_BYTES = 1e5
 from process to process over Gloo on one host, and networks of 10 Gbit/s pass 1.25 GB/s at best."""
 
 SkipChoice: TypeAlias = Literal["auto", "relayed", "direct"]
-"""``auto``: directly where it costs less. ``direct``: wherever the laws of the schedule allow it."""
+"""``auto``: directly where it costs less. ``direct``: wherever the invariants of the schedule allow it."""
 
 
 def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipChoice = "auto") -> Schedule:
@@ -58,7 +59,7 @@ def choose_skips(schedule: Schedule, hops: Mapping[Skip, float], choice: SkipCho
 
 
 def _saves(schedule: Schedule, skip: Skip, size_bytes: float) -> bool:
-    """Whether fewer bytes pass directly, and so many that the message more is worth it."""
+    """Whether fewer bytes pass directly, by enough to be worth one more message."""
     here, there = skip
     sent = schedule.placement.stages[here] != schedule.placement.stages[there]
     return _passed(schedule, skip) * size_bytes > sent * MESSAGE_BYTES

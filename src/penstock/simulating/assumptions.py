@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, TypedDict, get_args
 
-from penstock.errors import PlanError
-from penstock.values.documents import suggestion, text_of
+from penstock.errors import PlanError, suggestion
+from penstock.values.documents import text_of
 
 __all__ = ["AllReduce", "Assumptions", "Options"]
 

@@ -10,11 +10,11 @@ from operator import sub
 from typing import assert_never
 
 from penstock.errors import PlanError
-from penstock.scheduling.placements import Placement
+from penstock.scheduling.placements import Placement, Skip
 from penstock.simulating.assumptions import AllReduce, Assumptions
 from penstock.simulating.routes import slowest_link
 from penstock.values.clusters import Cluster
-from penstock.values.crossings import Skip, find_traffic
+from penstock.values.crossings import find_traffic
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 

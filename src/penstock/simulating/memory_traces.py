@@ -29,13 +29,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.scheduling.placements import Placement
+from penstock.scheduling.placements import Placement, Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.costs import Costs
 from penstock.simulating.instructions import RECEIVE, SEND, Instructions, MemoryEffect, content_stages
 from penstock.simulating.player import Track
 from penstock.timelines.memories import MemoryCurve, RankMemory
-from penstock.values.crossings import Skip
 
 __all__ = ["Sizes", "peak_bytes", "trace_memory"]
 

@@ -16,7 +16,7 @@ from typing import Unpack, assert_never
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
-from penstock.scheduling.schedules import Programs, Schedule, schedule
+from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.skips import choose_skips
 from penstock.simulating.assumptions import Assumptions, Options
 from penstock.simulating.costs import Costs, plan_costs
@@ -29,7 +29,7 @@ from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import find_hops
-from penstock.values.plans import Plan, Stage
+from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import Profile
 
 __all__ = ["SimulatedRun", "default_minibatches", "execute", "planned_schedule", "play", "simulate"]
@@ -154,6 +154,6 @@ def _uniform(schedule: Schedule, layers: int) -> Plan:
     placement = schedule.placement
     even = Plan.uniform(layers, schedule.stages)
     stages = tuple(Stage(own.start, own.stop, ranks) for own, ranks in zip(even.stages, placement.stages, strict=True))
-    (method,) = schedule.methods
-    dealing = "zb-v" if method.folds else "interleaved" if schedule.stages_per_rank > 1 else "gpipe"
-    return Plan(stages, dealing, schedule.microbatches, routing="split" if placement.split else "round-robin")
+    return Plan(
+        stages, schedule.definition, schedule.microbatches, routing="split" if placement.split else "round-robin"
+    )

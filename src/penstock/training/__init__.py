@@ -1,3 +1,3 @@
-"""What a user brings to training beside the model: the loss, the optimizer. Runtime and oracle read it alike."""
+"""Training options: the loss, the optimizer, precision, clipping, scaling, hooks. Runtime and oracle share them."""
 
 __all__: list[str] = []

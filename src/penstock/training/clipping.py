@@ -1,4 +1,4 @@
-"""Clipping of gradients by their global norm, as PyTorch does it."""
+"""Clips gradients by their global norm, as PyTorch does."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from penstock.training.tensor_lists import multiply
 __all__ = ["check_clip", "clip"]
 
 EPSILON = 1e-6
-"""Of ``torch.nn.utils.clip_grad_norm_``."""
+"""The constant of ``torch.nn.utils.clip_grad_norm_``."""
 
 
-def check_clip(most: float | None) -> None:
-    """Raises `PenstockError` if `most` is neither None nor a norm."""
-    if most is not None and not (isinstance(most, int | float) and most > 0):
+def check_clip(max_norm: float | None) -> None:
+    """Raises `PenstockError` if `max_norm` is neither None nor a norm."""
+    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
         raise PenstockError(
-            f"clip_grad_norm={most!r}: expected the largest norm that gradients may have, such as 1.0, or None"
+            f"clip_grad_norm={max_norm!r}: expected the largest norm that gradients may have, such as 1.0, or None"
         )
 
 
-def clip(gradients: Sequence[Tensor], most: float, total: Tensor) -> None:
-    """Multiplies `gradients` by ``most / total`` if `total`, the norm, is above `most`.
+def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
+    """Multiplies `gradients` by ``max_norm / total`` if `total`, their norm, is above `max_norm`.
 
-    In place, so that no second set of them takes memory: nobody else may hold them.
+    It works in place, which takes no memory for a second set of them: nothing else may hold them.
     """
-    multiply(gradients, torch.clamp(most / (total + EPSILON), max=1.0))
+    multiply(gradients, torch.clamp(max_norm / (total + EPSILON), max=1.0))

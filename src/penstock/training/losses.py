@@ -1,4 +1,4 @@
-"""What a user's `loss_fn` may return: the loss, and numbers beside it."""
+"""Calls a user's `loss_fn` and checks its results: the loss, and metrics beside it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ LossFunction: TypeAlias = Callable[[Any, Any], Any]
 
 
 LossWeight: TypeAlias = Callable[[Any], Tensor | float]
-"""``loss_weight(target)``: how many things (tokens, say) the loss for `target` is the mean over."""
+"""``loss_weight(target)``: the number of items (tokens, for example) that the loss for `target` is the mean over."""
 
 
 def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
-    """What the loss for `target` is the mean over: what `weigh` says, or its samples.
+    """The number of items that the loss for `target` is the mean over: ``weigh(target)``, or its samples.
 
-    `PenstockError` unless that is a number of at least 0.
+    Raises `PenstockError` unless it is a number of at least 0.
     """
     if weigh is None:
         return samples
@@ -38,18 +38,18 @@ def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
 
 
 def check_amounts(amounts: Sequence[float]) -> None:
-    """Raises `PenstockError` if a minibatch has nothing that its loss could be a mean over."""
+    """Raises `PenstockError` if a minibatch has no item that its loss could be the mean over."""
     if not sum(amounts):
         raise PenstockError(
-            "loss_weight(target) is 0 for every microbatch of this minibatch: there is nothing that its loss could be "
-            "the mean over. Leave such batches out"
+            "loss_weight(target) is 0 for every microbatch of this minibatch: expected at least one item that its "
+            "loss can be the mean over. Leave such batches out"
         )
 
 
 def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the metrics by name, each a tensor of one number without history.
 
-    `PenstockError` if `loss_fn` returns something else.
+    Raises `PenstockError` if `loss_fn` returns something else.
     """
     found = loss_fn(output, target)
     if type(found) is Tensor and found.numel() == 1:
@@ -72,7 +72,7 @@ def _as_number(name: str, value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         number = value.detach()
     elif isinstance(value, int | float):
-        # Made on the device: to copy it there a GPU's host would wait.
+        # Made on the device: a copy to a GPU would make its host wait.
         number = torch.full((), value, dtype=torch.float64, device=device)
     else:
         number = torch.tensor(value, dtype=torch.float64, device=device)

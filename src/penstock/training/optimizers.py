@@ -1,4 +1,4 @@
-"""What the user's `optimizer=` is given and may return."""
+"""Makes optimizers with the user's `optimizer=`, and checks them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,10 +14,10 @@ __all__ = ["MakeOptimizer", "MakeScheduler", "NamedParameters", "make_optimizers
 
 
 class NamedParameters(list[nn.Parameter]):
-    """The trained parameters of this process: a list for any optimizer, which knows their names in the model.
+    """A list of the trained parameters of this process, for any optimizer, with their names in the model.
 
-    `names`: of all of them, in order. Every process makes groups by the same rules, so that schedulers see the same
-    groups everywhere; on some process a group may have no parameter.
+    `names`: in the order of the parameters. Every process makes groups by the same rules, so that schedulers see the
+    same groups everywhere; on some processes a group may have no parameter.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -25,11 +25,11 @@ class NamedParameters(list[nn.Parameter]):
         self.names = tuple(named)
 
     def items(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Name and parameter, one by one."""
+        """Pairs of name and parameter."""
         return zip(self.names, self, strict=True)
 
     def where(self, rule: Callable[[str, nn.Parameter], bool]) -> "NamedParameters":
-        """Those for which ``rule(name, parameter)`` holds, such as ``lambda name, p: p.ndim > 1``."""
+        """The parameters for which ``rule(name, parameter)`` holds, such as ``lambda name, p: p.ndim > 1``."""
         return NamedParameters({name: parameter for name, parameter in self.items() if rule(name, parameter)})
 
 
@@ -41,9 +41,9 @@ MakeScheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that `make` returns for those of the `named` parameters that are trained; none for none.
+    """The optimizers that `make` returns for the trained ones among the `named` parameters; none if there are none.
 
-    `PenstockError` if it returns something else, or two optimizers that step the same parameter.
+    Raises `PenstockError` if it returns something else, or two optimizers that step the same parameter.
     """
     trained = NamedParameters({name: parameter for name, parameter in named.items() if parameter.requires_grad})
     if not trained:

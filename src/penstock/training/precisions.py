@@ -1,4 +1,4 @@
-"""In which types a model computes: PyTorch's autocast around every forward and its loss."""
+"""The types that a model computes in: PyTorch's autocast around every forward and its loss."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ KINDS = (torch.bfloat16, torch.float16)
 
 
 def check_autocast(autocast: torch.dtype | None) -> None:
-    """Raises `PenstockError` if `autocast` is neither None nor a type that autocast knows."""
+    """Raises `PenstockError` if `autocast` is neither None nor a type that autocast supports."""
     if autocast is not None and autocast not in KINDS:
         raise PenstockError(
             f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, or None for the model's own types"
@@ -25,17 +25,17 @@ def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None)
     """Raises `PenstockError` if weights are to be held in a type that the model does not compute in."""
     if dtype is not None and dtype != autocast:
         raise PenstockError(
-            f"version_dtype={dtype!r} with autocast={autocast!r}: expected the same type, since operators want their "
-            f"weights and their inputs in one. Pass autocast={dtype!r} as well"
+            f"version_dtype={dtype!r} with autocast={autocast!r}: expected the same type, since operators need "
+            f"weights and inputs of one type. Pass autocast={dtype!r} as well"
         )
 
 
 def autocasting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
-    """The context in which a forward on `device` computes."""
+    """The context that a forward on `device` computes in."""
     return nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
 
 
 def first_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    """Where the first parameter of `model`, which may be a list of layers, lives; the CPU if there is none."""
+    """The device of the first parameter of `model`, which may be a list of layers; the CPU if there is none."""
     modules = [model] if isinstance(model, nn.Module) else model
     return next((parameter.device for module in modules for parameter in module.parameters()), torch.device("cpu"))

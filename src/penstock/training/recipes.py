@@ -1,4 +1,4 @@
-"""How a pipeline trains, apart from its schedule: the loss, the optimizer, types, clipping, scaling."""
+"""The options that say how a pipeline trains, apart from its schedule."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +18,9 @@ __all__ = ["Recipe"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """Arguments of `Pipeline` and `reference_train`, which explain them. `PenstockError` if one is wrong."""
+    """Holds arguments of `Pipeline` and `reference_train`, which explain them. Raises `PenstockError` if one
+    is wrong.
+    """
 
     loss_fn: LossFunction
     optimizer: MakeOptimizer
@@ -45,23 +47,23 @@ class Recipe:
 
     @property
     def scaling(self) -> LossScale | None:
-        """What `loss_scale` means."""
+        """The rule that `loss_scale` asks for."""
         return read_loss_scale(self.loss_scale)
 
     @property
     def needs_norms(self) -> bool:
-        """Whether stages must tell each other the norms of their gradients."""
+        """Whether stages must exchange the norms of their gradients."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether forwards may read other weights than the optimizer steps."""
+        """Whether forwards may read other weights than those that the optimizer steps."""
         return self.version_dtype is not None or self.predicts(1)
 
     def predicts(self, delay: int) -> bool:
-        """Whether a hook says what forwards read, where gradients are so old."""
+        """Whether a hook predicts the weights for forwards, where gradients are `delay` updates old."""
         return any(hook.predicts(delay) for hook in self.hooks)
 
-    def computing(self, device: torch.device) -> AbstractContextManager[None]:
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[None]:
         """The context of a forward and its loss on `device`."""
         return autocasting(self.autocast, device)

@@ -1,7 +1,7 @@
 """Dynamic loss scaling: a factor on the loss that keeps small gradients from vanishing in float16.
 
 The rule is that of ``torch.amp.GradScaler``: an update whose gradients are not all finite is skipped and lowers the
-scale; after `interval` updates in a row that are, the scale grows.
+scale; after `interval` finite updates in a row the scale grows.
 """
 
 import math
@@ -15,7 +15,8 @@ __all__ = ["LossScale", "LossScaler", "read_loss_scale"]
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """`initial` is multiplied by `backoff` when gradients overflow and by `growth` after `interval` updates without.
+    """The rule of a loss scale: `initial` is multiplied by `backoff` when gradients overflow and by `growth` after
+    `interval` updates without.
 
     The defaults are those of ``torch.amp.GradScaler``. Powers of two change no bit of a gradient that does not
     overflow. `interval` 0 keeps the scale as it is.
@@ -34,41 +35,44 @@ class LossScale:
             )
 
 
-def read_loss_scale(wish: LossScale | str | float | None) -> LossScale | None:
-    """What `loss_scale=` means: "dynamic" is the default `LossScale`, a number a scale that stays."""
-    match wish:
+def read_loss_scale(option: LossScale | str | float | None) -> LossScale | None:
+    """The rule that `loss_scale=` asks for: "dynamic" is the default `LossScale`, a number is a constant scale."""
+    match option:
         case None | LossScale():
-            return wish
+            return option
         case "dynamic":
             return LossScale()
-        case int() | float() if not isinstance(wish, bool) and wish > 0:
-            return LossScale(float(wish), growth=1.0, backoff=1.0, interval=0)
+        case int() | float() if not isinstance(option, bool) and option > 0:
+            return LossScale(float(option), growth=1.0, backoff=1.0, interval=0)
         case _:
             raise PenstockError(
-                f'loss_scale={wish!r}: expected "dynamic", a number above 0, a penstock.LossScale, or None'
+                f'loss_scale={option!r}: expected "dynamic", a number above 0, a penstock.LossScale, or None'
             )
 
 
 class LossScaler:
-    """The scale from update to update of one stage, the last one.
+    """Holds the loss scale of the last stage from update to update.
 
     An overflow lowers the scale only if the gradients were made with the present one: under a schedule with several
-    updates in flight, the others that overflow for the same reason are noticed after it.
+    updates in flight, others that overflow for the same reason are noticed later.
     """
 
     def __init__(self, rule: LossScale) -> None:
         self.scale = rule.initial
         self.good = 0
-        """Updates in a row that did not overflow."""
+        """Updates in a row without overflow."""
         self._rule = rule
         self._used: dict[int, float] = {}
 
-    def used(self, update: int) -> float:
-        """The scale of the losses for `update`: that of the moment at which it is asked for first."""
+    def scale_of(self, update: int) -> float:
+        """The scale of the losses for `update`, fixed by the first call for it."""
         return self._used.setdefault(update, self.scale)
 
-    def settle(self, overflown: list[int], keep: int) -> None:
-        """After an update that knows of the updates `overflown`. Updates before `keep` are not spoken of again."""
+    def update(self, overflown: list[int], keep: int) -> None:
+        """Adapts the scale after an update, at which the updates `overflown` are known to have overflowed.
+
+        Forgets the updates before `keep`, which do not come up again.
+        """
         if any(self._used.get(update) == self.scale for update in overflown):
             self.scale *= self._rule.backoff
             self.good = 0
@@ -82,13 +86,13 @@ class LossScaler:
             del self._used[update]
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on from `state`; {} changes nothing."""
+        """Restores `state`; {} changes nothing."""
         self.scale, self.good = state.get("scale", self.scale), int(state.get("good", self.good))
 
     def restart(self) -> None:
-        """Updates are counted anew."""
+        """Begins to count updates anew."""
         self._used.clear()

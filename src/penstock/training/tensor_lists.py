@@ -1,14 +1,16 @@
-"""Arithmetic on many tensors in few calls: on a GPU, telling of a small operation takes longer than the operation.
+"""Arithmetic on many tensors in few calls: on a GPU, launching a small operation takes longer than the operation.
 
-PyTorch's own optimizers and ``clip_grad_norm_`` use the same for-each functions. Their names are private; this file and
-the copy of weights for an update are all that uses them. Tensors are grouped by what one kernel can take: device, type
-and layout. Sparse tensors can be multiplied and divided; PyTorch has no norm of them.
+PyTorch's own optimizers and ``clip_grad_norm_`` use the same for-each functions, whose names are private. Tensors are
+grouped by the properties that one kernel needs alike: device, type and layout. Sparse tensors can be multiplied and
+divided; PyTorch has no norm of them.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
 
 __all__ = ["divide", "multiply", "norms_of"]
 
@@ -18,12 +20,12 @@ _Kind = tuple[torch.device, torch.dtype, torch.layout]
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each of `tensors`, taken in its own type, as float64.
 
-    On a CPU it has the bits of ``torch.linalg.vector_norm``. On a GPU its last bit may be another one: that of
-    ``clip_grad_norm_(foreach=True)``, PyTorch's default there.
+    On a CPU it has the bits of ``torch.linalg.vector_norm``, on a GPU those of ``clip_grad_norm_(foreach=True)``,
+    PyTorch's default there, whose last bit may differ.
     """
     found: dict[int, Tensor] = {}
     for indices in _kinds(tensors).values():
-        norms = torch._foreach_norm([tensors[index] for index in indices])
+        norms = norm_of_each([tensors[index] for index in indices])
         found.update(zip(indices, torch.stack(norms).double().unbind(), strict=True))
     return [found[index] for index in range(len(tensors))]
 
@@ -31,21 +33,21 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies `tensors` in place by `factor`, one number."""
     for (device, *_), members in _memories(tensors):
-        torch._foreach_mul_(members, factor.to(device))
+        multiply_each(members, factor.to(device))
 
 
 def divide(tensors: Sequence[Tensor], number: float) -> None:
     """Divides `tensors` in place by `number`; the bits are those of ``tensor.div_(number)``."""
     for (device, *_), members in _memories(tensors):
         if device.type == "cpu":
-            torch._foreach_div_(members, number)
+            divide_each(members, number)
         else:
-            # So does `div_` on a GPU, for speed; the for-each division does divide, and may have another last bit.
-            torch._foreach_mul_(members, 1 / number)
+            # `div_` multiplies on a GPU, too. The for-each division divides, and its last bit may differ.
+            multiply_each(members, 1 / number)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:
-    """The places of `tensors` that one call can take."""
+    """The indices of `tensors` that one call can take, by their kind."""
     found: dict[_Kind, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault((tensor.device, tensor.dtype, tensor.layout), []).append(index)
@@ -53,7 +55,7 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[_Kind, list[int]]:
 
 
 def _memories(tensors: Sequence[Tensor]) -> Iterable[tuple[_Kind, list[Tensor]]]:
-    """`tensors` that one call can take, and of those that lie in the same place one.
+    """The `tensors` that one call can take, by their kind; of tensors over the same memory only one.
 
     Autograd may give two parameters one gradient, such as that of ``a.view(-1) + b.view(-1)``: it is changed once.
     """

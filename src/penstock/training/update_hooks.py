@@ -1,13 +1,13 @@
-"""What happens to a parameter beside the optimizer's step: corrections of staleness, and averages.
+"""Hooks on updates: corrections of staleness, and averages.
 
-Under an asynchronous schedule an update is made with gradients that were taken at older weights. A hook sees every
-update of every trained parameter, may change it, and may say that forwards read other weights than those that the
-optimizer goes on from.
+Under an asynchronous schedule an update is made with gradients that were taken at older weights. A hook is called at
+every update of every trained parameter. It may change the update, and may let forwards read other weights than those
+that the optimizer continues from.
 
-With W the weights before an update, W' after the optimizer's step, u = W' - W, and d the updates that were made since
-the weights at which the gradient was taken:
+With W the weights before an update, W' after the optimizer's step, u = W' - W, and d the number of updates since the
+weights at which the gradient was taken:
 
-- `WeightPrediction`: forwards read W' + d u, where the weights will be when the gradient comes back.
+- `WeightPrediction`: forwards read W' + d u, an estimate of the weights when the gradient comes back.
 - `ErrorFeedback`: W' becomes W' + d (u - the optimizer's step before it).
 - `LookAhead`: Nesterov's method around any optimizer.
 - `WeightAverage`: keeps an exponential average, and changes nothing.
@@ -35,37 +35,37 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:
-    """One update of one parameter, after the optimizer's step."""
+    """Describes one update of one parameter, after the optimizer's step."""
 
     name: str
-    """In the model."""
+    """The name in the model."""
     before: Tensor
-    """The weights before it; not to be changed."""
+    """The weights before it; a hook must not change them."""
     after: Tensor
-    """The weights after it. What a hook writes into them is what the optimizer goes on from."""
+    """The weights after it. A hook may write into them; the optimizer continues from the result."""
     delay: int
-    """Updates of the parameter's stage between the weights at which the gradient was taken and `before`, as it is when
-    the pipeline is full: 0 under schedules that flush, 1 under `2bw`, p-1-s at stage s of `pipedream`."""
+    """The updates of the parameter's stage between the weights at which the gradient was taken and `before`, when the
+    pipeline is full: 0 under schedules that flush, 1 under `2bw`, p-1-s at stage s of `pipedream`."""
     state: dict[str, Tensor]
-    """What the hook keeps of this parameter from update to update. It is part of checkpoints."""
+    """The hook's own tensors for this parameter, kept from update to update and in checkpoints."""
 
 
 class UpdateHook:
-    """To be derived from: what to do at every update of every trained parameter that has a gradient.
+    """A base class: derived hooks are called at every update of every trained parameter that has a gradient.
 
-    An update that a loss scale skips is none. Each stage comes to its updates by itself, on every process that holds
-    it, so a hook must make of one update the same numbers everywhere.
+    Updates that a loss scale skips do not count. A stage updates on every process that holds it, so a hook must compute
+    the same numbers for an update everywhere.
     """
 
     def after_step(self, update: WeightUpdate) -> None:
         """Called after the optimizer's step, without gradients. May write into `update.after`."""
 
     def predicts(self, delay: int) -> bool:
-        """Whether forwards of a stage with that delay read what `predict` returns. Costs one more set of weights."""
+        """Whether forwards of a stage with that delay read what `predict` returns. It takes one more set of weights."""
         return False
 
     def predict(self, update: WeightUpdate) -> Tensor:
-        """What forwards read as the version that `update` made; `update.after` if it is not overridden.
+        """The weights that forwards read for the version that `update` made; `update.after` if it is not overridden.
 
         Evaluations, checkpoints and the first steps after a drain use the weights themselves.
         """
@@ -74,11 +74,11 @@ class UpdateHook:
 
 @dataclass(frozen=True, slots=True)
 class WeightPrediction(UpdateHook):
-    """Forwards read the weights as they are expected to be when their gradient comes back: W' + strength d u.
+    """Predicts the weights for the time when their gradient comes back, and lets forwards read them: W' + strength d u.
 
-    The last step of the optimizer is taken to be the next ones. With SGD and momentum that is SpecTrain's prediction
-    (Chen et al. 2018, arXiv 1809.02839), with Adam XPipe's (Guan et al. 2019, arXiv 1911.04610). For any optimizer;
-    keeps no state.
+    It assumes that the next steps of the optimizer equal the last one. With SGD and momentum that is SpecTrain's
+    prediction [SpecTrain 2018], with Adam XPipe's (Guan et al. 2019, arXiv 1911.04610). It works with any optimizer,
+    and keeps no state.
     """
 
     strength: float = 1.0
@@ -94,11 +94,11 @@ class WeightPrediction(UpdateHook):
 class ErrorFeedback(UpdateHook):
     """Adds to every step of the optimizer the error of the one before it: W' + strength d (u - previous u).
 
-    The step before was taken with the gradient of older weights; what it should have been is known by now, and the
-    difference is the error that is fed back; the first step has none. Keeps one tensor per parameter.
+    The step before was taken with the gradient of older weights. The present step shows what it should have been, and
+    the difference is the error that is fed back; the first step has none. The hook keeps one tensor per parameter.
 
     It follows the idea of the correction of Zmushko et al. (ICML 2026, arXiv 2606.30634), which works on updates, mixes
-    the recent ones and suits any optimizer. The paper's own formula was not at hand: this one is derived here.
+    the recent ones and suits any optimizer. The formula is derived here, not taken from the paper.
     """
 
     strength: float = 1.0
@@ -112,12 +112,12 @@ class ErrorFeedback(UpdateHook):
 
 @dataclass(frozen=True, slots=True)
 class LookAhead(UpdateHook):
-    """Nesterov's method with discounted steps, around an optimizer without momentum of its own.
+    """Applies Nesterov's method with discounted steps around an optimizer without momentum of its own.
 
-    With z the weights that gradients are taken at and y those without the look-ahead: y' = z + (1 - momentum) u and
-    z' = y' + momentum (y' - y). The weights of the model are z. Keeps y. Ajanthan et al. (ICML 2025, "Nesterov Method
-    for Asynchronous Pipeline Parallel Optimization") use it with SGD; for Adam they take NAdam, which is an optimizer
-    and needs no hook: ``torch.optim.NAdam(params, lr, betas=(0.99, 0.999))``.
+    With z the weights that gradients are taken at and y those without the look-ahead: y' = z + (1 - momentum) u and z'
+    = y' + momentum (y' - y). The weights of the model are z. The hook keeps y. Ajanthan et al. (ICML 2025, "Nesterov
+    Method for Asynchronous Pipeline Parallel Optimization") use it with SGD; for Adam they take NAdam, which is an
+    optimizer and needs no hook: ``torch.optim.NAdam(params, lr, betas=(0.99, 0.999))``.
     """
 
     momentum: float = 0.99
@@ -146,7 +146,7 @@ class WeightAverage(UpdateHook):
 
 @dataclass(slots=True, eq=False)
 class HookStates:
-    """Hooks, in their order, with what they keep of every parameter."""
+    """Runs hooks in their order, and holds their state for every parameter."""
 
     hooks: tuple[UpdateHook, ...]
     states: list[dict[str, dict[str, Tensor]]] = field(init=False)
@@ -157,7 +157,9 @@ class HookStates:
 
     @torch.no_grad()
     def after_step(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], delay: int) -> dict[str, Tensor]:
-        """The hooks' part of an update of the parameters in `before`; what forwards read where that is not `after`."""
+        """Runs the hooks for an update of the parameters in `before`. Returns the weights that forwards read instead of
+        `after`.
+        """
         read: dict[str, Tensor] = {}
         for name, old in before.items():
             for hook, states in zip(self.hooks, self.states, strict=True):
@@ -170,7 +172,7 @@ class HookStates:
 
 
 def check_hooks(hooks: Sequence[UpdateHook]) -> None:
-    """Raises `PenstockError` if there is something else among `hooks`, or two that predict."""
+    """Raises `PenstockError` if one of `hooks` is not a hook, or two of them predict."""
     for hook in hooks:
         if not isinstance(hook, UpdateHook):
             raise PenstockError(
@@ -180,6 +182,6 @@ def check_hooks(hooks: Sequence[UpdateHook]) -> None:
     predicting = [hook for hook in hooks if hook.predicts(1)]
     if len(predicting) > 1:
         raise PenstockError(
-            f"update_hooks= has {predicting[0]!r} and {predicting[1]!r}, which both say what forwards read: expected "
+            f"update_hooks= has {predicting[0]!r} and {predicting[1]!r}, which both predict weights: expected "
             "one that predicts. Leave one out, or derive a hook that does both"
         )

@@ -1,7 +1,8 @@
-"""The values that everything else is made from and reads; none of them knows torch."""
+"""The values that everything else is made from and reads; none of them imports torch."""
 
+from penstock.scheduling.known_schedules import SCHEDULES
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
-from penstock.values.plans import SCHEDULES, Plan, Prediction, Stage
+from penstock.values.plans import Plan, Prediction, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
 
@@ -16,4 +17,5 @@ __all__ = [
     "Profile",
     "Stage",
     "Transformer",
+    "schedule",
 ]

@@ -237,7 +237,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
-        """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the mend."""
+        """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
         places = place.mapping(("format",), ("memory_bytes", "levels", "matrix", "latency_seconds"))

@@ -4,7 +4,7 @@ A value goes from reader to reader: from the stage that makes it to the first la
 next, and so on. Where two such stops are not neighbours, the stages between them relay the value, or it skips them and
 goes directly. Its gradient comes back the same way.
 
-Laws of this file:
+Rules of this file:
   1. A stage gets a value from one stage and passes it on to one stage at most, whichever ways are direct. So each stop
      adds its own gradients to the sum of those behind it, in the order of autograd on one device: what is relayed and
      what is direct decides no bit. (If the maker sent to each reader, its sum of their sums would be another one.)
@@ -16,12 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from typing import TypeAlias
 
-__all__ = ["Crossing", "Skip", "Traffic", "find_hops", "find_stops", "find_traffic", "find_way"]
+from penstock.scheduling.placements import Skip
 
-Skip: TypeAlias = tuple[int, int]
-"""Two stages, the first before the second, with others between them."""
+__all__ = ["Crossing", "Traffic", "find_hops", "find_stops", "find_traffic", "find_way"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class Crossing:
     made: int
     read: tuple[int, ...]
     size_bytes: float = inf
-    """Infinite if nobody knows it."""
+    """Infinite if it is not known."""
 
 
 def find_stops(crossing: Crossing, starts: Sequence[int]) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
-"""Reading files that people edit: every place in a file knows its own name.
+"""Reading files that people edit: a node of a file carries its own name.
 
-Profiles, clusters and plans are small files that somebody will change by hand and get wrong. A `YamlNode` carries the
-file, the path inside it (``layers[3].cut_bytes``) and what stands there, so that an error can say all of it and the
-mend.
+Profiles, clusters and plans are small files that are changed by hand, with mistakes. A `YamlNode` carries the file, the
+path inside it (``layers[3].cut_bytes``) and what stands there, so that an error can say all of it and the fix.
 
-Laws of this file:
-  1. It knows the shapes of JSON and YAML, and nothing of profiles, clusters or plans.
+Rules of this file:
+  1. It handles the structure of JSON and YAML, and nothing of profiles, clusters or plans.
   2. What is unknown, missing or written twice is an error; nothing is ignored.
 """
 
@@ -13,13 +12,12 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import yaml
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, suggestion
 
 __all__ = [
     "YamlNode",
@@ -29,7 +27,6 @@ __all__ = [
     "read_json",
     "read_text",
     "read_yaml",
-    "suggestion",
     "text_of",
     "write_text",
 ]
@@ -42,19 +39,19 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """What stands at one place of a file, and how to complain about it."""
+    """A node of a file: its value, its place, and the error to raise for it."""
 
     file: str
     where: str
     value: object
     error: type[PenstockError]
 
-    def fail(self, expected: str, mend: str) -> NoReturn:
-        """Raises the file's error: where, `expected`, what was found, `mend`."""
-        raise self.error(f"{self._head()}expected {expected}, found {text_of(self.value)}: {mend}")
+    def fail(self, expected: str, fix: str) -> NoReturn:
+        """Raises the file's error: where, `expected`, what was found, `fix`."""
+        raise self.error(f"{self._head()}expected {expected}, found {text_of(self.value)}: {fix}")
 
     def mapping(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, "YamlNode"]:
-        """The places of a mapping with these keys and no others."""
+        """The nodes of a mapping with these keys and no others."""
         if not isinstance(self.value, dict):
             self.fail(f"a mapping with the keys {', '.join(required)}", "write `key: value` pairs here")
         known = (*required, *optional)
@@ -73,7 +70,7 @@ class YamlNode:
         return {str(key): self._inside(f".{key}", value) for key, value in self.value.items()}
 
     def items(self) -> tuple["YamlNode", ...]:
-        """The places of a list."""
+        """The nodes of a list."""
         if not isinstance(self.value, list):
             self.fail("a list", "write the entries as a list")
         return tuple(self._inside(f"[{index}]", value) for index, value in enumerate(self.value))
@@ -145,7 +142,7 @@ def read_json(path: str | Path, error: type[PenstockError]) -> YamlNode:
         value = json.loads(text, object_pairs_hook=_unique_pairs)
     except json.JSONDecodeError as broken:
         raise error(
-            f"{path}: line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Mend it there"
+            f"{path}: line {broken.lineno}, column {broken.colno}: not JSON: {broken.msg}. Correct it there"
         ) from None
     except _WrittenTwice as twice:
         raise error(f"{path}: {twice}. Remove one") from None
@@ -160,9 +157,9 @@ def read_yaml(path: str | Path, error: type[PenstockError]) -> YamlNode:
     except yaml.MarkedYAMLError as broken:
         mark = broken.problem_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise error(f"{path}: {line}not YAML: {broken.problem}. Mend it there") from None
+        raise error(f"{path}: {line}not YAML: {broken.problem}. Correct it there") from None
     except yaml.YAMLError as broken:
-        raise error(f"{path}: not YAML: {broken}. Mend it there") from None
+        raise error(f"{path}: not YAML: {broken}. Correct it there") from None
     except _WrittenTwice as twice:
         raise error(f"{path}: {twice}. Remove one") from None
     return YamlNode(str(path), "", value, error)
@@ -174,12 +171,6 @@ def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as failure:
         raise error(f"{path}: cannot be written: {failure.strerror}. Give another path") from None
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """``Did you mean 'x'? `` with the nearest of `known`, or nothing."""
-    nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"Did you mean {nearest[0]!r}? " if nearest else ""
 
 
 def number_text(value: float) -> str:

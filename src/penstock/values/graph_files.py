@@ -32,7 +32,7 @@ _MILLISECOND = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """A graph, and the samples in the minibatch that was measured if the file tells."""
+    """A graph, and the samples in the minibatch that was measured if the file says so."""
 
     name: str
     graph: Graph
@@ -142,7 +142,7 @@ def _operator(key: str, nodes: dict[str, _Node], owners: dict[str, str]) -> Oper
 def _read_edge(where: str, line: str) -> tuple[str, str]:
     keys = line.split(" -- ")
     if len(keys) != 2:
-        raise ProfileError(f"{where}: expected an edge like `node4 -- node5`, found {text_of(line)}: mend the line")
+        raise ProfileError(f"{where}: expected an edge like `node4 -- node5`, found {text_of(line)}: correct the line")
     return keys[0].strip(), keys[1].strip()
 
 
@@ -151,7 +151,7 @@ def _read_node(where: str, line: str) -> _Node:
     if len(parts) not in (3, 4):
         raise ProfileError(
             f"{where}: expected `node4 -- description -- forward_compute_time=0.1, ...`, found {text_of(line)}: "
-            "mend the line; an edge begins with a tab or spaces"
+            "correct the line; an edge begins with a tab or spaces"
         )
     values: dict[str, tuple[float, ...]] = {}
     for pair in parts[2].split(", "):
@@ -178,7 +178,7 @@ def _read_numbers(where: str, text: str) -> tuple[float, ...]:
             number = math.nan
         if not 0 <= number < math.inf:
             raise ProfileError(
-                f"{where}: expected a number, 0 or more, or a list like [1.0; 2.0], found {text_of(text)}: mend it"
+                f"{where}: expected a number, 0 or more, or a list like [1.0; 2.0], found {text_of(text)}: correct it"
             )
         numbers.append(int(number) if number.is_integer() else number)
     return tuple(numbers)

@@ -10,38 +10,28 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, suggestion
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.placements import Placement
+from penstock.scheduling.schedules import Schedule
 from penstock.values.documents import (
     YamlNode,
     is_count,
     number_text,
     quoted_text,
     read_yaml,
-    suggestion,
     text_of,
     write_text,
 )
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import Stage, check_stages, deal_ranks, ranks_text
+from penstock.values.stages import Stage, check_stages, ranks_text
 
-__all__ = ["ROUTINGS", "SCHEDULES", "Plan", "Prediction", "Routing", "Stage", "schedule_hint"]
+__all__ = ["ROUTINGS", "Plan", "Prediction", "Routing", "Stage", "require_schedule", "schedule"]
 
 _FORMAT = "penstock-plan/1"
-
-SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "pipedream", "2bw")
-"""The names that `Plan.schedule` can take."""
-
-
-def schedule_hint(name: str, known: Sequence[str] = SCHEDULES) -> str:
-    """What was meant by `name`, which is none of the `known` schedules: a sentence and a space, or nothing."""
-    if name.lower() == "1f1b":
-        return (
-            "'1f1b' has two meanings: PyTorch and Megatron mean one that flushes after every minibatch, here "
-            "'1f1b-flush'; PipeDream's paper means one that never flushes and trains on stale weights, here "
-            "'pipedream'. "
-        )
-    return suggestion(name, known)
-
+_OWN = ", or if it is a schedule of your own give its definition: Plan.load(path, schedule=...)"
 
 Routing: TypeAlias = Literal["round-robin", "split"]
 """How microbatches meet the replicas of a stage. ``round-robin``: replica k mod r takes microbatch k, as in 1F1B-RR of
@@ -86,7 +76,8 @@ class Plan:
     """Stages on ranks, and the schedule that runs them."""
 
     stages: tuple[Stage, ...]
-    schedule: str = "1f1b-flush"
+    schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE
+    """The name of one of Penstock's schedules, or the definition of your own."""
     microbatches: int = 1
     """In one minibatch, over all replicas."""
     microbatch_size: int | None = None
@@ -104,11 +95,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
-        if self.schedule not in SCHEDULES:
-            raise PlanError(
-                f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(self.schedule)}. "
-                f"{schedule_hint(str(self.schedule))}Choose one of them"
-            )
+        definition = require_schedule(self.schedule)
+        # Penstock's own are kept by name, so that plans compare and print alike however they were given.
+        object.__setattr__(self, "schedule", identify(definition))
         if self.routing not in ROUTINGS:
             raise PlanError(
                 f"routing: expected one of {', '.join(ROUTINGS)}, found {text_of(self.routing)}. "
@@ -123,7 +112,7 @@ class Plan:
                 raise PlanError(
                     f"{name}: expected true or false, found {text_of(getattr(self, name))}: give one of them"
                 )
-        check_stages(self.stages, self.tensor_parallel, self.schedule)
+        check_stages(self.stages, self.tensor_parallel, definition)
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
@@ -135,7 +124,7 @@ class Plan:
         cls,
         layers: int,
         stages: int,
-        schedule: str = "1f1b-flush",
+        schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE,
         microbatches: int = 1,
         stages_per_rank: int = 1,
         microbatch_size: int | None = None,
@@ -167,18 +156,23 @@ class Plan:
         cls,
         cuts: Sequence[int],
         ranks: int,
-        schedule: str = "1f1b-flush",
+        schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE,
         microbatches: int = 1,
         microbatch_size: int | None = None,
         vertical_sync: bool = False,
         recompute: bool = False,
     ) -> "Plan":
-        """Stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on rank s mod `ranks`, under `zb-v` on that or on rank
-        2 `ranks` - 1 - s. Raises `PlanError`.
+        """Stage s holds layers ``[cuts[s], cuts[s + 1])`` and is on the rank where the schedule's layout has it: s mod
+        `ranks`, in a V that or 2 `ranks` - 1 - s. Raises `PlanError`.
         """
-        places = deal_ranks(schedule, len(cuts) - 1, ranks)
-        stages = tuple(Stage(start, stop, (at,)) for (start, stop), at in zip(pairwise(cuts), places, strict=True))
+        dealt = require_schedule(schedule).layout.ranks(len(cuts) - 1, ranks)
+        stages = tuple(Stage(start, stop, (rank,)) for (start, stop), rank in zip(pairwise(cuts), dealt, strict=True))
         return cls(stages, schedule, microbatches, microbatch_size, vertical_sync, recompute)
+
+    @property
+    def definition(self) -> ScheduleDefinition:
+        """The definition of its schedule."""
+        return require_schedule(self.schedule)
 
     @property
     def ranks(self) -> int:
@@ -187,13 +181,26 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
-        """``v``: 1 for all schedules but `interleaved` and `zb-v`, which has 2."""
+        """``v``: 1 where the schedule's layout has one stage on a rank."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """``r`` of every stage: its ranks, or groups of `tensor_parallel` ranks."""
         return tuple(len(stage.ranks) // self.tensor_parallel for stage in self.stages)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the schedule has the stages.
+
+        With tensor parallelism a rank of the schedule is the group of ranks that hold a replica together: schedule rank
+        g stands for the ranks from ``g * t`` on.
+        """
+        size = self.tensor_parallel
+        return Placement(
+            tuple(tuple(rank // size for rank in stage.ranks[::size]) for stage in self.stages),
+            split=self.routing == "split" and max(self.replicas) > 1,
+        )
 
     @property
     def layers(self) -> int:
@@ -227,8 +234,12 @@ class Plan:
         return self.explanation or f"{self}\n{reason}"
 
     def save(self, path: str | Path) -> None:
-        """Writes YAML. `PlanError` if the file cannot be written."""
-        lines = [f"format: {_FORMAT}", f"schedule: {self.schedule}", f"microbatches: {self.microbatches}"]
+        """Writes YAML. `PlanError` if the file cannot be written.
+
+        Of a schedule of your own it keeps the name; `load` must be given the definition again.
+        """
+        name = self.schedule if isinstance(self.schedule, str) else quoted_text(self.schedule.name)
+        lines = [f"format: {_FORMAT}", f"schedule: {name}", f"microbatches: {self.microbatches}"]
         if self.microbatch_size is not None:
             lines.append(f"microbatch_size: {self.microbatch_size}")
         lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(self.recompute).lower()}"]
@@ -249,36 +260,75 @@ class Plan:
         write_text(path, "\n".join(lines) + "\n", PlanError)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the mend."""
-        place = read_yaml(path, PlanError)
-        place.check_format(_FORMAT)
+    def load(cls, path: str | Path, schedule: ScheduleDefinition | None = None) -> "Plan":
+        """Reads what `save` wrote, or a plan made by hand. `PlanError` names the file, the field and the fix.
+
+        `schedule`: the definition that the plan's schedule names, if it is one of your own.
+        """
+        node = read_yaml(path, PlanError)
+        node.check_format(_FORMAT)
         optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation")]
-        places = place.mapping(("format", "stages"), optional)
-        stages = tuple(_read_stage(stage) for stage in places["stages"].items())
-        schedule = places["schedule"].text() if "schedule" in places else "1f1b-flush"
-        microbatches = places["microbatches"].integer() if "microbatches" in places else 1
-        size = places["microbatch_size"].integer() if "microbatch_size" in places else None
-        sync, recompute = (name in places and places[name].boolean() for name in ("vertical_sync", "recompute"))
-        routing = cast(Routing, places["routing"].text()) if "routing" in places else "round-robin"
-        parallel = places["tensor_parallel"].integer() if "tensor_parallel" in places else 1
-        predicted = _read_prediction(places["predicted"]) if "predicted" in places else None
-        planner = places["planner"].text() if "planner" in places else ""
-        return place.build(
-            lambda: cls(stages, schedule, microbatches, size, sync, recompute, predicted, routing, parallel, planner)
+        nodes = node.mapping(("format", "stages"), optional)
+        stages = tuple(_read_stage(stage) for stage in nodes["stages"].items())
+        named = (
+            node.build(lambda: _find_named(nodes["schedule"].text(), schedule))
+            if "schedule" in nodes
+            else DEFAULT_SCHEDULE
+        )
+        microbatches = nodes["microbatches"].integer() if "microbatches" in nodes else 1
+        size = nodes["microbatch_size"].integer() if "microbatch_size" in nodes else None
+        sync, recompute = (name in nodes and nodes[name].boolean() for name in ("vertical_sync", "recompute"))
+        routing = cast(Routing, nodes["routing"].text()) if "routing" in nodes else "round-robin"
+        parallel = nodes["tensor_parallel"].integer() if "tensor_parallel" in nodes else 1
+        predicted = _read_prediction(nodes["predicted"]) if "predicted" in nodes else None
+        planner = nodes["planner"].text() if "planner" in nodes else ""
+        return node.build(
+            lambda: cls(stages, named, microbatches, size, sync, recompute, predicted, routing, parallel, planner)
         )
 
 
-def _read_stage(place: YamlNode) -> Stage:
-    places = place.mapping(("start", "stop", "ranks"))
-    start, stop = places["start"].integer(), places["stop"].integer()
-    ranks = tuple(rank.integer() for rank in places["ranks"].items())
-    return place.build(lambda: Stage(start, stop, ranks))
+def require_schedule(schedule: ScheduleDefinition | str, where: str = "") -> ScheduleDefinition:
+    """The definition that `schedule` is or names; `PlanError` if there is none, with `where` said at the end."""
+    definition = find_definition(schedule)
+    if definition is None:
+        raise PlanError(
+            f"schedule: expected one of {', '.join(SCHEDULES)}, found {text_of(schedule)}. "
+            f"{schedule_hint(str(schedule))}Choose one of them{where}"
+        )
+    if has_taken_name(definition):
+        raise PlanError(
+            f"schedule: expected a definition with a name of its own, found {text_of(definition)}, which is the name "
+            "of one of Penstock's schedules: rename it"
+        )
+    return definition
 
 
-def _read_prediction(place: YamlNode) -> Prediction:
-    places = place.mapping([field.name for field in fields(Prediction) if field.name != "limit"], ["limit"])
-    peaks = tuple(peak.number() for peak in places.pop("peak_bytes").items())
-    limit = places.pop("limit").text() if "limit" in places else ""
-    numbers = {name: inner.number() for name, inner in places.items()}
-    return place.build(lambda: Prediction(peak_bytes=peaks, limit=limit, **numbers))
+def schedule(plan: Plan) -> Schedule:
+    """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
+    return Schedule.placed(plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync)
+
+
+def _find_named(name: str, own: ScheduleDefinition | None) -> ScheduleDefinition:
+    if own is None:
+        return require_schedule(name, _OWN)
+    if own.name != name:
+        raise PlanError(
+            f"schedule: expected {own.name!r}, whose definition was given, found {name!r}: give the definition of "
+            f"{name!r}, or load a plan for {own.name!r}"
+        )
+    return own
+
+
+def _read_stage(node: YamlNode) -> Stage:
+    nodes = node.mapping(("start", "stop", "ranks"))
+    start, stop = nodes["start"].integer(), nodes["stop"].integer()
+    ranks = tuple(rank.integer() for rank in nodes["ranks"].items())
+    return node.build(lambda: Stage(start, stop, ranks))
+
+
+def _read_prediction(node: YamlNode) -> Prediction:
+    nodes = node.mapping([field.name for field in fields(Prediction) if field.name != "limit"], ["limit"])
+    peaks = tuple(peak.number() for peak in nodes.pop("peak_bytes").items())
+    limit = nodes.pop("limit").text() if "limit" in nodes else ""
+    numbers = {name: inner.number() for name, inner in nodes.items()}
+    return node.build(lambda: Prediction(peak_bytes=peaks, limit=limit, **numbers))

@@ -92,7 +92,7 @@ class Profile:
     has it in its numbers. 0 on a CPU."""
     fragmentation: float = 1.0
     """Bytes that the allocator had reserved for each one in use at the peak of the measurement. It says little of a
-    model of a few MB. 1 on a CPU, where none tells."""
+    model of a few MB. 1 on a CPU, where it is not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -140,8 +140,8 @@ class Profile:
     def scaled(self, microbatch_size: int) -> "Profile":
         """This profile for microbatches of another size: seconds and activations in proportion, weights as they are.
 
-        An extrapolation (thesis, section 3.3): small microbatches run less efficiently than it says, so that a profile
-        measured at that size is better.
+        An extrapolation [Narayanan 2021, section 3.3]: small microbatches run less efficiently than it says, so that a
+        profile measured at that size is better.
         """
         share = microbatch_size / self.microbatch_size
         layers = tuple(
@@ -181,7 +181,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote, perhaps edited. `ProfileError` names the file, the field and the mend."""
+        """Reads what `save` wrote, perhaps edited. `ProfileError` names the file, the field and the fix."""
         place = read_json(path, ProfileError)
         place.check_format(_FORMAT)
         noted = ("library_bytes", "fragmentation")
@@ -198,7 +198,7 @@ class Profile:
         """Reads a ``graph.txt`` of PipeDream's profiler and makes a chain of its graph.
 
         The measured minibatch becomes the microbatch; its size comes from `microbatch_size`, or else from the bytes of
-        the input images (3 x 224 x 224 numbers of 4 bytes). A file that tells neither (GNMT's) counts its minibatch as
+        the input images (3 x 224 x 224 numbers of 4 bytes). A file that says neither (GNMT's) counts its minibatch as
         one sample: rates are then minibatches per second. `saved_bytes` is not in the file; the bytes of all that the
         operator makes stand for it. `ProfileError` names the line that cannot be read.
         """
@@ -206,7 +206,9 @@ class Profile:
         try:
             order = linearise(file.graph)
         except ValueError as cycle:
-            raise ProfileError(f"{path}: expected a graph without cycles, found that {cycle}: mend the edges") from None
+            raise ProfileError(
+                f"{path}: expected a graph without cycles, found that {cycle}: correct the edges"
+            ) from None
         layers = []
         for index, cut_bytes in order:
             node = file.graph.operators[index]

@@ -1,10 +1,9 @@
 """A stage of a plan, and what makes sense of several: layers that are tiled, ranks that hold one stage each.
 
-Laws of this file:
+Rules of this file:
   1. The stages tile the layers: stage 0 starts at layer 0, every other one where the one before it stops.
-  2. Each rank from 0 on holds one stage. Under `interleaved` the stages are dealt out in turn, so that stage s is where
-     stage s mod p is; under `zb-v` there and back again, so that stage s is where stage 2p - 1 - s is. All stages then
-     have equally many replicas.
+  2. Each rank from 0 on holds one stage, or as many as the schedule's layout has on a rank: in turn, stage s is where
+     stage s mod p is; in a V, stage s is where stage 2p - 1 - s is. All stages then have equally many replicas.
   3. The ranks of a tensor-parallel group are numbered together.
 """
 
@@ -12,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import names_of
+from penstock.scheduling.placements import StageLayout
 from penstock.values.documents import is_count, text_of
 
-__all__ = ["DEALT", "Stage", "check_stages", "deal_ranks", "ranks_text"]
+__all__ = ["Stage", "check_stages", "ranks_text"]
 
-DEALT = {"interleaved": ("s mod {}", "in turn"), "zb-v": ("2 x {} - 1 - s", "there and back again")}
-"""The schedules that put several stages on a rank: beside which stage of p stage s is, and how stages are dealt."""
+_SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
+"""The stage, of the first p, that is on the rank of stage s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +55,11 @@ class Stage:
         return f"layers [{self.start}, {self.stop}) on {ranks_text(self.ranks)}"
 
 
-def check_stages(stages: tuple[Stage, ...], tensor_parallel: int, schedule: str) -> None:
-    """Raises `PlanError` if the stages of a plan for `schedule` break a law of this file."""
+def check_stages(stages: tuple[Stage, ...], tensor_parallel: int, schedule: ScheduleDefinition) -> None:
+    """Raises `PlanError` if the stages of a plan for `schedule` violate a rule of this file."""
     _check_tiling(stages)
     _check_replicas(stages, tensor_parallel)
     _check_ranks(stages, schedule)
-
-
-def deal_ranks(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
-    """The rank of every stage under `schedule`, where nothing is replicated: in turn, or for `zb-v` there and back."""
-    if schedule == "zb-v":
-        return tuple(min(stage % (2 * ranks), 2 * ranks - 1 - stage % (2 * ranks)) for stage in range(stages))
-    return tuple(stage % ranks for stage in range(stages))
 
 
 def _check_tiling(stages: tuple[Stage, ...]) -> None:
@@ -100,7 +95,7 @@ def _check_replicas(stages: tuple[Stage, ...], tensor_parallel: int) -> None:
                 )
 
 
-def _check_ranks(stages: tuple[Stage, ...], schedule: str) -> None:
+def _check_ranks(stages: tuple[Stage, ...], schedule: ScheduleDefinition) -> None:
     held = [rank for stage in stages for rank in stage.ranks]
     ranks = max(held) + 1
     missing = sorted(set(range(ranks)) - set(held))
@@ -109,32 +104,33 @@ def _check_ranks(stages: tuple[Stage, ...], schedule: str) -> None:
             f"stages: expected ranks 0 to {ranks - 1} to hold a stage each, found none on {ranks_text(missing)}: "
             "number the ranks from 0 without gaps"
         )
-    around = _positions(stages, ranks, schedule) if schedule in DEALT else len(stages)
-    places = deal_ranks(schedule, len(stages), around)
+    layout = schedule.layout
+    length = _length(stages, ranks, schedule) if layout.has_several else len(stages)
+    dealt = layout.ranks(len(stages), length)
     before: dict[int, int] = {}
     for index, stage in enumerate(stages):
         at = f"stages[{index}].ranks: "
-        if index >= around:
-            expected = stages[places[index]].ranks
+        if index >= length:
+            expected = stages[dealt[index]].ranks
             if stage.ranks != expected:
-                where, mend = DEALT[schedule]
+                where = _SAME_RANK[layout].format(length)
                 raise PlanError(
-                    f"{at}expected {list(expected)} ({schedule}: stage s where stage {where.format(around)} is), "
-                    f"found {list(stage.ranks)} in {stage}: deal the stages to the ranks {mend}"
+                    f"{at}expected {list(expected)} ({schedule}: stage s where stage {where} is), "
+                    f"found {list(stage.ranks)} in {stage}: deal the stages to the ranks {layout.value}"
                 )
             continue
         for rank in stage.ranks:
             if rank in before:
                 raise PlanError(
                     f"{at}rank {rank} is used twice: expected each rank once, found it in stage {before[rank]} and in "
-                    f"{stage}. Give stage {index} another rank (several stages on a rank need schedule interleaved or "
-                    "zb-v)"
+                    f"{stage}. Give stage {index} another rank (several stages on a rank need schedule "
+                    f"{names_of(lambda each: each.layout.has_several, ' or ')})"
                 )
             before[rank] = index
 
 
-def _positions(stages: tuple[Stage, ...], ranks: int, schedule: str) -> int:
-    """How many stages in a row are on ranks of their own, under `schedule` on so many ranks."""
+def _length(stages: tuple[Stage, ...], ranks: int, schedule: ScheduleDefinition) -> int:
+    """The number of consecutive stages that are on ranks of their own, under `schedule` on `ranks` ranks."""
     replicas = len(stages[0].ranks)
     for index, stage in enumerate(stages):
         if len(stage.ranks) != replicas:
@@ -142,18 +138,18 @@ def _positions(stages: tuple[Stage, ...], ranks: int, schedule: str) -> int:
                 f"stages[{index}].ranks: expected {replicas} ranks ({schedule}: as many as stage 0 has), found "
                 f"{len(stage.ranks)} in {stage}: give all stages the same number of replicas"
             )
-    around = ranks // replicas
-    if schedule == "zb-v" and (ranks % replicas or len(stages) != 2 * around):
+    length = ranks // replicas
+    if schedule.layout is StageLayout.V_SHAPE and (ranks % replicas or len(stages) != 2 * length):
         raise PlanError(
-            f"stages: expected {2 * around} stages (zb-v on {ranks} ranks), found {len(stages)}: the last is "
+            f"stages: expected {2 * length} stages ({schedule} on {ranks} ranks), found {len(stages)}: the last is "
             f"{stages[-1]}. Give every rank two stages"
         )
-    if ranks % replicas or len(stages) % around:
+    if ranks % replicas or len(stages) % length:
         raise PlanError(
-            f"stages: expected a multiple of {around} stages ({schedule} on {ranks} ranks), found {len(stages)}: "
+            f"stages: expected a multiple of {length} stages ({schedule} on {ranks} ranks), found {len(stages)}: "
             f"the last is {stages[-1]}. Give every rank the same number of stages"
         )
-    return around
+    return length
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """The shape of a transformer language model: how many parameters it has, and how many operations a batch takes.
 
-The counts are those of the thesis, section 4.5.1. Symbols: l layers, h hidden size, s sequence length, V vocabulary,
-B batch size in sequences.
+The counts are those of [Narayanan 2021, section 4.5.1]. Symbols: l layers, h hidden size, s sequence length, V
+vocabulary, B batch size in sequences.
 """
 
 import math

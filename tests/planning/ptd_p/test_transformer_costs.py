@@ -23,10 +23,9 @@ from penstock.planning.ptd_p.transformer_costs import (
     tensor_numbers,
     tensor_parallel_costs,
 )
-from penstock.scheduling import schedule
 from penstock.scheduling.actions import Backward, Forward
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule
 from support.transformer_arrangements import (
     GPT_1B,
     GPT_1T,

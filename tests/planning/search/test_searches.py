@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.planning import PlanConstraints, compare_plans, partition, plan
-from penstock.planning.search.constraints import SYNCHRONOUS
 from penstock.scheduling import verify
-from penstock.scheduling.schedules import schedule
 from penstock.simulating.outcomes import evaluate
 from penstock.values import SCHEDULES, Cluster, LayerProfile, Plan, Profile
+from penstock.values.plans import schedule
 from support.paths import PIPEDREAM
 
 thousandths = st.integers(1, 50).map(lambda count: count / 1000)
@@ -109,14 +108,14 @@ def test_it_is_not_worse_than_what_people_do_by_hand(profile: Profile, cluster: 
 def test_synchronous_plans_only() -> None:
     made = plan(equal_layers(8), Cluster.uniform(4, 1e9), synchronous=True)
 
-    assert made.schedule in SYNCHRONOUS
+    assert made.definition.flushes
     assert "stale" not in made.explain()
 
 
 def test_of_equally_fast_plans_the_one_without_stale_weights_is_taken() -> None:
     made = plan(equal_layers(1), Cluster.uniform(1, 1e9))
 
-    assert made.schedule in SYNCHRONOUS
+    assert made.definition.flushes
 
 
 def test_recompute_is_chosen_where_memory_asks_for_it() -> None:
@@ -194,7 +193,7 @@ def test_the_explanation_ranks_and_says_why_the_runner_up_lost() -> None:
     head = next(line for line in text.splitlines() if "limited by" in line and "planner" in line)
     columns = "planner, schedule, replicas, m x b, minibatch, samples/s, bubble, peak, limited by"
     assert ", ".join(re.split(r" {2,}", head.strip())) == columns
-    assert re.search(r"\n 1  \S+ +" + re.escape(made.schedule), text)
+    assert re.search(r"\n 1  \S+ +" + re.escape(str(made.schedule)), text)
     assert "The best is limited by: " in text
     assert re.search(r"The runner-up \(.*\) is (as fast|[\d.]+% slower)", text)
 

@@ -16,10 +16,11 @@ from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, cheapest_mappings
 from penstock.planning.spp.spp_search import evaluate_for, plan_spp, spp_candidates
-from penstock.scheduling import Backward, Forward, schedule
+from penstock.scheduling import Backward, Forward
 from penstock.scheduling.definitions import Step
 from penstock.simulating.outcomes import evaluate
 from penstock.values import Cluster, LayerProfile, Plan, Profile, Stage
+from penstock.values.plans import schedule
 from support.pipeline_execution import busiest, execute, execution_orders, lemma_1, makespan, plan_costs
 
 

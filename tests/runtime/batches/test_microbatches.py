@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import read_sample
 from penstock.errors import CaptureError, PenstockError
-from penstock.runtime.batches.microbatches import chunks, join, split
+from penstock.runtime.batches.microbatches import count_microbatches, join, split
 
 
 def form(*names: str, batched: tuple[str, ...]) -> ModelInputs:
@@ -124,7 +124,7 @@ def test_inputs_that_disagree() -> None:
 
 
 def test_chunks_are_of_the_captured_size_at_most() -> None:
-    assert [chunks(SINGLE, torch.arange(samples)) for samples in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
+    assert [count_microbatches(SINGLE, torch.arange(samples)) for samples in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
 
 
 def test_outputs_are_joined_by_what_they_are() -> None:
@@ -140,11 +140,11 @@ def test_outputs_are_joined_by_what_they_are() -> None:
 
 
 def test_outputs_of_unequal_microbatches_without_samples_first_cannot_be_joined() -> None:
-    with pytest.raises(PenstockError, match=r"\(7, 2\) for 2 samples and \(7, 1\) for 1, which make no whole"):
+    with pytest.raises(PenstockError, match=r"\(7, 2\) for 2 samples and \(7, 1\) for 1, which cannot be stacked"):
         join([torch.zeros(7, 2), torch.zeros(7, 1)], [2, 1])
 
 
 def test_an_empty_batch() -> None:
-    for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: chunks(SINGLE, X[:0])):
+    for cut in (lambda: split(SINGLE, X[:0], None, 1), lambda: count_microbatches(SINGLE, X[:0])):
         with pytest.raises(PenstockError, match="the batch is empty"):
             cut()

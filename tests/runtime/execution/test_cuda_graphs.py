@@ -294,7 +294,7 @@ def break_off(layer: nn.Module) -> nn.Module:
     ("build", "words"),
     [
         (Replacing, r"stage 1 \(.*\) puts a new tensor in the place of a buffer"),
-        (Failing, r"stage 1 \(.*\) cannot be recorded as a CUDA graph: .* stream is capturing"),
+        (Failing, r"stage 1 \(.*\) cannot be captured as a CUDA graph: .* stream is capturing"),
         (Sparse, "sparse gradients"),
     ],
 )

@@ -326,11 +326,11 @@ def test_parts_come_in_their_order_and_once() -> None:
     received = [torch.ones(SAMPLES, WIDTH).double().requires_grad_()]
     gradients = [torch.ones(SAMPLES, WIDTH).double()]
     executor.forward(0, received, lambda values: (values[0] @ W,))
-    with pytest.raises(AssertionError, match="comes after its input part"):
+    with pytest.raises(AssertionError, match="comes after its input backward"):
         StageExecutor(dict(executor.in_flight)).backward_weight(0)
     executor.backward_input(0, gradients)
     for again in (StageExecutor.backward_input, StageExecutor.backward):
-        with pytest.raises(AssertionError, match="instead of a whole one"):
+        with pytest.raises(AssertionError, match="instead of a whole backward"):
             again(StageExecutor(dict(executor.in_flight)), 0, gradients)
 
 

@@ -197,7 +197,7 @@ def test_every_small_schedule_keeps_the_laws_and_reaches_its_promise() -> None:
 
         assert verification.in_flight == schedule.guarantees.in_flight, schedule
         assert verification.versions == schedule.guarantees.versions, schedule
-        assert verification.halves == schedule.guarantees.halves, schedule
+        assert verification.pending_weight_backwards == schedule.guarantees.pending_weight_backwards, schedule
 
 
 def test_every_small_inference_keeps_the_laws() -> None:

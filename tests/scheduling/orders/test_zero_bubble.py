@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, Backward, BackwardInput, BackwardWeight, Receive, Update, parse_programs
 from penstock.scheduling.orders import zb_h1, zb_v
-from penstock.scheduling.placements import Placement
+from penstock.scheduling.placements import Placement, StageLayout
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.verification.verifier import verify, verify_programs
 from penstock.simulating import simulate
@@ -78,7 +78,7 @@ def test_what_is_held(made: Schedule, in_flight: tuple[int, ...], halves: tuple[
     verification = verify(made)
 
     assert verification.in_flight == made.guarantees.in_flight == in_flight
-    assert verification.halves == made.guarantees.halves == halves
+    assert verification.pending_weight_backwards == made.guarantees.pending_weight_backwards == halves
 
 
 @pytest.mark.parametrize("ranks", range(1, 6))
@@ -155,8 +155,8 @@ def test_receives_of_zb_v_only_move_ahead(p: int, m: int, norms: bool, replicas:
     """Against the receives as lowering puts them, each directly before what uses it."""
     at = tuple(tuple(range(place * replicas, (place + 1) * replicas)) for place in range(p))
     made = Schedule.placed("zb-v", Placement((*at, *reversed(at))), m, norms=norms)
-    (method,) = made.methods
-    unordered = replace(made, methods=(replace(method, folds=False, interleaves=True),))
+    method = made.definition
+    unordered = replace(made, method=replace(method, layout=StageLayout.ROUND_ROBIN))
     for row, plain in zip(made.step(0), unordered.step(0), strict=True):
         assert sorted(map(str, row)) == sorted(map(str, plain))
         assert [a for a in row if not isinstance(a, Receive)] == [a for a in plain if not isinstance(a, Receive)]
@@ -176,12 +176,12 @@ def places_of(row: tuple[Action, ...]) -> dict[Action, int]:
 
 def test_zb_v_needs_its_receives_in_the_order_of_the_sends() -> None:
     made = zero_bubble("zb-v", 2, 3)
-    (method,) = made.methods
-    unordered = replace(made, methods=(replace(method, folds=False, interleaves=True),))
+    method = made.definition
+    unordered = replace(made, method=replace(method, layout=StageLayout.ROUND_ROBIN), replicated=made.placement)
 
     assert complaint(lambda: verify(unordered))[0] == (
-        "schedule 'zb-v' breaks a law: messages are received in the order in which they were sent, on each edge "
-        "between two ranks"
+        "schedule 'zb-v' violates an invariant: messages are received in the order in which they were sent, on each "
+        "edge between two ranks"
     )
 
 
@@ -192,7 +192,7 @@ TIED = replace(zero_bubble("zb-h1", 2, 1), ties=((0, 1),))
 # rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1W0@0 1T1>0 1T1<0 1U1<0
 REPLICATED = Schedule.placed("zb-h1", Placement(((0,), (1, 2))), 2)
 ONCE = "each microbatch goes forward and backward exactly once on each stage"
-ASCENDING = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
+ASCENDING = "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike"
 DATA = "an action comes after what it needs"
 UPDATE = "an update makes the next version from all backwards of its microbatches, and they read one version"
 LAWS = {
@@ -214,7 +214,7 @@ LAWS = {
         (H1, 1, (" 1W1@0", "")),
         "nothing is in flight after the drain: every forward had its backward",
         "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 >>1F1@0<< 1I1@0 1S1>0 1W0@0 1U1<0",
-        "the weight part of the backward of microbatch 1 on stage 1 before the end",
+        "the weight backward of microbatch 1 on stage 1 before the end",
         "let the step or the drain yield it",
     ),
     "input part missing": (
@@ -228,7 +228,7 @@ LAWS = {
         (H1, 1, ("1I1@0 1S1>0 1W0@0 1W1@0", "1W0@0 1W1@0 1I1@0 1S1>0")),
         DATA,
         "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 1W0@0 >>1W1@0<< 1I1@0 1S1>0 1U1<0",
-        "the input part of the backward of microbatch 1 on stage 1 before 1W1@0",
+        "the input backward of microbatch 1 on stage 1 before 1W1@0",
         "put it before, or let lower() derive the messages",
     ),
     "gradient sent before the input part": (
@@ -279,17 +279,17 @@ LAWS = {
     ),
     "in flight up to the weight part": (
         (promising(H1, in_flight=(2, 1)), 1),
-        "activations in flight stay within the promise: at most 1 on stage 1",
+        "activations in flight stay within the guarantee: at most 1 on stage 1",
         "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 >>1F1@0<< 1I1@0 1S1>0 1W0@0 1W1@0 1U1<0",
         "a backward first: 1 in flight already",
-        "run a backward first, or promise more",
+        "run a backward first, or guarantee more",
     ),
     "waiting for the weight part": (
-        (promising(H1, halves=(0, 1)), 1),
-        "microbatches that wait for their weight part stay within the promise: at most 1 on stage 1",
+        (promising(H1, pending_weight_backwards=(0, 1)), 1),
+        "microbatches that wait for their weight backward stay within the guarantee: at most 1 on stage 1",
         "rank 1: 1R0<0 1F0@0 1I0@0 1S0>0 1R1<0 1F1@0 >>1I1@0<< 1S1>0 1W0@0 1W1@0 1U1<0",
-        "a weight part first: 1 wait already",
-        "run a weight part first, let a whole backward do both, or promise more",
+        "a weight backward first: 1 wait already",
+        "run a weight backward first, let a whole backward do both, or guarantee more",
     ),
     "tied gradients before the weight part": (
         (TIED, 1, ("1W0@0 1T1>0", "1T1>0 1W0@0")),
@@ -312,14 +312,15 @@ def test_replicas_sum_after_the_last_weight_part() -> None:
 
     assert "1W1@0 1A1" in " ".join(map(str, programs[2]))
     assert complaint(lambda: verify_programs(parse_programs("\n".join(rows)), REPLICATED, 1))[:2] == [
-        f"schedule 'zb-h1' breaks a law: {DATA}",
+        f"schedule 'zb-h1' violates an invariant: {DATA}",
         "  rank 2: 1R1<0 1F1@0 1I1@0 1S1>0 1A1 1W1@0 >>1U1<0<<",
     ]
 
 
 def test_input_parts_of_a_minibatch_wait_for_the_update_before() -> None:
     """Also where its version is old enough: what is not split makes gradients of weights in the input part."""
-    made = promising(Schedule("pipedream", 2, 1), halves=(1, 1), versions=(3, 2), in_flight=(3, 2))
+    split = promising(Schedule("pipedream", 2, 1), pending_weight_backwards=(1, 1), splits_backward=True)
+    made = promising(split, versions=(3, 2), in_flight=(3, 2), in_flight_of_rank=(3, 2))
     programs = change(made, 3, ("0B0@0 0U1<0", "0I0@0 0W0@0"), ("0R1<1 0B1@0 0U2<0", "0R1<1 0I1@0 0U1<0 0W1@0 0U2<0"))
 
     with pytest.raises(ScheduleError):

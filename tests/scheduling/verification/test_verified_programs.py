@@ -211,7 +211,7 @@ SMALL = [
 
 def ident(schedule: Schedule) -> str:
     facts = {"sync": schedule.vertical_sync, "tied": schedule.ties, "norms": schedule.norms}
-    return "-".join([schedule.method, str(schedule.ranks), *(name for name, there in facts.items() if there)])
+    return "-".join([schedule.name, str(schedule.ranks), *(name for name, there in facts.items() if there)])
 
 
 @pytest.mark.parametrize("schedule", SMALL, ids=ident)

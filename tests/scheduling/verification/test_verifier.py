@@ -4,6 +4,7 @@ That nothing wrong passes is the business of `test_verified_programs`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from penstock.scheduling.actions import (
     Forward,
     Update,
 )
-from penstock.scheduling.definitions import Drain, PipelineShape, ScheduleDefinition, Segment, Step
+from penstock.scheduling.definitions import Drain, PipelineShape, Segment, Step
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.scheduling.verification.verifier import Verification, verify, verify_programs
@@ -80,14 +81,14 @@ LAWS = {
     ),
     "order of backwards": (
         (FLUSH, 1, ("0R0<1 0B0@0 0R1<1 0B1@0", "0R1<1 0B1@0 0R0<1 0B0@0")),
-        "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method",
+        "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike",
         "rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 0R1<1 >>0B1@0<< 0R0<1 0B0@0 0U1<0",
         "microbatch 0 first",
         "put 0 before 1",
     ),
     "order of forwards": (
         (FLUSH, 1, ("0F0@0 0S0>1 0F1@0 0S1>1", "0F1@0 0S1>1 0F0@0 0S0>1")),
-        "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method",
+        "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike",
         "rank 0: >>0F1@0<< 0S1>1 0F0@0 0S0>1 0R0<1 0B0@0 0R1<1 0B1@0 ...",
         "microbatch 0 first",
         "put 0 before 1",
@@ -181,27 +182,27 @@ LAWS = {
         "no version is overwritten while it is needed: stage 0 keeps 1",
         "rank 0: ... 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 >>0B1@0<< 0U2<0 0R2<1 0B2@1 0U3<1",
         "version 1 or newer: 0 gave its slot to 1",
-        "update later, or promise more versions",
+        "update later, or guarantee more versions",
     ),
     "in flight": (
         (FLUSH, 1, ("1B0@0 1S0>0 1R1<0 1F1@0", "1R1<0 1F1@0 1B0@0 1S0>0")),
-        "activations in flight stay within the promise: at most 1 on stage 1",
+        "activations in flight stay within the guarantee: at most 1 on stage 1",
         "rank 1: 1R0<0 1F0@0 1R1<0 >>1F1@0<< 1B0@0 1S0>0 1B1@0 1S1>0 1U1<0",
         "a backward first: 1 in flight already",
-        "run a backward first, or promise more",
+        "run a backward first, or guarantee more",
     ),
     "message over a stage": (
         (Schedule("1f1b-flush", 3, 2), 1, ("0S0>1", "0S0>2")),
-        "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
+        "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
         "rank 0: 0F0@0 >>0S0>2<< 0F1@0 0S1>1 0R0<1 0B0@0 0R1<1 0B1@0 0U1<0",
-        "a neighbour of stage 0 on another rank",
+        "a neighbor of stage 0 on another rank",
         "let lower() derive the messages",
     ),
     "message to oneself": (
         (ALONE, 1, ("1F0@0", "1R0<0 1F0@0")),
-        "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks",
+        "messages pass only between neighbors or stages that share weights or a skip, on different ranks",
         "rank 0: 0F0@0 >>1R0<0<< 1F0@0 1B0@0 0B0@0 0U1<0 1U1<0",
-        "a neighbour of stage 1 on another rank",
+        "a neighbor of stage 1 on another rank",
         "let lower() derive the messages",
     ),
     "message never received": (
@@ -284,11 +285,11 @@ def test_deadlock_shows_every_rank_that_waits() -> None:
     )
 
     assert complaint(lambda: verify_programs(programs, STASH, 3)) == [
-        "schedule 'pipedream' breaks a law: no rank waits for ever, when receives block and sends do not",
+        "schedule 'pipedream' violates an invariant: no rank waits forever, when receives block and sends do not",
         "  rank 0: ... 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 >>0R1<1<< 0B1@0 0U2<0 0S2>1 0R2<1 0B2@1 0U3<1",
         "  rank 1: 1R0<0 1F0@0 1B0@0 1S0>0 1U1<0 1R1<0 >>1R2<0<< 1F1@1 1B1@1 1S1>0 1U2<1 1F2@2 1B2@2 1S2>0 ...",
         "  found: rank 0 waits for rank 1, rank 1 waits for rank 0",
-        "  to mend it: send before the receive that waits for the answer",
+        "  fix: send before the receive that waits for the answer",
     ]
 
 
@@ -318,31 +319,32 @@ def procrastinate(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Co
 
 
 def test_a_step_must_not_wait_for_the_next() -> None:
-    schedule = Schedule("lagging", 2, 1, methods=(ScheduleDefinition("lagging", lag, PIPEDREAM.guarantees),))
+    schedule = Schedule(replace(PIPEDREAM, name="lagging", order=lag), 2, 1)
 
     assert verify_programs(schedule.program(3), schedule, 3).in_flight == (1, 1)
     assert complaint(lambda: verify(schedule, 3)) == [
-        "schedule 'lagging' breaks a law: no rank waits for ever within step(0), when receives block and sends do not",
+        "schedule 'lagging' violates an invariant: no rank waits forever within step(0), when receives block and sends "
+        "do not",
         "  rank 0: 0F0@0 0S0>1 >>0R0<1<< 0B0@0 0U1<0 0F1@1 0S1>1 0R1<1 0B1@1 0U2<1 ...",
         "  found: rank 0 waits for rank 1",
-        "  to mend it: send before the receive that waits for the answer, and in the same step or an earlier one",
+        "  fix: send before the receive that waits for the answer, and in the same step or an earlier one",
     ]
 
 
 def test_a_step_carries_its_own_minibatch() -> None:
-    idle = Schedule("idle", 2, 1, methods=(ScheduleDefinition("idle", procrastinate, PIPEDREAM.guarantees),))
+    idle = Schedule(replace(PIPEDREAM, name="idle", order=procrastinate), 2, 1)
 
     assert complaint(lambda: verify(idle, 3)) == [
-        "schedule 'idle' breaks a law: a step carries the forwards of its own minibatch, and a drain none",
+        "schedule 'idle' violates an invariant: a step carries the forwards of its own minibatch, and a drain none",
         "  rank 0: >>0F0@0<< 0S0>1 0F1@0 0S1>1 0R0<1 0B0@0 0U1<0 0F2@1 ...",
         "  expected: in drain(3) no such action",
-        "  to mend it: yield it in the step that it belongs to",
+        "  fix: yield it in the step that it belongs to",
     ]
     assert complaint(lambda: verify(promising(STASH, flushes=True), 3)) == [
-        "schedule 'pipedream' breaks a law: a step carries the actions of its own minibatch, and a drain none",
+        "schedule 'pipedream' violates an invariant: a step carries the actions of its own minibatch, and a drain none",
         "  rank 0: 0F0@0 0S0>1 0F1@0 0S1>1 >>0R0<1<< 0B0@0 0U1<0 0F2@1 0S2>1 0R1<1 0B1@0 0U2<0 ...",
         "  expected: in step(1) only microbatches 1 to 1",
-        "  to mend it: yield it in the step that it belongs to",
+        "  fix: yield it in the step that it belongs to",
     ]
 
 
@@ -361,7 +363,7 @@ def test_what_is_proved() -> None:
 
     assert verification == Verification("pipedream", 3, 30, (2, 1), (2, 1), (2, 1), (0, 0))
     assert str(verification) == (
-        "pipedream: every law holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight "
+        "pipedream: every invariant holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight "
         "versions"
     )
     assert verify_programs(STASH.program(3), STASH, 3) == verification

@@ -84,7 +84,9 @@ def run_automatically(subject: str, steps: int, options: dict[str, Any]) -> Auto
         error = pipe.prediction_error()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     pipe.close()
-    return Automatic(pipe.plan, pipe.profile, pipe.cluster, numbers, state, error, tuple(lines))
+    auto = pipe.auto_plan
+    profile, cluster = (pipe.measure(), None) if auto is None else (auto.profile, auto.cluster)
+    return Automatic(pipe.plan, profile, cluster, numbers, state, error, tuple(lines))
 
 
 class _Wearing(nn.Linear):

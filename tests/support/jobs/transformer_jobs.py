@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
-from penstock.values.stages import deal_ranks
+from penstock.values.plans import require_schedule
 from support import models
 from support.exports import built_as
 from support.training import Outcome
@@ -160,7 +160,7 @@ def _options(run: Run) -> dict[str, Any]:
         bounds = tuple(layers * stage // run.stages for stage in range(run.stages + 1))
     ranks = run.stages // run.stages_per_rank
     groups = [tuple(range(*span)) for span in pairwise(accumulate(run.replicas or (1,) * ranks, initial=0))]
-    places = deal_ranks(run.schedule, run.stages, ranks)
+    places = require_schedule(run.schedule).layout.ranks(run.stages, ranks)
     stages = tuple(penstock.Stage(bounds[s], bounds[s + 1], groups[at]) for s, at in enumerate(places))
     routing = "split" if run.split else "round-robin"
     plan = penstock.Plan(stages, schedule=run.schedule, microbatches=run.microbatches, routing=routing)

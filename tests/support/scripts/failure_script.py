@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
     def fail(self) -> None:
         """What the scenario asks for."""
-        match sys.argv[1]:
+        match sys.argv[1].removeprefix("with "):
             case "raise" | "catch":
                 raise ValueError("the layer is broken")
             case "kill":
@@ -88,12 +88,19 @@ def main() -> None:
         plan=plan_of(counts, sys.argv[3]),
         timeout_seconds=4.0 if scenario == "freeze" else 60.0,
     )
+    # Under "with", the block's end closes the pipeline before the exception reaches the top.
+    with pipe if scenario.startswith("with") else nullcontext():
+        train(pipe, scenario.removeprefix("with "), failing, counts, device)
+
+
+def train(pipe: penstock.Pipeline, scenario: str, failing: int, counts: list[int], device: torch.device) -> None:
+    """Five steps, of which the failing rank does not do all."""
     replicas = next(count for count, last in zip(counts, accumulate(counts), strict=True) if failing < last)
     # In the second step: what the failing rank forwards in one and a half.
     Layer.forwards_left = 3 * MICROBATCHES // (2 * replicas)
     x = torch.randn(2 * MICROBATCHES, 4, device=device)
     for step in range(5):
-        if step == 2 and rank == failing:
+        if step == 2 and pipe.rank == failing:
             if scenario == "outside":
                 raise OSError("the data set is gone")
             if scenario == "leave":

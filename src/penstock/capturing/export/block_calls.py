@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.capturing.model_forms import ModelInputs
@@ -25,6 +23,8 @@ from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
+from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
+from penstock.torch_internals.pytrees import TreeSpec, tree_leaves, tree_unflatten
 
 __all__ = [
     "BlockCall",
@@ -63,7 +63,7 @@ class BlockCall:
     """For every tensor among the arguments, its dimensions."""
     numbers: tuple[Sizes, ...]
     """The whole numbers among the arguments."""
-    structure: pytree.TreeSpec
+    structure: TreeSpec
     """Of what it returns."""
     leaves: tuple[Any, ...]
     """Of what it returns: a `ResultTensor`, the `Sizes` of a whole number, or a constant."""
@@ -79,7 +79,7 @@ class _Call:
     numbers: list[int]
     objects: list[Any]
     """Every leaf that is not a tensor; None for one that is."""
-    structure: pytree.TreeSpec | None = None
+    structure: TreeSpec | None = None
     leaves: list[Any] = field(default_factory=list)
     """A `_Shape`, or what is not a tensor."""
 
@@ -235,13 +235,13 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         depends = any(tensor in self._dependent for tensor in given)
         self._note(depends, draws)
         if depends or draws:
-            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            if func._schema.is_mutable:
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if schema_of(func).is_mutable:
                 made += given[:1]
             for tensor in made:
                 self._dependent[tensor] = True
@@ -319,7 +319,7 @@ def _resized(
     named = dict(zip(inputs.names, leaves, strict=True))
     for name, index in group:
         named[name] = resize(named[name], index)
-    args, kwargs = pytree.tree_unflatten(list(named.values()), structure)
+    args, kwargs = tree_unflatten(list(named.values()), structure)
     return Call(args, kwargs).copied()
 
 

@@ -133,9 +133,9 @@ def _is_composite(module: nn.Module) -> bool:
 
 def _children(module: nn.Module, path: str, working: frozenset[str]) -> list[tuple[str, nn.Module]]:
     found = []
-    for name, child in module._modules.items():
+    for name, child in module.named_modules(remove_duplicate=False):
         inner = f"{path}.{name}" if path else name
-        if child is not None and any(other == inner or other.startswith(inner + ".") for other in working):
+        if name and "." not in name and any(other == inner or other.startswith(inner + ".") for other in working):
             found.append((inner, child))
     return found
 

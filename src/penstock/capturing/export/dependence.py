@@ -16,10 +16,12 @@ from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.opaque_blocks import is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
+from penstock.torch_internals.dispatch import schema_of
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["Dependence", "depend", "size_bytes"]
 
-_ASSERTIONS = ("_assert", "sym_constrain")
+_ASSERTIONS = ("aten::_assert", "aten::sym_constrain")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +128,7 @@ def _families(nodes: list[Node]) -> dict[int, list[Node]]:
 
 def _memory(node: Any) -> int:
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
+    return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else 0
 
 
 def _is_random(node: Node) -> bool:
@@ -154,4 +156,5 @@ def _inner_graphs(node: Node) -> list[GraphModule]:
 
 
 def _is_assertion(node: Node) -> bool:
-    return str(getattr(node.target, "_opname", "")).startswith(_ASSERTIONS)
+    schema = schema_of(node.target)
+    return schema is not None and schema.name.startswith(_ASSERTIONS)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PenstockError
+from penstock.torch_internals.modules import is_batch_norm
 
 __all__ = ["check_statistics", "lost_check", "takes_statistics"]
 
@@ -38,7 +38,7 @@ def takes_statistics(module: nn.Module) -> bool:
     BatchNorm. Replicas that split microbatches would train another model than one device does.
     """
     for inner in module.modules():
-        if isinstance(inner, _BatchNorm):
+        if is_batch_norm(inner):
             return True
         if isinstance(inner, GraphModule) and any(node.target is check_statistics for node in inner.graph.nodes):
             return True

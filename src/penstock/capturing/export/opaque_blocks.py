@@ -8,7 +8,7 @@ the operator is a call of the user's own module again, as the Python that it is.
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 from typing import Any, cast
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.library import Library
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.export.block_calls import BlockCall, ModelRun, ResultTensor, Sizes, is_plain
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import Anew, EagerLayer, Form
 from penstock.errors import CaptureError
+from penstock.torch_internals.modules import hooks_of, replaced_forward
+from penstock.torch_internals.pytrees import tree_unflatten
 
 __all__ = ["TRACING", "OpaqueBlocks", "TracedCall", "UnknownSize", "call_of", "is_block", "opaque", "opaque_paths"]
 
 _LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class UnknownSize(CaptureError):
@@ -88,7 +88,7 @@ class OpaqueBlocks:
             else leaf
             for leaf in found.leaves
         ]
-        return pytree.tree_unflatten(leaves, found.structure)
+        return tree_unflatten(leaves, found.structure)
 
 
 TRACING: list[OpaqueBlocks] = []
@@ -98,23 +98,14 @@ TRACING: list[OpaqueBlocks] = []
 @contextmanager
 def opaque(blocks: OpaqueBlocks) -> Iterator[None]:
     """Replaces the forwards of `blocks` for its body. Their hooks are part of them and are not traced either."""
-    modules = {path: blocks.model.get_submodule(path) for path in blocks.calls}
-    hidden: list[tuple[nn.Module, dict[str, Any]]] = []
-    for path, module in modules.items():
-        own = {name: module.__dict__[name] for name in (*_HOOKS, "forward") if name in module.__dict__}
-        hidden.append((module, own))
-        for name in _HOOKS:
-            if name in own:
-                module.__dict__[name] = type(own[name])()
-        module.__dict__["forward"] = _stand_in(blocks, path)
-    TRACING.append(blocks)
-    try:
-        yield
-    finally:
-        TRACING.pop()
-        for module, own in hidden:
-            module.__dict__.pop("forward")
-            module.__dict__.update(own)
+    with ExitStack() as stack:
+        for path in blocks.calls:
+            stack.enter_context(replaced_forward(blocks.model.get_submodule(path), _stand_in(blocks, path)))
+        TRACING.append(blocks)
+        try:
+            yield
+        finally:
+            TRACING.pop()
 
 
 def is_block(node: Node) -> bool:
@@ -215,7 +206,7 @@ def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tu
     for path in sorted(blocks):
         module = model.get_submodule(path)
         state = any(_is_in(each, path) for each in (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere))
-        hooked = any(getattr(inner, name) for inner in module.modules() for name in _HOOKS)
+        hooked = any(map(hooks_of, module.modules()))
         if path and (state or hooked or any(True for _ in module.parameters())):
             paths.append(path)
     _refuse_outside(model, paths, run)
@@ -243,7 +234,7 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
                 "in a block"
             )
     for path, module in model.named_modules():
-        hooks = [hook for each in _HOOKS for hook in getattr(module, each).values()]
+        hooks = hooks_of(module)
         if hooks and not any(_is_in(path, block) for block in paths):
             raise CaptureError(
                 f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is "

@@ -5,17 +5,16 @@ tenth of a second for every step of the sequence, and fixes the length, although
 is the LSTM as a whole and takes any length. Its shapes follow from its arguments at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+
+from penstock.torch_internals.export import traced_by
 
 __all__ = ["recurrence_in_one_step"]
-
-_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def _lstm(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
@@ -54,20 +53,6 @@ _SHAPES: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-@contextmanager
-def recurrence_in_one_step() -> Iterator[None]:
+def recurrence_in_one_step() -> AbstractContextManager[None]:
     """Lets tracing in its body find the shapes of LSTM, GRU and RNN for a length that stays free."""
-    kernels = {operator: dict(operator.py_kernels) for operator in _SHAPES}
-    try:
-        for operator, shapes in _SHAPES.items():
-            _replace(operator, {**operator.py_kernels, **dict.fromkeys(_KEYS, shapes)})
-        yield
-    finally:
-        for operator, own in kernels.items():
-            _replace(operator, own)
-
-
-def _replace(operator: Any, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
-    operator.py_kernels.clear()
-    operator.py_kernels.update(kernels)
-    operator._dispatch_cache.clear()
+    return traced_by(_SHAPES)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.checking import agrees
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
+from penstock.torch_internals import pytrees as pytree
 
 __all__ = ["bound_sizes_of_one"]
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 
+from penstock.torch_internals.modules import tensor_tables
+
 __all__ = ["FUNCTIONS", "TracedLayer"]
 
 _OWNERS = "_owners"
@@ -38,6 +40,8 @@ class TracedLayer(GraphModule):
         owners, graph = _quick(self)
         object.__setattr__(self, _OWNERS, owners)
         type(self).forward = type(GraphModule(self, graph)).forward
+        # As other modules are called: a GraphModule's own call prints errors and cuts their tracebacks.
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
 
 
@@ -71,7 +75,7 @@ def _table(layer: GraphModule, target: str) -> tuple[Mapping[str, Any], str] | N
     """Where the parameter or buffer `target` is registered, and its name there; None for something else."""
     path, _, name = target.rpartition(".")
     owner = layer.get_submodule(path)
-    for table in (owner._parameters, owner._buffers):
+    for table in tensor_tables(owner):
         if name in table:
             return table, name
     return None
@@ -79,7 +83,7 @@ def _table(layer: GraphModule, target: str) -> tuple[Mapping[str, Any], str] | N
 
 def _functions() -> dict[Any, Callable[..., Any]]:
     """By operator, the function for it that takes the same arguments and calls the same operator."""
-    aten, native, tensor = torch.ops.aten, torch._C._nn, torch.Tensor
+    aten, native, tensor = torch.ops.aten, torch.nn.functional, torch.Tensor
     found: dict[Any, Callable[..., Any]] = {
         aten.add.Tensor: torch.add,
         aten.sub.Tensor: torch.sub,

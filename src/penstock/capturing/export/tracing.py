@@ -5,7 +5,6 @@ so that nothing later has to know dataclasses, keywords or constants. The trace 
 keeps, for every operator, the stack of module calls that it ran in; that stack is what the cuts go by.
 """
 
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.export.explanations import explained
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
@@ -28,6 +25,10 @@ from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
+from penstock.torch_internals import pytrees as pytree
+from penstock.torch_internals.dispatch import schema_of
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model
+from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
 
@@ -116,7 +117,7 @@ def _export_as_freely_as_possible(
     fixed: Collection[tuple[str, int]],
 ) -> ExportedProgram:
     """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
-    with _hidden_from_the_model() as asked:
+    with hidden_from_the_model() as asked:
         try:
             return _export(flat, names, tensors, inputs, fixed, Dim.AUTO)
         except CaptureError:
@@ -131,47 +132,22 @@ def _export_as_freely_as_possible(
     # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
     try:
         return _export(flat, names, tensors, inputs, fixed, Dim.STATIC)
-    except UserError:
+    except export_refusals():
         _run_with_other_batch(flat, names, tensors, inputs)
         raise
-
-
-@contextmanager
-def _hidden_from_the_model() -> Iterator[list[str]]:
-    """Answers code that is not PyTorch's, when it asks whether it is exported, with no; yields who asked.
-
-    A model that asks computes something else when it is exported: transformers then always gives attention a mask, in
-    place of ``is_causal=True``, since an exported graph is used with caches and one token at a time. That is another
-    kernel, a slower one, and another order of additions than in the eager model that is to be trained.
-    """
-    asked: list[str] = []
-    truth = torch.compiler.is_exporting
-
-    def is_exporting() -> bool:
-        name = sys._getframe(1).f_globals.get("__name__", "")
-        if name.partition(".")[0] == "torch":
-            return truth()
-        asked.append(name)
-        return False
-
-    torch.compiler.is_exporting = is_exporting
-    try:
-        yield asked
-    finally:
-        torch.compiler.is_exporting = truth
 
 
 def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]) -> None:
     """Lets the trace write in copies of its inputs: every layer starts from the batch as the user gave it."""
     written = {
-        argument.meta["val"].untyped_storage()._cdata
+        storage_key(argument.meta["val"].untyped_storage())
         for node in program.graph.nodes
         if is_mutating(node) and isinstance(argument := node.args[0], Node)
     }
     first = next(node for node in program.graph.nodes if node.op != "placeholder")
     for node in inputs:
         value = node.meta["val"]
-        if value.untyped_storage()._cdata in written:
+        if storage_key(value.untyped_storage()) in written:
             with program.graph.inserting_before(first):
                 copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
             node.replace_all_uses_with(copy)
@@ -182,7 +158,7 @@ def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]
 
 def is_mutating(node: Node) -> bool:
     """Whether the operator declares that it writes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return bool(schema is not None and schema.is_mutable)
 
 

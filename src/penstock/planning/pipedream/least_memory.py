@@ -13,17 +13,17 @@ from penstock.planning.pipedream.chain_cuts import StageSeconds, least_bottlenec
 from penstock.planning.pipedream.flat_machines import fits_flat, least_peak_bytes
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.requests import Request
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
-from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["is_unreplicated", "least_rank_bytes", "room_of", "sufficient_changes"]
 
 
 def is_unreplicated(request: Request) -> bool:
     """Whether the plans of `request` have no replicas."""
-    return request.straight or request.stages is not None or request.schedule in DEALT
+    return request.straight or request.stages is not None or request.definition.layout.has_several
 
 
 def room_of(request: Request, workers: int, size_bytes: float) -> Room:
@@ -51,9 +51,9 @@ def least_rank_bytes(profile: Profile, devices: int, request: Request) -> float:
         return inf
     ranks = stages // request.stages_per_rank
     free = [np.zeros(costs.layers + 1)] * (stages - 1)
-    if request.schedule in DEALT:
+    if request.definition.layout.has_several:
         counts = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
-        stage_ranks = deal_ranks(request.schedule, stages, ranks)
+        stage_ranks = request.definition.layout.ranks(stages, ranks)
         return cut_interleaved(
             costs, free, counts, 0.0, request.optimizer_copies, stage_ranks=stage_ranks, quick=True
         ).worst_bytes
@@ -73,14 +73,15 @@ def sufficient_changes(profile: Profile, cluster: Cluster, request: Request) -> 
 
     if not request.recompute:
         yield (attempt("recompute=True", replace(request, recompute=True)) for _ in range(1))
-    if request.schedule not in ("1f1b-flush", *DEALT):
-        yield (attempt("schedule='1f1b-flush'", replace(request, schedule="1f1b-flush")) for _ in range(1))
-    if request.vertical_sync and request.schedule == "pipedream":
+    schedule = request.definition
+    if request.schedule != DEFAULT_SCHEDULE and not schedule.layout.has_several:
+        other = replace(request, schedule=DEFAULT_SCHEDULE)
+        yield (attempt(f"schedule={DEFAULT_SCHEDULE!r}", other) for _ in range(1))
+    if request.vertical_sync and schedule.has_vertical_sync:
         yield (attempt("vertical_sync=False", replace(request, vertical_sync=False)) for _ in range(1))
-    if request.schedule not in ("pipedream", "2bw"):
-        # Interleaving takes its microbatches in groups of one per rank.
-        group = request.stage_count(devices) // request.stages_per_rank if request.schedule == "interleaved" else 1
-        counts = (count for count in halves(request.microbatches) if not count % group)
+    if schedule.flushes:
+        ranks = request.stage_count(devices) // request.stages_per_rank
+        counts = (count for count in halves(request.microbatches) if request.can_run(ranks, count))
         yield (attempt(f"microbatches={count}", replace(request, microbatches=count)) for count in counts)
     yield (attempt(f"microbatches of {size} samples", request, profile.scaled(size)) for size in halves(most))
     if request.stages is None:

@@ -31,10 +31,11 @@ from penstock.planning.pipedream.least_memory import is_unreplicated, room_of, s
 from penstock.planning.pipedream.recurrence import Hierarchy
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import PIPEDREAM
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
-from penstock.values.stages import DEALT, deal_ranks
 
 __all__ = ["find_pipedream", "noam", "partition", "plan_pipedream"]
 
@@ -46,7 +47,7 @@ def partition(
     straight: bool = False,
     allreduce: str = "ring",
     stages: int | None = None,
-    schedule: str = "pipedream",
+    schedule: ScheduleDefinition | str = PIPEDREAM.name,
     microbatches: int = 1,
     optimizer_copies: float = OPTIMIZER_COPIES,
 ) -> Plan:
@@ -111,11 +112,11 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
             f"cannot cut {costs.layers} layers into {stages} stages: expected at least one layer per stage. "
             "Use fewer stages (stages=), or capture the model in finer layers"
         )
-    stage_ranks = deal_ranks(request.schedule, stages, ranks)
+    stage_ranks = request.definition.layout.ranks(stages, ranks)
     bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairwise(stage_ranks)]
     exchange = [costs.exchange_seconds(bandwidth) for bandwidth in bandwidths]
     size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
-    if request.schedule in DEALT:
+    if request.definition.layout.has_several:
         in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
         deal = cut_interleaved(
             costs, exchange, in_flight, size_bytes, request.optimizer_copies, stage_ranks=stage_ranks

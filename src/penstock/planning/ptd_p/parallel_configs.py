@@ -24,6 +24,7 @@ from math import ceil, isqrt
 from penstock.planning.ptd_p.accelerator_models import AcceleratorModel, Precision
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.transformer_costs import TransformerCosts
+from penstock.scheduling.orders import INTERLEAVED, ONE_F_ONE_B_FLUSH
 from penstock.values.transformers import Transformer
 
 __all__ = [
@@ -60,7 +61,7 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """`interleaved` with several stages per rank, else `1f1b-flush`."""
-        return "interleaved" if self.stages_per_rank > 1 else "1f1b-flush"
+        return INTERLEAVED.name if self.stages_per_rank > 1 else ONE_F_ONE_B_FLUSH.name
 
     def __str__(self) -> str:
         text = f"(p, t, d) = ({self.pipeline}, {self.tensor}, {self.data}), b = {self.microbatch_size}"

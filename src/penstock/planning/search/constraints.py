@@ -1,48 +1,44 @@
-"""What the user fixed, and the trials that remain: who plans, for which schedule, for which microbatches.
+"""What the user fixed, and the queries that remain: which planner, for which schedule, for which microbatches.
 
-Every choice that is not fixed is tried. A trial is one question to one planner; choices that make no sense together
+Every choice that is not fixed is tried. A query is one question to one planner; choices that make no sense together
 are never asked.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, suggestion
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.requests import Request
+from penstock.planning.planner_names import PlannerName
+from penstock.planning.requests import Request, can_run
+from penstock.planning.two_bw.pipeline_searches import PIPELINE_SCHEDULES
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import (
+    SCHEDULES,
+    find_definition,
+    has_taken_name,
+    identify,
+    names_of,
+    schedule_hint,
+)
+from penstock.scheduling.orders import METHODS, SPP
+from penstock.scheduling.placements import StageLayout
 from penstock.values.clusters import Cluster
-from penstock.values.documents import is_count, suggestion, text_of
-from penstock.values.plans import SCHEDULES, schedule_hint
+from penstock.values.documents import is_count, text_of
 from penstock.values.profiles import Profile
-from penstock.values.stages import DEALT
 
-__all__ = ["SYNCHRONOUS", "PlanConstraints", "PlannerQuery"]
-
-SYNCHRONOUS = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
-"""The schedules that flush, and so train as one device does."""
-
-_SCHEDULES_OF = {
-    "pipedream": SCHEDULES,
-    "2bw": ("2bw", "1f1b-flush", "gpipe"),
-    "spp": ("spp",),
-    "interleaved": tuple(DEALT),
-    "uniform": SCHEDULES,
-}
-"""What each planner plans for; in the order in which they are asked, `uniform` only by name."""
-
-_SPLITTING = ("zb-h1", "zb-v")
-"""The schedules with backwards in two parts. What an input part computed again is held up to the weight part, and the
-last rank has nothing to compute again: it keeps all its microbatches whole either way, so that little is gained."""
+__all__ = ["PlanConstraints", "PlannerQuery"]
 
 _MICROBATCHES_PER_DEVICE = 4
 """Of the default minibatch: a flush is then idle for about a fifth of the time."""
 
 _MOST_ORDERED = 32
-"""Devices: beyond so many the planner `spp`, whose time grows with their fourth power, is asked by name only."""
+"""Devices beyond which the planner `spp`, whose time grows with their fourth power, is asked by name only."""
 
 _MOST_FLAT = 128
-"""Devices: beyond so many the planner `pipedream` is asked by name only."""
+"""Devices beyond which the planner `pipedream` is asked by name only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class PlanConstraints:
     """The choices that are fixed; None leaves one to the search. `PlanError` names one that makes no sense."""
 
     planner: str | None = None
-    schedule: str | None = None
+    schedule: ScheduleDefinition | str | None = None
     microbatches: int | None = None
     batch_size: int | None = None
     stages: int | None = None
@@ -76,15 +72,14 @@ class PlanConstraints:
     whole_backwards: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known, hint in (
-            ("planner", self.planner, tuple(_SCHEDULES_OF), suggestion),
-            ("schedule", self.schedule, SCHEDULES, schedule_hint),
-        ):
-            if value is not None and value not in known:
-                raise PlanError(
-                    f"{name}: expected one of {', '.join(known)}, found {text_of(value)}. "
-                    f"{hint(str(value), known)}Choose one of them, or leave it out to try all"
-                )
+        planners = tuple(map(str, PlannerName))
+        if self.planner is not None and self.planner not in planners:
+            _refuse("planner", self.planner, planners, suggestion(str(self.planner), planners))
+        if self.schedule is not None:
+            definition = find_definition(self.schedule)
+            if definition is None or has_taken_name(definition):
+                _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
+            object.__setattr__(self, "schedule", identify(definition))
         for name in ("microbatches", "batch_size", "stages", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and not is_count(value, least=1):
@@ -98,26 +93,34 @@ class PlanConstraints:
             raise PlanError(self._contradiction())
 
     @property
-    def schedules(self) -> tuple[str, ...]:
-        """Those that all that is fixed leaves."""
+    def schedules(self) -> tuple[ScheduleDefinition | str, ...]:
+        """The schedules that are compatible with everything that is fixed."""
+        return tuple(identify(definition) for definition in self._definitions)
+
+    @property
+    def _definitions(self) -> tuple[ScheduleDefinition, ...]:
+        fixed = find_definition(self.schedule)
         return tuple(
-            schedule
-            for schedule in SCHEDULES
-            if self.schedule in (None, schedule)
-            and (self.planner is None or schedule in _SCHEDULES_OF[self.planner])
-            and (not self.synchronous or schedule in SYNCHRONOUS)
-            and (not self.vertical_sync or schedule == "pipedream")
-            and not (self.whole_backwards and schedule in _SPLITTING)
-            and self._takes_stages_per_rank(schedule)
+            each
+            for each in (METHODS if fixed is None else (fixed,))
+            if (self.planner is None or _plans_for(self.planner, each))
+            and (not self.synchronous or each.flushes)
+            and (not self.vertical_sync or each.has_vertical_sync)
+            and not (self.whole_backwards and each.splits_backward)
+            and self._takes_stages_per_rank(each)
         )
 
     def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[PlannerQuery, ...]:
-        """All questions, planner by planner. `PlanError` if there is none, since the numbers do not go together."""
+        """All queries, planner by planner. `PlanError` if there is none, since the numbers do not go together."""
         trials = tuple(self._trials(profiles, cluster))
         if trials:
             return trials
         per_rank = self.stages_per_rank or 2
-        if self.stages is not None and self.stages % per_rank and all(name in DEALT for name in self.schedules):
+        if (
+            self.stages is not None
+            and self.stages % per_rank
+            and all(each.layout.has_several for each in self._definitions)
+        ):
             raise PlanError(
                 f"stages: expected a multiple of {per_rank} stages per rank, found {self.stages}: "
                 "stages counts the stages of all ranks"
@@ -129,15 +132,15 @@ class PlanConstraints:
                 "take another batch size, or measure a profile at a size that divides it"
             )
         raise PlanError(
-            f"no plan: expected layers and devices for the schedule {' or '.join(self.schedules)}, found "
+            f"no plan: expected layers and devices for the schedule {' or '.join(map(str, self.schedules))}, found "
             f"{len(profiles[0])} layers on {cluster.devices} devices: use fewer stages per rank, or leave the schedule "
             "to the search"
         )
 
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
-            for schedule in self.schedules:
-                if schedule in _SCHEDULES_OF[planner]:
+            for schedule in self._definitions:
+                if _plans_for(planner, schedule):
                     for profile in profiles:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
                             yield PlannerQuery(planner, profile, request, self.recompute is not False)
@@ -159,37 +162,39 @@ class PlanConstraints:
             yield self.planner
             return
         if cluster.devices <= _MOST_FLAT or self.stages is not None:
-            yield "pipedream"
+            yield PlannerName.PIPEDREAM.value
         if not self.vertical_sync:
-            yield "2bw"
+            yield PlannerName.TWO_BW.value
             if not self.straight:
-                yield from ["spp"] if cluster.devices <= _MOST_ORDERED else []
-                yield "interleaved"
+                yield from [PlannerName.SPP.value] if cluster.devices <= _MOST_ORDERED else []
+                yield PlannerName.INTERLEAVED.value
 
     def _requests(
-        self, planner: str, schedule: str, profile: Profile, first: Profile, cluster: Cluster
+        self, planner: str, schedule: ScheduleDefinition, profile: Profile, first: Profile, cluster: Cluster
     ) -> Iterator[Request]:
         microbatches = self.count_microbatches(profile, first, cluster)
-        if schedule == "pipedream" and self.microbatches is None and self.batch_size is None:
+        if schedule.updates_per_microbatch and self.microbatches is None and self.batch_size is None:
             microbatches = 1
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
-        # Without a limit nothing is gained by it, and the planner of parallel pipelines tries both by itself.
-        if self.recompute is None and (cluster.memory_bytes is None or planner == "2bw" or schedule in _SPLITTING):
+        # Without a limit nothing is gained by it, and the planner of parallel pipelines tries both by itself. Where
+        # backwards are split little is gained: what an input backward computed again is kept up to the weight backward,
+        # and the last rank has nothing to compute again, so that it keeps all its microbatches whole either way.
+        by_itself = planner == PlannerName.TWO_BW
+        if self.recompute is None and (cluster.memory_bytes is None or by_itself or schedule.splits_backward):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
                 straight = self._is_straight(planner, schedule)
                 stages = self.stages
                 if straight and stages is None:
-                    stages = per_rank * _most_ranks(
-                        schedule, microbatches, min(cluster.devices, len(profile) // per_rank)
-                    )
+                    most = min(cluster.devices, len(profile) // per_rank)
+                    stages = per_rank * _most_ranks(schedule, per_rank, microbatches, most)
                 if stages == 0 or (stages or 0) % per_rank:
                     continue
                 yield Request(
-                    schedule=schedule,
+                    schedule=identify(schedule),
                     microbatches=microbatches,
                     stages=stages,
                     stages_per_rank=per_rank,
@@ -200,23 +205,17 @@ class PlanConstraints:
                     optimizer_copies=self.optimizer_copies,
                 )
 
-    def _is_straight(self, planner: str, schedule: str) -> bool:
-        if planner in ("uniform", "interleaved"):
-            return planner == "uniform"
-        return self.straight or schedule in DEALT
+    def _is_straight(self, planner: str, schedule: ScheduleDefinition) -> bool:
+        if planner in (PlannerName.UNIFORM, PlannerName.INTERLEAVED):
+            return planner == PlannerName.UNIFORM
+        return self.straight or schedule.layout.has_several or schedule not in METHODS
 
-    def _takes_stages_per_rank(self, schedule: str) -> bool:
-        match schedule:
-            case "interleaved":
-                return True
-            case "zb-v":
-                return self.stages_per_rank in (None, 2)
-            case _:
-                return self.stages_per_rank in (None, 1)
+    def _takes_stages_per_rank(self, schedule: ScheduleDefinition) -> bool:
+        return self.stages_per_rank is None or schedule.layout.accepts(self.stages_per_rank)
 
-    def _stages_per_rank(self, schedule: str) -> tuple[int, ...]:
-        if schedule != "interleaved":
-            return (2,) if schedule in DEALT else (1,)
+    def _stages_per_rank(self, schedule: ScheduleDefinition) -> tuple[int, ...]:
+        if schedule.layout is not StageLayout.ROUND_ROBIN:
+            return (2,) if schedule.layout.has_several else (1,)
         return (self.stages_per_rank,) if self.stages_per_rank is not None else (2, 4)
 
     def _contradiction(self) -> str:
@@ -229,20 +228,41 @@ class PlanConstraints:
             "stages_per_rank": self.stages_per_rank if self.stages_per_rank != 1 else None,
         }
         given = ", ".join(f"{name}={value!r}" for name, value in fixed.items() if value is not None)
+        looping, folding = (
+            names_of(lambda each, layout=layout: each.layout is layout)  # type: ignore[misc]
+            for layout in (StageLayout.ROUND_ROBIN, StageLayout.V_SHAPE)
+        )
         return (
             f"{given}: expected choices that go together, found none that do: several stages per rank need "
-            "schedule='interleaved' (or 'zb-v', for two), vertical_sync needs schedule='pipedream', synchronous=True "
-            "rules out pipedream and 2bw, whole_backwards=True zb-h1 and zb-v, and the planner spp plans for "
-            "schedule='spp'. Drop one of them"
+            f"schedule={looping!r} (or {folding!r}, for two), vertical_sync needs "
+            f"schedule={names_of(lambda each: each.has_vertical_sync)!r}, synchronous=True rules out "
+            f"{names_of(lambda each: not each.flushes, ' and ')}, whole_backwards=True "
+            f"{names_of(lambda each: each.splits_backward, ' and ')}, and the planner spp plans for "
+            f"schedule={SPP.name!r}. Drop one of them"
         )
 
 
-def _most_ranks(schedule: str, microbatches: int, ranks: int) -> int:
-    """The most ranks, up to `ranks`, that `schedule` can run with so many microbatches in a row."""
-    match schedule:
-        case "interleaved":
-            return next((count for count in range(ranks, 0, -1) if microbatches % count == 0), 0)
-        case "2bw":
-            return min(ranks, microbatches)
-        case _:
-            return ranks
+def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
+    """Whether `planner` can plan for `schedule`."""
+    match PlannerName(planner):
+        case PlannerName.PIPEDREAM | PlannerName.UNIFORM:
+            return True
+        case PlannerName.TWO_BW:
+            return schedule in PIPELINE_SCHEDULES
+        case PlannerName.SPP:
+            return schedule == SPP
+        case PlannerName.INTERLEAVED:
+            return schedule.layout.has_several and schedule in METHODS
+
+
+def _most_ranks(schedule: ScheduleDefinition, stages_per_rank: int, microbatches: int, ranks: int) -> int:
+    """The most ranks, up to `ranks`, that `schedule` can run with `microbatches` in a row."""
+    counts = range(ranks, 0, -1)
+    return next((count for count in counts if can_run(schedule, count, stages_per_rank, microbatches)), 0)
+
+
+def _refuse(name: str, value: object, known: Sequence[str], hint: str) -> NoReturn:
+    raise PlanError(
+        f"{name}: expected one of {', '.join(known)}, found {text_of(value)}. {hint}Choose one of them, or leave it "
+        "out to try all"
+    )

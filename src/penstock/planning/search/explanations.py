@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from penstock.planning.search.constraints import SYNCHRONOUS
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
@@ -62,7 +61,7 @@ def _row(position: int, plan: Plan) -> tuple[str, ...]:
     return (
         str(position),
         plan.planner,
-        plan.schedule + (" recompute" if plan.recompute else ""),
+        str(plan.schedule) + (" recompute" if plan.recompute else ""),
         shape_text(plan),
         f"{plan.microbatches} x {plan.microbatch_size}",
         seconds_text(predicted.minibatch_seconds),
@@ -79,7 +78,7 @@ def _compare(best: Plan, other: Plan) -> str:
     name = f"The runner-up ({_name(other)})"
     if lost >= rate * (1 - EQUAL):
         peaks = [max(_predicted(plan).peak_bytes) for plan in (best, other)]
-        if best.schedule in SYNCHRONOUS and other.schedule not in SYNCHRONOUS:
+        if best.definition.flushes and not other.definition.flushes:
             return f"{name} is as fast, but its weights are stale."
         if peaks[0] < peaks[1]:
             return f"{name} is as fast, but needs {bytes_text(peaks[1])} where the best needs {bytes_text(peaks[0])}."
@@ -92,9 +91,9 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
     """Warnings about the best plan."""
     best = ranked[0]
     lines = []
-    if best.schedule not in SYNCHRONOUS:
+    if not best.definition.flushes:
         advice = "it trains with stale weights, so watch the loss"
-        same = next((plan for plan in ranked if plan.schedule in SYNCHRONOUS), None)
+        same = next((plan for plan in ranked if plan.definition.flushes), None)
         if same is not None:
             share = _predicted(best).samples_per_second / _predicted(same).samples_per_second - 1
             advice += (
@@ -102,7 +101,7 @@ def _advise(ranked: Sequence[Plan]) -> list[str]:
                 "synchronous=True (--synchronous) plans only such"
             )
         lines.append(f"{best.schedule} never flushes: {advice}.")
-    if best.schedule == "pipedream" and best.routing == "round-robin" and len(set(best.replicas)) > 1:
+    if best.definition.updates_per_microbatch and best.routing == "round-robin" and len(set(best.replicas)) > 1:
         lines.append(
             "Its stages update at different rates, a stage of r replicas once in r microbatches: see "
             "Pipeline(scale_learning_rates=True), or plan for another schedule."

@@ -13,6 +13,7 @@ from penstock.errors import PlanError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
+from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
@@ -20,10 +21,10 @@ from penstock.planning.spp.spp_search import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
-from penstock.values.stages import DEALT
 
 __all__ = ["Proposer"]
 
@@ -47,15 +48,15 @@ class Proposer:
         """The plans of one query. Raises `PlanError` if there are none."""
         profile, request = query.profile, query.request
         match query.planner:
-            case "pipedream":
+            case PlannerName.PIPEDREAM:
                 yield from self._propose_pipedream(profile, request)
-            case "2bw":
+            case PlannerName.TWO_BW:
                 yield from self._propose_two_bw(query)
-            case "spp":
+            case PlannerName.SPP:
                 yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
-            case "interleaved":
+            case PlannerName.INTERLEAVED:
                 yield from self._propose_interleaved(profile, request)
-            case "uniform":
+            case PlannerName.UNIFORM:
                 yield plan_uniform(profile, self._cluster, request)
             case other:
                 raise AssertionError(f"constraints: unknown planner {other}")
@@ -78,8 +79,9 @@ class Proposer:
         for replicas in range(2, devices + 1):
             length = devices // replicas
             stages = length * request.stages_per_rank
-            group = devices if request.schedule == "interleaved" else replicas
-            if devices % replicas or length < 2 or request.microbatches % group or stages > len(profile):
+            if devices % replicas or length < 2 or request.microbatches % replicas or stages > len(profile):
+                continue
+            if not request.can_run(length, replicas=replicas):
                 continue
             alone = replace(request, microbatches=request.microbatches // replicas, stages=stages)
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
@@ -87,9 +89,9 @@ class Proposer:
                 yield widen(narrow, replicas, profile, self._cluster, request)
 
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
-        if request.schedule in DEALT:
+        if request.definition.layout.has_several:
             return find_pipedream(profile, self._cluster, request)
-        free = replace(request, schedule="1f1b-flush", microbatches=1, vertical_sync=False, buffers=0)
+        free = replace(request, schedule=DEFAULT_SCHEDULE, microbatches=1, vertical_sync=False, buffers=0)
         key = profile.microbatch_size, free
         if key not in self._unlimited:
             self._unlimited[key] = find_pipedream(profile, replace(self._cluster, memory_bytes=None), free)

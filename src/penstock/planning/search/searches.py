@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
-from penstock.planning.search.constraints import SYNCHRONOUS, PlanConstraints, PlannerQuery
+from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.search.proposals import Proposer
 from penstock.progress import progress_line
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.verification.verifier import verify
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
@@ -65,24 +67,24 @@ def compare_plans(
     for query in progress_line(constraints.trials(profiles, cluster), _title, "planning", progress):
         try:
             for proposed in proposer.propose(query):
-                if _is_pointless(proposed) and "1f1b-flush" in constraints.schedules:
+                if _is_pointless(proposed) and DEFAULT_SCHEDULE in constraints.schedules:
                     continue
                 if constraints.microbatches not in (None, proposed.microbatches):
                     reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
-                    rejections.append(Rejection(query.planner, query.request.schedule, reason))
+                    rejections.append(Rejection(query.planner, str(query.request.schedule), reason))
                     continue
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=query.planner))
         except (PlanError, ScheduleError) as error:
-            rejections.append(Rejection(query.planner, query.request.schedule, str(error)))
+            rejections.append(Rejection(query.planner, str(query.request.schedule), str(error)))
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
     simulated = []
-    for plan in progress_line(chosen, lambda plan: plan.schedule, "simulating", progress):
+    for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
         try:
             simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
-            rejections.append(Rejection(plan.planner, plan.schedule, str(error)))
+            rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
     return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
 
 
@@ -91,8 +93,9 @@ def _title(query: PlannerQuery) -> str:
 
 
 def _is_pointless(plan: Plan) -> bool:
-    """Whether `plan` is no better than the same under 1f1b-flush: a single stage has no fill and no drain."""
-    return len(plan.stages) == 1 and plan.schedule not in ("pipedream", "1f1b-flush") and plan.routing != "split"
+    """Whether `plan` is no better than the same under the default schedule: a single stage has no fill and no drain."""
+    same = plan.schedule != DEFAULT_SCHEDULE and not plan.definition.updates_per_microbatch
+    return len(plan.stages) == 1 and same and plan.routing != "split"
 
 
 def _shorten(plans: list[Plan]) -> list[Plan]:
@@ -101,7 +104,7 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
     kinds: set[tuple[str, str]] = set()
     chosen = []
     for position, plan in enumerate(plans):
-        kind = plan.planner, plan.schedule
+        kind = plan.planner, str(plan.schedule)
         if position < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
@@ -110,6 +113,9 @@ def _shorten(plans: list[Plan]) -> list[Plan]:
 
 def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan:
     """`plan` with the simulator's prediction; raises `PlanError` if it does not fit with its message buffers."""
+    if not isinstance(plan.schedule, str):
+        # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
+        verify(schedule(plan))
     options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
     options["shared_nic"] = constraints.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)
@@ -139,4 +145,4 @@ def _speed(plan: Plan) -> float:
 
 def _tie_break(plan: Plan) -> tuple[bool, float, int]:
     assert plan.predicted is not None
-    return plan.schedule not in SYNCHRONOUS, max(plan.predicted.peak_bytes), len(plan.stages)
+    return not plan.definition.flushes, max(plan.predicted.peak_bytes), len(plan.stages)

@@ -23,6 +23,7 @@ from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
+from penstock.scheduling.orders import SPP
 from penstock.simulating.outcomes import Outcome, evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
@@ -223,7 +224,7 @@ def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_s
 def _plan(mapping: StageMapping, profile: Profile, request: Request) -> Plan:
     return Plan(
         mapping.stages,
-        "spp",
+        SPP.name,
         request.microbatches,
         profile.microbatch_size,
         recompute=request.recompute,

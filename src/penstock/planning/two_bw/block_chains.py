@@ -19,6 +19,7 @@ from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.profiles import Profile
 
 __all__ = ["BlockChain", "StageCounts", "stage_counts"]
@@ -27,14 +28,9 @@ StageCounts = tuple[tuple[int, int], ...]
 """(Activations in flight, weight versions) of every stage."""
 
 
-def stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
-    """The counts of each of `stages` stages under `schedule` with `microbatches` per pipeline."""
-    # Except under gpipe, a full pipeline holds no more with more microbatches.
-    return _stage_counts(schedule, microbatches if schedule == "gpipe" else min(microbatches, stages), stages)
-
-
 @cache
-def _stage_counts(schedule: str, microbatches: int, stages: int) -> StageCounts:
+def stage_counts(schedule: ScheduleDefinition | str, microbatches: int, stages: int) -> StageCounts:
+    """The counts of each of `stages` stages under `schedule` with `microbatches` per pipeline."""
     return tuple(live_counts(schedule, microbatches, 1, stages - stage, stages) for stage in range(stages))
 
 

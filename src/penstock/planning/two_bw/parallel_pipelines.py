@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.two_bw.orientations import ConsecutiveRanks, LinkTable, Orientation
+from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, Prediction, Stage
+from penstock.values.plans import Plan, Prediction, Stage, require_schedule
 
 __all__ = ["PipelineCandidate", "filling", "reduce_rounds", "slowest_stage"]
 
@@ -36,7 +37,7 @@ __all__ = ["PipelineCandidate", "filling", "reduce_rounds", "slowest_stage"]
 class PipelineCandidate:
     """Holds one configuration of parallel pipelines, and its costs."""
 
-    schedule: str
+    schedule: ScheduleDefinition | str
     replicas: int
     """``d``: pipelines, and so replicas of every stage."""
     cuts: tuple[int, ...]
@@ -116,9 +117,9 @@ class PipelineCandidate:
         )
 
 
-def filling(schedule: str, stages: int) -> int:
+def filling(schedule: ScheduleDefinition | str, stages: int) -> int:
     """How many microbatches' time a minibatch under `schedule` takes to fill and drain `stages` stages."""
-    return 0 if schedule == "2bw" else stages - 1
+    return stages - 1 if require_schedule(schedule).flushes else 0
 
 
 def reduce_rounds(replicas: int, allreduce: AllReduce) -> float:

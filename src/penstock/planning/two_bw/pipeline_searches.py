@@ -28,6 +28,7 @@ from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, stage
 from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
 from penstock.planning.two_bw.parallel_pipelines import PipelineCandidate, filling, slowest_stage
 from penstock.planning.two_bw.repeated_blocks import cut_positions, find_blocks
+from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.documents import is_count, text_of
@@ -35,7 +36,7 @@ from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["rank_pipelines", "simulated_cost"]
+__all__ = ["PIPELINE_SCHEDULES", "rank_pipelines", "simulated_cost"]
 
 _Cost = Callable[[Plan, Profile, Cluster], Prediction]
 """Predicts a plan; the profile has the plan's microbatch size."""
@@ -44,7 +45,8 @@ _EFFORT = 1 << 14
 """Stages times positions to cut for which seconds are enough; balancing takes the square of this product. A chain of
 more layers, without blocks, may be cut in fewer positions."""
 
-_SCHEDULES = ("2bw", "1f1b-flush", "gpipe")
+PIPELINE_SCHEDULES = (TWO_BW, ONE_F_ONE_B_FLUSH, GPIPE)
+"""The schedules that the closed form of parallel pipelines is for."""
 
 
 def rank_pipelines(
@@ -68,7 +70,7 @@ def rank_pipelines(
     With `cost` (`simulated_cost`), the best `shortlist` by the closed form that also fit by that cost are ranked by it,
     and only these are returned; at most four times as many are tried.
 
-    Raises `PlanError` for other schedules than 2bw, 1f1b-flush and gpipe, and if nothing fits: the error says what
+    Raises `PlanError` for other schedules than `PIPELINE_SCHEDULES`, and if nothing fits: the error says what
     would be enough.
     """
     measured = (profiles,) if isinstance(profiles, Profile) else tuple(profiles)
@@ -84,7 +86,7 @@ def rank_pipelines(
             raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
     sized = _profiles_by_size(measured, microbatch_sizes)
     search = _PipelineSearch(cluster, request, batch, _block_chains(sized, cluster, request))
-    every = request.schedule != "2bw" if every_size is None else every_size
+    every = request.definition.flushes if every_size is None else every_size
     candidates = sorted(search.candidates(every), key=_order)
     if not candidates:
         kind = f"parallel pipelines under {request.schedule}, of at most {batch} samples in a minibatch,"
@@ -118,11 +120,11 @@ class _PipelineSearch:
     """One row without and one with recomputation, as requested; in a row, the largest microbatches first."""
 
     def __post_init__(self) -> None:
-        schedule, stages = self.request.schedule, self.request.stages
-        if schedule not in _SCHEDULES:
+        schedule, stages = self.request.definition, self.request.stages
+        if schedule not in PIPELINE_SCHEDULES:
             raise PlanError(
-                f"schedule: expected one of {', '.join(_SCHEDULES)} for parallel pipelines, found {schedule}: "
-                "choose one of them, or the planner pipedream"
+                f"schedule: expected one of {', '.join(map(str, PIPELINE_SCHEDULES))} for parallel pipelines, found "
+                f"{schedule}: choose one of them, or the planner pipedream"
             )
         if self.request.allreduce == "released":
             raise PlanError(
@@ -184,7 +186,7 @@ class _PipelineSearch:
             return None
         (seconds, limit), cuts, orientation = min(options, key=lambda option: option[0][0])
         samples = replicas * microbatches * chain.profile.microbatch_size
-        total = (microbatches + filling(self.request.schedule, stages)) * seconds
+        total = (microbatches + filling(self.request.definition, stages)) * seconds
         return PipelineCandidate(
             schedule=self.request.schedule,
             replicas=replicas,
@@ -222,7 +224,7 @@ class _PipelineSearch:
             counts = stage_counts(self.request.schedule, count(step), stages)
             return chain.can_fit(counts) if cuts is None else chain.fits(cuts, counts)
 
-        first = stages if self.request.schedule == "2bw" else 1
+        first = 1 if self.request.definition.flushes else stages
         last = stages - 1 + accumulation if accumulation else min(whole, stages - 1)
         if last < first or not fits(first):
             return 0
@@ -238,7 +240,7 @@ class _PipelineSearch:
         fixed = self.request.stages
         found: dict[str, list[tuple[float, str]]] = {name: [] for name in limits}
         for stages in range(1, self.units + 1) if fixed is None else (fixed,):
-            deep = stages if self.request.schedule == "2bw" else 1
+            deep = 1 if self.request.definition.flushes else stages
             for chain in (chain for row in self.chains for chain in row):
                 least = chain.least_bytes(stage_counts(self.request.schedule, deep, stages))
                 needs = {"memory": least, "batch": deep * chain.profile.microbatch_size, "devices": stages}

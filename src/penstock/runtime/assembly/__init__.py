@@ -1,4 +1,4 @@
-"""Assembly: from a model and a plan to running stages, and checkpoints of them.
+"""Assembly: builds stages from a model and a plan, and writes their checkpoints.
 
 May import all other rooms of the runtime. Start reading in ``stages.py``.
 """

@@ -1,6 +1,6 @@
-"""What a pipeline begins with: the captured model, where it computes, and what is still to be done with it.
+"""The captured model that a pipeline starts from.
 
-A model on the meta device is still to be given its weights, and stages may be still to be compiled.
+A model on the meta device gets its weights later, and stages may be compiled later.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ __all__ = ["CapturedModel", "capture_for_training"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedModel:
-    """A captured model."""
+    """A captured model, its device, and the work that is left: weights to make, stages to compile."""
 
     chain: LayerChain
     device: torch.device
@@ -38,21 +38,22 @@ class CapturedModel:
     init_fn: InitFn | None
     compilation: Compilation | None
 
-    def compiled(
-        self, chain: LayerChain, plan: Plan, schedule: Schedule, grains: Mapping[int, Granularity]
+    def compile(
+        self, chain: LayerChain, plan: Plan, schedule: Schedule, granularities: Mapping[int, Granularity]
     ) -> LayerChain:
-        """`chain`, whose stages are compiled if they are to be; `grains`: how those of `plan` recompute, which runs as
-        `schedule`.
+        """`chain` with its stages compiled if the user asked for it. `granularities`: how stages of `plan` recompute.
 
-        Raises `PlanError` if their work is to be recorded as CUDA graphs and cannot be.
+        Raises `PlanError` if the stages are to be captured as CUDA graphs and cannot be.
         """
-        if self.compilation is not None and self.compilation.graphed:
-            check_graphs(schedule, chain, grains, self.device)
-        apart = [plan.stages[index].start for index, grain in grains.items() if grain == "layers"]
-        return compile_chain(chain, self.compilation, apart)
+        if self.compilation is not None and self.compilation.cuda_graphs:
+            check_graphs(schedule, chain, granularities, self.device)
+        layerwise = [
+            plan.stages[index].start for index, granularity in granularities.items() if granularity == "layers"
+        ]
+        return compile_chain(chain, self.compilation, layerwise)
 
-    def give_weights(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
-        """The chain, in which `stages`, those of this process, have weights. Collective where it makes them.
+    def materialize(self, world: World, stages: Iterable[Stage], seed: int | None) -> LayerChain:
+        """The chain with weights for `stages`, those of this process. Collective if the weights have to be made.
 
         Raises `PenstockError` on every process if `init_fn` fails on one.
         """
@@ -60,25 +61,28 @@ class CapturedModel:
             return self.chain
         layers = [layer for stage in stages for layer in range(stage.start, stage.stop)]
         with agreed(world, "while it made its weights"):
-            return self.weightless.materialise(layers, self.init_fn, seed or 0)
+            return self.weightless.materialize(layers, self.init_fn, seed or 0)
 
 
 def capture_for_training(
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
+    *,
     init_fn: InitFn | None,
     recipe: Recipe,
     compile: bool | Mapping[str, Any] = False,
     parallelized: bool = False,
 ) -> CapturedModel:
-    """Captures `model` with `sample`, in the types of `recipe`; one on the meta device only with `init_fn`, and another
-    one only without. `compile`: False, True or the arguments of `torch.compile`; only where no hook has `parallelized`.
+    """Captures `model` with `sample`, in the types of `recipe`.
+
+    A model on the meta device needs `init_fn`; any other model must not have it. `compile`: False, True or the
+    arguments of `torch.compile`; excludes `parallelized` stages.
     """
     compilation = read_compilation(compile, parallelized)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)
         return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
-    # What the model's code decides by types it must decide as it would under autocast.
-    with recipe.computing(device):
+    # Code of the model that branches on types must see the types of autocast.
+    with recipe.autocast_context(device):
         return CapturedModel(capture(model, sample), device, None, None, compilation)

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_files
 from torch.distributed.checkpoint.state_dict_saver import save as save_files
-from torch.utils import _pytree as pytree
 
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.parameters.shards import assign, distributed_like, whole
 from penstock.runtime.transport.worlds import World
+from penstock.torch_internals import pytrees as pytree
 from penstock.training.update_hooks import HookStates
 from penstock.values.stages import Stage
 

@@ -1,6 +1,6 @@
-"""The connections that a schedule needs: which ranks ever send each other something, and which sum together.
+"""The connections that a schedule needs: the pairs of ranks that send each other messages, and the groups that sum.
 
-An edge costs time when a pipeline starts, and over a network a communicator: where nothing is ever sent there is none.
+An edge costs time when a pipeline starts, and a communicator over a network, so a pair that never sends has none.
 """
 
 import math
@@ -23,7 +23,7 @@ __all__ = ["buffered_stages", "connect", "edges_of", "groups_of"]
 def buffered_stages(
     world: World, plan: Plan, chain: LayerChain, schedule: Schedule, modules: Mapping[int, StageModule]
 ) -> frozenset[int]:
-    """The stages with replicas whose modules have buffers. `modules`: those of this process that a hook has changed.
+    """The replicated stages whose modules have buffers. `modules`: those of this process that a hook has changed.
     Collective if there are replicas.
     """
     replicated = [stage for stage, ranks in enumerate(schedule.placement.stages) if len(ranks) > 1]
@@ -35,21 +35,21 @@ def buffered_stages(
         module = modules[index] if index in modules else chain.stage(stage.start, stage.stop)
         if any(True for _ in module.buffers()):
             mine.add(index)
-    # A hook may have given buffers to a stage, which only the processes that hold it know.
+    # A hook may have added buffers to a stage in the processes that hold it.
     return frozenset().union(*world.gather(mine))
 
 
 def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     """The edges that messages travel on.
 
-    Both ways between neighbour stages and between stages that share weights or a skip, as far as a microbatch or a
-    gradient goes that way; from the last stage to every rank; and from the first replica of a stage of `buffered` to
+    They lead both ways between neighbour stages and between stages that share weights or a skip, if a microbatch or a
+    gradient goes that way; from the last stage to every rank; and from the first replica of each stage in `buffered` to
     the others.
     """
     stages = schedule.placement.stages
     edges: dict[Edge, None] = {}
     for here, there in (*pairwise(stages), *((stages[a], stages[b]) for a, b in schedule.skips)):
-        for one, other in _met(here, there, schedule.placement.split):
+        for one, other in _partners(here, there, schedule.placement.split):
             edges.update({Edge(one, other): None, Edge(other, one): None})
     for group in schedule.ties:
         for ranks in zip(*(stages[stage] for stage in group), strict=True):
@@ -59,8 +59,8 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     return tuple(edge for edge in edges if edge.source != edge.target)
 
 
-def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
-    """The pairs of replicas of neighbour stages that some microbatch passes."""
+def _partners(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tuple[int, int]]:
+    """The pairs of replicas of neighbour stages between which some microbatch passes."""
     if split:
         return [(one, other) for one in here for other in there]
     rounds = math.lcm(len(here), len(there))
@@ -70,19 +70,22 @@ def _met(here: tuple[int, ...], there: tuple[int, ...], split: bool) -> list[tup
 def connect(
     world: World,
     schedule: Schedule,
+    *,
     buffered: Collection[int],
     device: torch.device,
     timeout_seconds: float,
     tp_group: dist.ProcessGroup | None,
 ) -> Transport:
-    """The transport between the ranks of `schedule`. `buffered`: the stages whose replicas share buffers; `tp_group`:
-    the processes of this rank, if they are several. Collective.
+    """The transport between the ranks of `schedule`. Collective.
+
+    `buffered`: the stages whose replicas share buffers. `tp_group`: the processes of this rank, if they are several.
     """
+    edges, groups = edges_of(schedule, sorted(buffered)), groups_of(schedule)
     return connect_tensor_parallel(
-        world, edges_of(schedule, sorted(buffered)), device, timeout_seconds, groups_of(schedule), tp_group
+        world, edges, device=device, timeout_seconds=timeout_seconds, groups=groups, tp_group=tp_group
     )
 
 
 def groups_of(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every stage that has replicas, in replica order: those that sum gradients. Each group once."""
+    """The groups of ranks that sum gradients: for each replicated stage its ranks in replica order. Each group once."""
     return tuple(dict.fromkeys(ranks for ranks in schedule.placement.stages if len(ranks) > 1))

@@ -17,6 +17,11 @@ class FailureGuard:
         self._failed = ""
         """By what the pipeline failed, and where."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether the pipeline has failed."""
+        return bool(self._failed)
+
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
         """Tells the other processes of an error in its body, after which the pipeline is of no use.

@@ -1,10 +1,10 @@
-"""What a user's hook makes of the stages of this process, and what it may not make of them.
+"""Applies a user's `parallelize` hook to the stages of this process, and checks the result.
 
-The hook is given the module of a stage, whose layers are the model's own modules, and the mesh of its processes. It
-applies PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully_shard` over ``dp``. Parameters become
-`DTensor`s; names and whole shapes stay, so that the plan, the optimizer and checkpoints need not know.
+The hook gets the module of a stage, whose layers are the model's own modules, and the mesh of its processes. It applies
+PyTorch's parallelism in place: `parallelize_module` over ``tp``, `fully_shard` over ``dp``. Parameters become
+`DTensor`s; names and whole shapes stay, so that the plan, the optimizer and checkpoints do not change.
 
-Refused is what would give other numbers than one device does, or hang; docs/composition.md has the list with reasons.
+A combination that would give other numbers than one device, or hang, is refused: docs/composition.md lists them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,9 @@ from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.device_meshes import stage_mesh
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals.modules import is_compiled
 from penstock.values.plans import Plan
 
 __all__ = ["InPlace", "ParallelStages", "Parallelize", "parallelize_stages", "sharded_modules"]
@@ -40,17 +42,17 @@ class ParallelStages:
     """The stages of this process after the hook."""
 
     chain: LayerChain
-    """Over the parameters that the hook left."""
+    """Its parameters are those after the hook."""
     modules: Mapping[int, StageModule]
     """By stage; empty if there was no hook."""
     tp_group: dist.ProcessGroup | None = None
     """The processes of this rank; None if it is one process."""
     in_step: int = 1
-    """So many replicas gather weights together and must do equally many forwards, in every stage."""
+    """The number of replicas that gather weights together, and so must do equally many forwards in every stage."""
 
 
 def _check_hook(
-    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, processes: int, masters: bool
+    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int, masters: bool
 ) -> None:
     """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
@@ -87,17 +89,18 @@ def _check_hook(
 def parallelize_stages(
     hook: Parallelize | None,
     world: World,
+    *,
     chain: LayerChain,
     plan: Plan,
     schedule: Schedule,
     timeout_seconds: float,
     masters: bool = False,
 ) -> ParallelStages:
-    """The stages of this process after `hook`; `masters`: whether some stage reads other weights than the optimizer
-    steps. Raises `PlanError` for what cannot be trained exactly. Collective.
+    """The stages of this process after `hook`. Raises `PlanError` for a result that cannot be trained exactly.
+    Collective. `masters`: whether some stage reads other weights than the optimizer steps.
     """
     with agreed(world, "while it checked parallelize= against its plan"):
-        _check_hook(hook, plan, schedule, chain, world.processes, masters)
+        _check_hook(hook, plan, schedule, chain, processes=world.processes, masters=masters)
     if hook is None:
         return ParallelStages(chain, {})
     tensor_parallel_size = plan.tensor_parallel
@@ -105,14 +108,14 @@ def parallelize_stages(
     device = next((parameter.device for parameter in chain.parameters.values()), torch.device("cpu"))
     mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
-        result, modules = _apply(hook, mesh, chain, plan, schedule, schedule.stages_of(rank))
+        result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
     sharded = any(sharded_modules(module) for module in modules.values())
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
     return ParallelStages(result, modules, mesh.get_group("tp") if tensor_parallel_size > 1 else None, in_step)
 
 
 def _apply(
-    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, stages: Iterable[int]
+    hook: Parallelize, mesh: DeviceMesh, chain: LayerChain, plan: Plan, schedule: Schedule, *, stages: Iterable[int]
 ) -> tuple[LayerChain, dict[int, StageModule]]:
     """The chain and `stages` after `hook`."""
     changed: dict[int, nn.Parameter] = {}
@@ -138,9 +141,8 @@ def _apply(
 
 
 class InPlace:
-    """A stage's module in evaluation mode for the time of a call: what a hook has changed is not captured again.
-
-    Its version 0 is the newest, since an evaluation follows a drain.
+    """Runs a stage's module in evaluation mode for one call, since a module that a hook has changed is not captured
+    again. Its version 0 is the newest, since an evaluation follows a drain.
     """
 
     def __init__(self, weights: VersionedWeights) -> None:
@@ -169,7 +171,7 @@ def _check_parameters(
     before: Mapping[str, tuple[nn.Parameter, torch.Size]],
     changed: dict[int, nn.Parameter],
 ) -> None:
-    """Notes in `changed` what each of the parameters `before` is now, by its id."""
+    """Adds to `changed` the present parameter for each one in `before`, by the id of the old one."""
     after = dict(module.named_parameters(remove_duplicate=False))
     if before.keys() != after.keys():
         different = sorted(before.keys() ^ after.keys())
@@ -197,7 +199,7 @@ def _check_parameters(
 
 
 def _check_modules(stage: int, module: StageModule, schedule: Schedule) -> None:
-    if any(inner._compiled_call_impl is not None for inner in module.modules()):
+    if any(is_compiled(inner) for inner in module.modules()):
         raise PlanError(
             f"parallelize= compiled a module of stage {stage}: expected modules that run as they are, since each "
             "weight version needs a copy of them. Leave torch.compile out"
@@ -220,27 +222,27 @@ def _check_modules(stage: int, module: StageModule, schedule: Schedule) -> None:
 
 
 def _managed(module: FSDPModule) -> list[nn.Parameter]:
-    """The parameters of `module` that are fully sharded there and not in a module within it."""
+    """The parameters that `module` shards itself, without those that a module inside it shards."""
     assert isinstance(module, nn.Module)
     inner = {id(p) for child in sharded_modules(module) if child is not module for p in cast(Any, child).parameters()}
     return [p for p in module.parameters() if id(p) not in inner]
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether each replica holds another part of `parameter`."""
+    """Whether each replica holds another shard of `parameter`."""
     if not isinstance(parameter, DTensor):
         return False
-    places = zip(dimensions_of(parameter), parameter.placements, strict=True)
-    return any(name == "dp" and not isinstance(placement, Replicate) for name, placement in places)
+    dimensions = zip(dimensions_of(parameter), parameter.placements, strict=True)
+    return any(name == "dp" and not isinstance(placement, Replicate) for name, placement in dimensions)
 
 
 def _check_sharded(stage: int, schedule: Schedule) -> None:
-    """Raises `PlanError` if replicas could come to a gathering or summing of `fully_shard` differently often."""
+    """Raises `PlanError` if replicas could enter the collectives of `fully_shard` unequally often."""
     if not schedule.flushes or schedule.versions(stage) > 1:
         raise PlanError(
-            f"fully_shard was applied to stage {stage} and {schedule.method!r} keeps several versions of weights: "
-            "expected one, since a fully sharded module cannot be copied. Use a flushing schedule (gpipe, 1f1b-flush, "
-            "interleaved, spp)"
+            f"fully_shard was applied to stage {stage} and {schedule.name!r} keeps several versions of weights: "
+            "expected one, since a fully sharded module cannot be copied. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes and not each.splits_backward)})"
         )
     placement = schedule.placement
     if not placement.equal(range(schedule.stages)):

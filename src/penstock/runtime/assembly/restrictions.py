@@ -1,4 +1,4 @@
-"""What backwards in two parts, and CUDA graphs, cannot be combined with, and why."""
+"""Refuses combinations of options that split backwards or CUDA graphs cannot work with, and says why."""
 
 from collections.abc import Mapping
 
@@ -8,15 +8,17 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import PlanError
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
 from penstock.runtime.execution.recomputation import Granularity, Recompute
+from penstock.scheduling.known_schedules import names_of
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
 
-__all__ = ["check_graphs", "check_parts", "needs_whole_backwards"]
+__all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
 
 
-def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: Mapping[int, Granularity]) -> None:
-    """Raises `PlanError` if `schedule` has backwards in two parts and its stages cannot do them. `grains`: of the
-    stages that recompute.
-    """
+def check_split_backwards(
+    schedule: Schedule, compiled: bool, parallelized: bool, granularities: Mapping[int, Granularity]
+) -> None:
+    """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
     if not schedule.guarantees.splits:
         return
     if compiled:
@@ -31,7 +33,7 @@ def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: 
             "the modules of parallelize= exchange weights and gradients around whole backwards",
             "Leave parallelize= out",
         )
-    layers = [stage for stage, grain in grains.items() if grain == "layers"]
+    layers = [stage for stage, granularity in granularities.items() if granularity == "layers"]
     if layers:
         _refuse(
             schedule,
@@ -42,27 +44,28 @@ def check_parts(schedule: Schedule, compiled: bool, parallelized: bool, grains: 
 
 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
-    """Whether `check_parts` would refuse any schedule with backwards in two parts."""
+    """Whether `check_split_backwards` would refuse every schedule that splits backwards."""
     return compiled or parallelized or recompute == "layers"
 
 
 def check_graphs(
-    schedule: Schedule, chain: LayerChain, grains: Mapping[int, Granularity], device: torch.device
+    schedule: Schedule, chain: LayerChain, granularities: Mapping[int, Granularity], device: torch.device
 ) -> None:
-    """Raises `PlanError` if the work of the stages of `chain` cannot be recorded as CUDA graphs. `grains`: of those
-    that recompute.
+    """Raises `PlanError` if the stages of `chain` cannot be captured as CUDA graphs. `granularities`: how they
+    recompute.
     """
     random = [layer.name for layer in chain.layers if layer.random]
     if device.type not in GRAPH_CAPTURERS:
         reason, remedy = f"the model is on {device}", "Expected a model on a GPU"
     elif max(schedule.guarantees.versions) > 1:
         reason = (
-            f"schedule {schedule.method!r} keeps several versions of weights, of which each would need recordings of "
+            f"schedule {schedule.name!r} keeps several versions of weights, of which each would need graphs of "
             "its own for all microbatches in flight"
         )
-        remedy = "Expected a schedule that flushes: gpipe, 1f1b-flush, interleaved or spp"
-    elif grains:
-        reason = f"stages recompute ({', '.join(map(str, sorted(grains)))}), and recordings keep their memory anyway"
+        whole = names_of(lambda each: each.flushes and not each.splits_backward, " or ")
+        remedy = f"Expected a schedule that flushes: {whole}"
+    elif granularities:
+        reason = f"stages recompute ({', '.join(map(str, sorted(granularities)))}), and graphs keep their memory anyway"
         remedy = "Expected recompute=False"
     elif random:
         reason = f"layers draw random numbers ({', '.join(random[:3])}), each from a stream that the host begins"
@@ -77,6 +80,6 @@ def check_graphs(
 
 def _refuse(schedule: Schedule, reason: str, remedy: str) -> None:
     raise PlanError(
-        f"schedule {schedule.method!r} computes the gradients of inputs and those of weights apart, and {reason}: "
-        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose '1f1b-flush'"
+        f"schedule {schedule.name!r} computes the gradients of inputs and those of weights apart, and {reason}: "
+        f"expected stages whose backward autograd can do in two parts. {remedy}, or choose {DEFAULT_SCHEDULE!r}"
     )

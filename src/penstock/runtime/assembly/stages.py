@@ -1,12 +1,12 @@
-"""From a plan and a captured model to what each rank holds, before the first step.
+"""Builds the stages of each rank from a plan and a captured model, before the first step.
 
-All of it is checked here, once, so that a wrong plan, a model that differs between ranks or a combination that is not
-supported ends with its reason instead of a hang.
+The plan and the model are checked here, once, so that a wrong plan, a model that differs between ranks or an
+unsupported combination ends with an error instead of a hang.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import torch
@@ -18,7 +18,8 @@ from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
 from penstock.runtime.assembly.skips import reroute, with_skips
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.devices.graph_capture import GRAPH_CAPTURERS
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.devices.timestamps import Timestamp
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.execution.compilation import CompiledStage
 from penstock.runtime.execution.cuda_graphs import CudaGraphStage
 from penstock.runtime.execution.recomputation import Granularity
@@ -29,13 +30,18 @@ from penstock.runtime.parameters.weight_versions import ComputeWeights, Versione
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.actions import format_programs
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
-from penstock.scheduling.schedules import schedule as schedule_of
 from penstock.scheduling.skips import SkipChoice
-from penstock.values.crossings import Skip
+from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.values.documents import is_count
-from penstock.values.plans import Plan
+from penstock.values.plans import Plan, require_schedule
+from penstock.values.plans import schedule as schedule_of
 
 __all__ = [
     "build_stages",
@@ -45,15 +51,15 @@ __all__ = [
     "counted_parameters",
     "learning_rate_factors",
     "make_schedule",
-    "stages_per_rank",
 ]
 
 
 def choose_plan(
     plan: Plan | None,
+    *,
     layers: int,
     processes: int,
-    schedule: str | None,
+    schedule: ScheduleDefinition | str | None,
     stages: int | None,
     microbatches: int | None,
     vertical_sync: bool,
@@ -62,25 +68,26 @@ def choose_plan(
     """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
     `tensor_parallel` of the `processes`).
 
-    With 'interleaved' `stages` counts all stages; a rank holds ``stages / ranks`` of them, two by default, and always
-    two with 'zb-v'. Raises `PlanError` if the arguments contradict each other.
+    `stages` counts all stages. Where a rank can hold several, it holds ``stages / ranks`` of them, two by default, and
+    always two in a V. Raises `PlanError` if the arguments contradict each other.
     """
     if plan is None:
         tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
         ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
-        per_rank = stages_per_rank(schedule, stages, ranks)
+        definition = require_schedule(schedule or DEFAULT_SCHEDULE)
+        per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         uniform = Plan.uniform(
             layers,
             total,
-            schedule=schedule or "1f1b-flush",
+            schedule=definition,
             microbatches=microbatches or 1,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _widened(uniform, tensor_parallel_size)
+        return _with_tensor_parallel(uniform, tensor_parallel_size)
     given = {
-        "schedule": schedule,
+        "schedule": None if schedule is None else identify(require_schedule(schedule)),
         "microbatches": microbatches,
         "stages": stages,
         "vertical_sync": vertical_sync or None,
@@ -102,8 +109,8 @@ def choose_plan(
     return plan
 
 
-def _widened(plan: Plan, tensor_parallel_size: int) -> Plan:
-    """`plan` with `tensor_parallel_size` processes in the place of each."""
+def _with_tensor_parallel(plan: Plan, tensor_parallel_size: int) -> Plan:
+    """`plan` with `tensor_parallel_size` processes for each of its ranks."""
     if tensor_parallel_size == 1:
         return plan
     return replace(
@@ -119,19 +126,8 @@ def _widened(plan: Plan, tensor_parallel_size: int) -> Plan:
     )
 
 
-def stages_per_rank(schedule: str | None, stages: int | None, processes: int) -> int:
-    """``v`` where it is not said: 2 under `interleaved`, or what `stages` on so many `processes` makes of it; 2 under
-    `zb-v`.
-    """
-    if schedule not in ("interleaved", "zb-v"):
-        return 1
-    if stages is None or processes == 1 or schedule == "zb-v":
-        return 2
-    return max(1, stages // processes)
-
-
 def check_plan(plan: Plan, chain: LayerChain) -> None:
-    """Raises `PlanError` if `plan` does not fit the model or asks for what the runtime does not do."""
+    """Raises `PlanError` if `plan` does not fit the model."""
     if plan.layers != len(chain.layers):
         names = ", ".join(layer.name for layer in chain.layers)
         raise PlanError(
@@ -141,20 +137,21 @@ def check_plan(plan: Plan, chain: LayerChain) -> None:
 
 
 def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: SkipChoice = "auto") -> Schedule:
-    """The schedule of `plan`, which knows the stages of this model that share weights. `norms`: whether stages are to
-    tell each other the norms of their gradients. `skips`: which values go directly past stages that do not read them.
+    """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
+    norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if they do under pipedream, or the stages that share have different numbers of replicas;
-    `ScheduleError` if the plan's numbers do not fit it.
+    `PlanError` if stages share weights under pipedream or with different numbers of replicas; `ScheduleError` if the
+    plan's numbers do not fit the schedule.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
-    if shared and plan.schedule == "pipedream":
+    if shared and not plan.definition.synchronizes_updates:
         names = ", ".join(f"{name} (stages {', '.join(map(str, stages))})" for name, stages in shared.items())
         raise PlanError(
-            f"weights are shared across stages: {names}. Under 'pipedream' every stage updates at its own time, so the "
-            "copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v) or "
-            "2bw, untie the weights, or plan the layers that share them into one stage"
+            f"weights are shared across stages: {names}. Under {str(plan.schedule)!r} every stage updates at its own "
+            "time, so the copies would drift apart. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
+            "weights, or plan the layers that share them into one stage"
         )
     for name, stages in shared.items():
         if not schedule.placement.equal(stages):
@@ -182,7 +179,7 @@ def _tied(plan: Plan, chain: LayerChain) -> dict[str, tuple[int, ...]]:
 
 
 def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.Parameter]]:
-    """By stage, the trained parameters that it uses and no stage before it: its share of a norm over all."""
+    """By stage, the trained parameters that no earlier stage uses: its share of a norm over all stages."""
     counted: dict[int, dict[str, nn.Parameter]] = {index: {} for index in range(len(plan.stages))}
     for name, parameter in _distinct(chain.parameters).items():
         first = min(chain.readers[name], default=None)
@@ -193,7 +190,7 @@ def counted_parameters(plan: Plan, chain: LayerChain) -> dict[int, dict[str, nn.
 
 
 def _stage_parameters(chain: LayerChain, module: StageModule) -> dict[str, nn.Parameter]:
-    """The parameters that `module` uses, each once, under the model's first name for it."""
+    """The parameters that `module` uses, each once, under its first name in the model."""
     used = {id(parameter) for parameter in module.parameters()}
     return {name: p for name, p in _distinct(chain.parameters).items() if id(p) in used}
 
@@ -202,23 +199,23 @@ def build_stages(
     plan: Plan,
     chain: LayerChain,
     schedule: Schedule,
-    local: Sequence[int],
+    *,
+    ranks: Sequence[int],
     transport: Transport,
-    grains: Mapping[int, Granularity],
+    granularities: Mapping[int, Granularity],
     modules: Mapping[int, StageModule],
-    readings: Sequence[ComputeWeights],
+    compute_weights: Sequence[ComputeWeights],
     context: DeviceContext,
 ) -> dict[int, dict[int, LocalStage]]:
-    """What this process holds: for its ranks `local` their stages, both ascending. `grains`: how stages recompute.
-    `modules`: those that a hook has changed. `readings`: by stage, what forwards read of its weights.
-    `context`: of the ranks.
+    """The stages of this process by its `ranks`, both ascending. `granularities`: how they recompute. `modules`: those
+    that a hook has changed. `compute_weights`: by stage, the weights that its forwards read.
 
     The first of the replicas of a stage that live in this process holds the model's own parameters and buffers.
     """
     shared = _tied(plan, chain)
     firsts: dict[int, LocalStage] = {}
-    lent: dict[str, VersionedWeights] = {}
-    for index in sorted({stage for rank in local for stage in schedule.stages_of(rank)}):
+    shared_weights: dict[str, VersionedWeights] = {}
+    for index in sorted({stage for rank in ranks for stage in schedule.stages_of(rank)}):
         start, stop = plan.stages[index].start, plan.stages[index].stop
         module = modules[index] if index in modules else chain.stage(start, stop)
         reroute(module, index, schedule, plan, chain)
@@ -227,14 +224,14 @@ def build_stages(
             module,
             parameters,
             schedule.versions(index),
-            {name: lent[name] for name in parameters if name in lent},
+            {name: shared_weights[name] for name in parameters if name in shared_weights},
             pointed=not sharded_modules(module),
-            reading=readings[index],
+            compute_weights=compute_weights[index],
         )
-        # Of the stages of one process that share a weight, the first one updates it.
+        # The first of the stages in a process that share a weight updates it.
         for name in parameters:
             if name in shared:
-                lent.setdefault(name, weights)
+                shared_weights.setdefault(name, weights)
         firsts[index] = LocalStage(
             weights,
             evaluation=partial(InPlace, weights)
@@ -245,43 +242,63 @@ def build_stages(
                 for partner in partners(index, schedule.ties)
             },
         )
-    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in local}
-    for rank, held in stages.items():
+    stages: dict[int, dict[int, LocalStage]] = {rank: {} for rank in ranks}
+    for rank, own in stages.items():
         for index in schedule.stages_of(rank):
             first, group = firsts[index], schedule.placement.stages[index]
             owner = next(member for member in group if member in stages)
             weights = first.weights if rank == owner else first.weights.replica()
             late = {name for names in first.ties.values() for name in names}
-            reducer = _reducer(weights, transport, group, rank, index, late, context) if len(group) > 1 else None
+            reducer = None
+            if len(group) > 1:
+                reducer = _reducer(
+                    weights,
+                    transport,
+                    group=group,
+                    rank=rank,
+                    stage=index,
+                    late=late,
+                    now=context.timer.now,
+                )
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
-            order = context.streams.order(rank, sorted(others.intersection(local) - {rank}))
-            replays = _replays(weights, index, context)
-            held[index] = LocalStage(weights, first.evaluation, first.ties, reducer, grains.get(index), order, replays)
+            own[index] = LocalStage(
+                weights,
+                evaluation=first.evaluation,
+                ties=first.ties,
+                reducer=reducer,
+                recomputes=granularities.get(index),
+                order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
+                cuda_graphs=_cuda_graphs(weights, index, context),
+            )
     return stages
 
 
 def _reducer(
     weights: VersionedWeights,
     transport: Transport,
+    *,
     group: tuple[int, ...],
     rank: int,
     stage: int,
     late: Collection[str],
-    context: DeviceContext,
+    now: Callable[[], Timestamp],
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.stage):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
-        return ShardedReducer(transport, group, rank, stage, whole, modules, context.timer.now)
-    return Reducer(transport, group, rank, stage, trained, late, now=context.timer.now)
+        return ShardedReducer(
+            transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
+        )
+    return Reducer(transport, group=group, rank=rank, stage=stage, parameters=trained, late=late, now=now)
 
 
-def _replays(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
-    """None for a stage whose work is not recorded."""
+def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
+    """None for a stage that is not captured as CUDA graphs."""
     module = weights.module(0)
-    if not isinstance(module, CompiledStage) or not module.graphed:
+    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
         return None
-    return CudaGraphStage(module, GRAPH_CAPTURERS[context.device.type](context.device), stage, context.device)
+    device = context.device
+    return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
@@ -289,30 +306,35 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
-    """For the stages of the ranks `local`: r / r0 if rates are `scaled` by how many microbatches an update is of."""
+    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1."""
     sizes = schedule.guarantees.microbatches_per_update
-    held = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
-    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in held}
+    stages = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
+    return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}
 
 
 @dataclass(frozen=True, slots=True)
 class _Fingerprint:
-    """What must be the same on every rank."""
+    """The values that must be the same on every rank."""
 
-    plan: Plan
+    plan: str
+    """All that makes plans equal, with the schedule's name: a definition need not be one that can be pickled."""
+    shown: str
+    """The plan as errors show it."""
+    programs: str
+    """A digest of what the schedule does and guarantees."""
     layers: tuple[str, ...]
     parameters: Mapping[str, str]
     skips: tuple[Skip, ...]
 
 
 def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None) -> None:
-    """Raises `PlanError` on every rank if the ranks have different plans or models, or skips in their `schedule`.
-    Collective.
-    """
+    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective."""
     if world.processes == 1:
         return
+    compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
-    mine = _Fingerprint(plan, layers, _digests(chain.parameters), skips)
+    programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
+    mine = _Fingerprint(compared, str(plan), programs, layers, _digests(chain.parameters), skips)
     for rank, other in enumerate(world.gather(mine)):
         if other.layers != mine.layers:
             raise PlanError(
@@ -321,8 +343,14 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
             )
         if other.plan != mine.plan:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} have different plans:\n{other.plan}\n{mine.plan}\n"
+                f"rank {rank} and rank {world.rank} have different plans:\n{other.shown}\n{mine.shown}\n"
                 "Two profiles never agree exactly: plan on one rank and give the plan to all, or load it from a file"
+            )
+        if other.programs != mine.programs and other.skips == mine.skips:
+            raise PlanError(
+                f"rank {rank} and rank {world.rank} have different schedules called {str(plan.schedule)!r}: expected "
+                "the same programs and guarantees, found others. Define the schedule alike on every rank, by the sizes "
+                "of the pipeline alone"
             )
         if other.skips != mine.skips:
             raise PlanError(
@@ -332,9 +360,18 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
         different = [name for name, digest in mine.parameters.items() if other.parameters.get(name) != digest]
         if different:
             raise PlanError(
-                f"rank {rank} and rank {world.rank} start from different weights: {_some(different)}. Every rank must "
-                "build the whole model identically: call torch.manual_seed(...) with one seed before building it"
+                f"rank {rank} and rank {world.rank} start from different weights: {_first_names(different)}. Every "
+                "rank must build the whole model identically: call torch.manual_seed(...) with one seed before "
+                "building it"
             )
+
+
+def _digest_programs(schedule: Schedule) -> str:
+    """A short digest of the programs and guarantees of `schedule`; of one of Penstock's own, one step is enough."""
+    own = isinstance(identify(schedule.definition), str)
+    programs = schedule.step(0) if own else schedule.program(enough_minibatches(schedule))
+    text = f"{format_programs(programs)}\n{schedule.guarantees}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
@@ -355,6 +392,6 @@ def _distinct(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]
     return {name: parameters[name] for name in seen.values()}
 
 
-def _some(names: Sequence[str], count: int = 3) -> str:
+def _first_names(names: Sequence[str], count: int = 3) -> str:
     rest = len(names) - count
     return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")

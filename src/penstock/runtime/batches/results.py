@@ -1,4 +1,4 @@
-"""What a step returns: handles that wait only when they are read."""
+"""The results of a step: handles that wait only when they are read."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,33 +12,34 @@ from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Staged
 from penstock.runtime.transport.transport import PendingMessage
 
-__all__ = ["Figures", "Loss", "Metrics", "Report", "StepResult"]
+__all__ = ["Loss", "Metrics", "MicrobatchResult", "ReplicaResults", "StepResult"]
 
 
-class Figures(NamedTuple):
-    """What the last stage found of one microbatch, or of the part that one of its replicas has."""
+class MicrobatchResult(NamedTuple):
+    """Holds loss and metrics of one microbatch, or of the slice of it that one replica of the last stage has."""
 
-    names: tuple[str, ...]
-    """Of the metrics that `loss_fn` returned."""
+    metric_names: tuple[str, ...]
     values: tuple[Tensor, ...]
-    """The loss and the metrics, each of one number."""
+    """The loss and then the metrics, each one number."""
     weight: float
-    """The share of the minibatch that they are the means over."""
+    """The share of the minibatch that the values are means over."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The figures of one replica of the last stage for each of its `microbatches`, in their order."""
+class ReplicaResults:
+    """Holds the message with the results of one replica of the last stage for `microbatches`, in their order."""
 
     microbatches: Sequence[int]
     message: Staged | PendingMessage
-    """A tensor on the host, `head` and the shares, one row for each microbatch; perhaps on its way."""
+    """A tensor on the host, perhaps still in flight: `header`, then one row of numbers for each microbatch. They are
+    multiplied by the weight of the microbatch.
+    """
 
     @staticmethod
-    def head(names: Sequence[str]) -> list[float]:
-        """What stands before the shares: how many there are of a microbatch, and the names as UTF-8, a line for each.
+    def header(names: Sequence[str]) -> list[float]:
+        """The length of a row, and the names of the metrics as UTF-8, one line each.
 
-        All are numbers of one tensor, since a message of two tensors costs twice as much.
+        Header and rows are numbers of one tensor, since a message of two tensors costs twice as much.
         """
         return [1 + len(names), *"\n".join(names).encode()]
 
@@ -47,10 +48,10 @@ class Report:
         return self.message[1].query() if isinstance(self.message, tuple) else self.message.ready()
 
     def read(self) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
-        """The names, and the shares by microbatch; waits."""
+        """Waits for the message, and returns the names and the row of each microbatch."""
         if isinstance(self.message, tuple):
-            (message,), there = self.message
-            there.synchronize()
+            (message,), event = self.message
+            event.synchronize()
         else:
             (message,) = cast("tuple[Tensor]", self.message.wait())
         width, *numbers = message.tolist()
@@ -62,40 +63,40 @@ class Report:
 
 
 class Loss:
-    """The mean loss over the samples of one minibatch, on every rank.
+    """Holds the mean loss over the samples of one minibatch, on every rank.
 
-    ``float(loss)`` waits for the ranks of the last stage if it must; it never makes the pipeline flush. Only reading it
+    ``float(loss)`` waits for the ranks of the last stage if it must; it never flushes the pipeline. Only reading it
     costs anything.
     """
 
-    def __init__(self, reports: Sequence[Report]) -> None:
-        self._reports = tuple(reports)
+    def __init__(self, results: Sequence[ReplicaResults]) -> None:
+        self._results = tuple(results)
         self._values: dict[str, float] = {}
 
     def ready(self) -> bool:
         """Whether ``float`` would return at once."""
-        return all(report.ready() for report in self._reports)
+        return all(result.ready() for result in self._results)
 
     def item(self) -> float:
         """The loss as a number."""
         return float(self)
 
     def means(self) -> Mapping[str, float]:
-        """The loss under the name "", and the metrics under theirs; waits."""
+        """Waits, and returns the loss under the name "" and the metrics under theirs."""
         if not self._values:
-            read = [report.read() for report in self._reports]
+            read = [result.read() for result in self._results]
             if len(found := {names for names, _ in read}) > 1:
                 raise PenstockError(
-                    f"loss_fn returned other metrics on one replica of the last stage than on another one: {found}. "
+                    f"loss_fn returned different metrics on the replicas of the last stage: {found}. "
                     "Return the same names for every microbatch"
                 )
             rows = [row for _, rows in read for row in rows]
-            # In the order of the microbatches, whoever computed them: the sums have the same bits for any placement.
+            # In the order of the microbatches, so that the sums have the same bits for any placement.
             rows.sort(key=lambda row: row[0])
-            # One addition after the other, which since Python 3.12 `sum` does not do.
+            # One addition after the other: since Python 3.12, `sum` of floats compensates for rounding.
             sums = [reduce(add, column) for column in zip(*(shares for _, shares in rows), strict=True)]
             self._values = dict(zip(("", *read[0][0]), sums, strict=True))
-            self._reports = ()
+            self._results = ()
         return self._values
 
     def __float__(self) -> float:
@@ -108,13 +109,13 @@ class Loss:
         return str(float(self))
 
     def __repr__(self) -> str:
-        return f"Loss({float(self)})" if self.ready() else "Loss(on its way)"
+        return f"Loss({float(self)})" if self.ready() else "Loss(in flight)"
 
 
 class Metrics(Mapping[str, float]):
-    """What `loss_fn` returned beside the loss, each the mean over the samples of the minibatch, on every rank.
+    """Maps the names of the metrics that `loss_fn` returned to their means over the minibatch, on every rank.
 
-    A mapping from name to number. Reading it waits, as reading the loss does.
+    Reading it waits, as reading the loss does.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -132,16 +133,16 @@ class Metrics(Mapping[str, float]):
         return len(self._loss.means()) - 1
 
     def __repr__(self) -> str:
-        return f"Metrics({dict(self)})" if self._loss.ready() else "Metrics(on their way)"
+        return f"Metrics({dict(self)})" if self._loss.ready() else "Metrics(in flight)"
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of `Pipeline.step` or `Pipeline.evaluate`."""
+    """Holds the result of `Pipeline.step` or `Pipeline.evaluate`."""
 
     loss: Loss
 
     @property
     def metrics(self) -> Metrics:
-        """What `loss_fn` returned beside the loss."""
+        """The metrics that `loss_fn` returned beside the loss."""
         return Metrics(self.loss)

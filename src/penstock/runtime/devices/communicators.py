@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from penstock.torch_internals.distributed import end_coalescing, start_coalescing
+
 __all__ = ["Communicator", "CommunicatorWork", "Members", "coalesce", "connect_gloo", "connect_nccl", "nccl_failure"]
 
 
@@ -40,20 +42,11 @@ class Communicator(Protocol):
     def supports_coalescing(self) -> bool:
         """Whether several operations can be merged into one that starts them together."""
 
-    def _start_coalescing(self) -> None:
-        """Starts merging the operations that follow."""
-
-    def _end_coalescing(self) -> CommunicatorWork:
-        """Ends merging, and starts the merged operation."""
-
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int, /) -> CommunicatorWork:
         """Starts to send the tensors, beside the computation."""
 
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int, /) -> CommunicatorWork:
         """Starts to receive the tensors, beside the computation."""
-
-    def _allgather_base(self, every: Tensor, own: Tensor, /) -> CommunicatorWork:
-        """Writes the `own` of all ranks into `every` of each rank, in the order of the ranks."""
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
@@ -92,10 +85,10 @@ def coalesce(communicator: Communicator, calls: Sequence[Callable[[], Communicat
     """
     if len(calls) == 1 or not communicator.supports_coalescing:
         return [call() for call in calls]
-    communicator._start_coalescing()
+    start_coalescing(communicator)
     for call in calls:
         call()
-    return [communicator._end_coalescing()]
+    return [end_coalescing(communicator)]
 
 
 def connect_gloo(members: Members) -> Communicator:
@@ -116,9 +109,6 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
     keeps a multiprocessor from computing. NCCL's default is up to 32 channels; an H100 has 132 multiprocessors.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # PyTorch measures the timeout from the call, however late the device begins the operation. Our own watchdog
-    # measures better.
-    options._timeout = timedelta(days=1)
     options.group_name = members.name  # type: ignore[assignment]  # a string by another name
     options.global_ranks_in_group = list(members.ranks)
     options.config.max_ctas = ctas
@@ -133,6 +123,9 @@ def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communica
         made = dist.ProcessGroupNCCL(
             PrefixStore(members.name, members.store), members.group_rank(members.rank), len(members.ranks), options
         )
+        # PyTorch measures the timeout from the call, however late the device begins the operation. Our own watchdog
+        # measures better.
+        made.set_timeout(timedelta(days=1))
         # Without this call, single and merged messages would each connect at their first use, separately.
         made.eager_connect_single_device(device)
     return cast(Communicator, made)
@@ -143,7 +136,7 @@ def nccl_failure(communicator: Any) -> str:
     none.
     """
     error = communicator.get_error()
-    return "" if error == torch._C._distributed_c10d.ErrorType.SUCCESS else f"NCCL: {error}"
+    return "" if error.name == "SUCCESS" else f"NCCL: {error}"
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from penstock.runtime.devices.process_hooks import hooks_allowed
+
 __all__ = ["CONNECTIONS", "count_queues", "local_device", "prepare_gpu"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -18,7 +20,7 @@ def prepare_gpu() -> None:
     """Makes CUDA use as many queues as it can, unless the user has set their number. It is called before the GPU is
     first used; CUDA does not read the variable again after that.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if hooks_allowed() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault(CONNECTIONS, str(_MOST_CONNECTIONS))
 
 

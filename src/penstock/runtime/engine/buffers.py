@@ -1,15 +1,15 @@
-"""One truth for the buffers of a replicated stage.
+"""Shares the buffers of a replicated stage.
 
-Buffers (BatchNorm's statistics, say) are not trained: every replica lets those of its own microbatches into them, and
-in training they decide nothing for BatchNorm. What is evaluated and saved must not depend on who is asked, so the
-replicas take over the buffers of the first one at every drain.
+Buffers (such as BatchNorm's statistics) are not trained: every replica updates its own with its own microbatches, and
+BatchNorm does not read them in training. Evaluations and checkpoints must not depend on the replica, so all replicas
+copy the buffers of the first one at every drain.
 """
 
 from collections.abc import Mapping
 
 import torch
 
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.scheduling.placements import Placement
 
@@ -17,9 +17,9 @@ __all__ = ["share_buffers"]
 
 
 def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Placement, transport: Transport) -> None:
-    """Gives the buffers of the first replica of each stage to the others. Collective over the replicas.
+    """Copies the buffers of the first replica of each stage to the others. Collective over the replicas.
 
-    `stages`: what this process holds, by rank and stage.
+    `stages`: those of this process, by rank and stage.
     """
     held = [
         (rank, index, stage.weights.buffers, placement.stages[index])
@@ -31,7 +31,7 @@ def share_buffers(stages: Mapping[int, Mapping[int, LocalStage]], placement: Pla
         if rank == ranks[0]:
             for other in ranks[1:]:
                 edge = Edge(rank, other, Channel.BUFFERS)
-                # Copies: training goes on in the buffers themselves.
+                # Copies, since training goes on to write the buffers.
                 transport.send(edge, ("buffers", index), [buffer.detach().clone() for buffer in buffers])
     for rank, index, buffers, ranks in replicated:
         if rank != ranks[0]:

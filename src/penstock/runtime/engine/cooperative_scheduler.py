@@ -1,4 +1,4 @@
-"""Runs the programs of the ranks that live in this process: one after the other, or several in turn."""
+"""Runs the programs of the ranks in this process: one in order, several cooperatively, action by action."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -8,27 +8,27 @@ from penstock.runtime.engine.worker import Worker
 from penstock.scheduling.actions import Action
 from penstock.scheduling.arrivals import longest_wait
 
-__all__ = ["run_programs"]
+__all__ = ["run_cooperatively"]
 
 
-def run_programs(
+def run_cooperatively(
     workers: Sequence[Worker],
     programs: Mapping[int, Sequence[Action]],
     streams: Streams,
-    aside: Callable[[], None] | None = None,
+    while_idle: Callable[[], None] | None = None,
 ) -> None:
-    """Has every worker carry out its rank's program. Several take turns: one action each, whoever need not wait, and
-    each in the stream that it has among `streams`.
+    """Runs the program of every worker. Several workers take turns: those that need not wait run one action each, in
+    their streams.
 
-    `aside` is something to do where one alone is most likely to wait.
+    `while_idle` is called once, where a single worker is most likely to wait.
     """
     if len(workers) == 1:
         (worker,) = workers
         program = programs[worker.rank]
-        idle = longest_wait(program) if aside else None
-        for place, action in enumerate(program):
-            if aside and place == idle:
-                aside()
+        idle = longest_wait(program) if while_idle else None
+        for position, action in enumerate(program):
+            if while_idle and position == idle:
+                while_idle()
             worker.execute(action)
         return
     queues = [(worker, deque(programs[worker.rank])) for worker in workers]
@@ -36,7 +36,7 @@ def run_programs(
         progress = False
         for worker, queue in queues:
             with streams.on(worker.rank):
-                # To ask may take computing, too: what a rank gives to a sum before it waits for it.
+                # `ready` may compute, too: it sends a rank's gradients to be summed.
                 if queue and worker.ready(queue[0]):
                     worker.execute(queue.popleft())
                     progress = True

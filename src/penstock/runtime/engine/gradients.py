@@ -1,14 +1,16 @@
-"""The gradients of a rank's stages, from their last backward for an update to what the update steps with.
+"""The gradients of a rank's stages, from the weight of a loss to the gradients that an update steps with.
 
-First a rank has those of its own microbatches; then, for weights that stages share, the sums over these stages; then
-the sums over the replicas of the stage; and last the mean, where each microbatch had weight one.
+A rank first has the gradients of its own microbatches; then, for weights that stages share, the sums over these stages;
+then the sums over the replicas of the stage. These are divided by the number of microbatches, where each had weight
+one, and by the loss scale; and last they are clipped by their global norm. Where stages exchange norms, an update whose
+gradients overflowed is skipped.
 
 Laws of this file:
   1. Sums are taken in the order of the stages and of the replicas: the same bits everywhere.
-  2. Gradients of several updates may be alive at once; none is left with the weights, since those of the next update
-     may be taken at the same version.
-  3. What an update steps with is changed in place, so nobody else holds it: a sum over stages is a new tensor, since
-     the gradients that it is taken of may be on their way to another stage, or be its sum as well.
+  2. Gradients of several updates may be alive at once. None is left with the weights, since the gradients of the next
+     update may be taken at the same version.
+  3. The gradients of an update are changed in place, so nothing else may hold them: a sum over stages is a new tensor,
+     since its summands may be in flight to another stage, or be the sum of that stage as well.
 """
 
 from collections.abc import Mapping
@@ -18,65 +20,110 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.runtime.batches.batch_run import BatchRun
+from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.devices.timestamps import Timestamp
-from penstock.runtime.engine.local_stages import LocalStage
+from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.parameters.gradient_buckets import Reducer
-from penstock.runtime.parameters.shards import part_of
+from penstock.runtime.parameters.gradient_norms import GradientNorms
+from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
+from penstock.scheduling.definitions import VersionRule
+from penstock.scheduling.norms import known_norms
 from penstock.scheduling.schedules import Schedule
+from penstock.training.scaling import LossScaler
 from penstock.training.tensor_lists import divide
 
 __all__ = ["Gradients"]
 
 
 class Gradients:
-    """Of the `stages` that `rank` holds under `schedule`. Updates are named by stage and version."""
+    """Holds the gradients of the `stages` of `rank` under `schedule`. Updates are named by stage and version.
 
-    def __init__(self, rank: int, schedule: Schedule, stages: Mapping[int, LocalStage]) -> None:
+    `norms`: exchanged between stages if the schedule does so. `scaler`: scales the losses; it needs norms.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, LocalStage],
+        norms: GradientNorms | None,
+        scaler: LossScaler | None,
+    ) -> None:
+        self.norms, self.scaler = norms, scaler
         self._rank, self._schedule, self._stages = rank, schedule, stages
-        self._whole: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._last_stage = schedule.stages - 1
+        self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
+        """Whether an update is taken over a round of microbatches, one for each replica, instead of a minibatch."""
+        self._admitted = 0
+        """Microbatches admitted in the present run of the schedule."""
+        self._own: dict[tuple[int, int], dict[str, Tensor]] = {}
         """This rank's own gradients for an update, once its last backward for it is done."""
         self._lasts: dict[int, tuple[int, int | None]] = {}
         """By stage: the update that was asked for last, and the last microbatch that this rank takes for it."""
         self._tied: dict[tuple[int, int, int], Mapping[str, Tensor | None]] = {}
-        """What a stage (first) has got from another one (second) for an update to a version (third)."""
+        """The gradients that a stage (first) received from another one (second) for an update to a version (third)."""
         self._sums: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """With those of the other stages and replicas."""
+        """Sums over stages and replicas."""
         self._means: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def prepare(self, stage: int, microbatch: int, version: int) -> int | None:
-        """Before a backward at `version`, or its weight part: if it is an update's last one, that update's version.
+    def begin(self, batch: BatchRun) -> None:
+        """Prepares for the updates of `batch`."""
+        self._admitted = batch.admitted
 
-        The sums over replicas then begin while it runs.
+    def restart(self) -> None:
+        """Begins a new run of the schedule, in which versions are counted anew."""
+        if self.norms is not None:
+            self.norms.restart()
+        if self.scaler is not None:
+            self.scaler.restart()
+
+    def loss_weight(self, k: int, microbatch: Microbatch) -> float:
+        """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
+
+        It is the share of the minibatch's samples. Where updates are taken over rounds of microbatches it is the share
+        of the microbatch, and `_final` divides by their number, which is not the same for all stages.
+        """
+        weight = microbatch.microbatch_share if self._averages else microbatch.weight
+        if self.scaler is None:
+            return weight
+        size = self._schedule.guarantees.microbatches_per_update[self._last_stage]
+        return weight * self.scaler.scale_of(k // size + 1)
+
+    def prepare(self, stage: int, microbatch: int, version: int) -> int | None:
+        """Prepares for a backward or weight backward at `version`. Returns the version that it completes, if it is the
+        last one for an update; sums over replicas then begin while it runs.
         """
         update = microbatch // self._schedule.guarantees.microbatches_per_update[stage] + 1
         known, last = self._lasts.get(stage, (0, None))
         if known != update:
-            last = self._schedule.last_taken(self._rank, stage, update)
+            last = self._schedule.last_microbatch(self._rank, stage, update)
             self._lasts[stage] = update, last
         if microbatch != last:
             return None
         held = self._stages[stage]
-        # A late update with tied weights sums after backwards of the next one, which not all replicas have had then.
+        # A deferred update with tied weights is summed after backwards of the next one, which other replicas may not
+        # have run by then.
         if held.reducer is not None and not (held.ties and stage in self._schedule.deferred):
             held.reducer.arm(update, held.weights.leaves(version))
         return update
 
     def take(self, stage: int, update: int, version: int) -> None:
-        """Takes those for `update` from the weights of `version`."""
-        self._whole[stage, update] = self._stages[stage].weights.take_gradients(version)
+        """Takes the gradients for `update` from the weights of `version`."""
+        self._own[stage, update] = self._stages[stage].weights.take_gradients(version)
 
     def tied(self, stage: int, update: int, target: int) -> Message:
-        """What `stage` sends `target` of the weights that both use."""
-        own = self._whole.get((stage, update), {})
+        """The gradients that `stage` sends `target`: those of the weights that both use."""
+        own = self._own.get((stage, update), {})
         return tuple(own.get(name) for name in self._stages[stage].ties[target])
 
     def add_tied(self, stage: int, update: int, source: int, message: Message) -> None:
-        """What `stage` has got from `source`."""
+        """Adds the gradients that `stage` received from `source`."""
         self._tied[stage, source, update] = dict(zip(self._stages[stage].ties[source], message, strict=True))
 
     def start_reduce(self, stage: int, update: int) -> Reducer:
-        """Gives away this rank's part of the sums over replicas."""
+        """Starts the all-reduce of this rank's gradients over the replicas."""
         reducer = self._stages[stage].reducer
         assert reducer is not None
         if (stage, update) not in self._sums:
@@ -85,7 +132,7 @@ class Gradients:
         return reducer
 
     def began(self, stage: int, update: int) -> Timestamp | None:
-        """When the first gradients left for the sums over replicas; None if none have."""
+        """When the first gradients were sent to be summed over replicas; None if none were."""
         reducer = self._stages[stage].reducer
         assert reducer is not None
         return reducer.began(update)
@@ -94,61 +141,119 @@ class Gradients:
         """Waits for the sums over replicas."""
         self._sums[stage, update] = self.start_reduce(stage, update).finish(update)
 
-    def counted(self, stage: int, update: int) -> dict[str, Tensor] | None:
-        """The sums that the norm of `stage` is taken of, where they are whole before the others: all but those of
-        weights that a stage before it shares, whose gradients come later. None if all of them are there.
+    def norm_vectors(self, stage: int, version: int, target: int) -> tuple[Tensor, ...]:
+        """The norms that `stage` sends its neighbour `target`."""
+        return self._local_norms(stage, version).vectors_for(stage, version, target)
+
+    def add_norms(self, stage: int, version: int, source: int, message: Message) -> None:
+        """Adds the norms that `stage` received from `source`."""
+        assert self.norms is not None
+        self.norms.add_received(stage, version, source, message)
+
+    def for_update(self, stage: int, version: int) -> tuple[dict[str, Tensor], bool]:
+        """The gradients that `stage` updates with, and whether the update is skipped since gradients overflowed.
+
+        A loss scaler reads the norms on the host, and so waits until the device has computed them.
+        """
+        if self.norms is None:
+            return self._final(stage, version), False
+        norms = self._local_norms(stage, version)
+        overflown = norms.overflown(stage, version) if self.scaler is not None else []
+        updates = [of for _, of in overflown]
+        if self.scaler is not None and stage == self._last_stage:
+            self.scaler.update(updates, keep=version - 2 * self._schedule.stages)
+        return norms.clip(stage, version, self._final(stage, version), overflown), version in updates
+
+    def forget(self, stage: int, update: int) -> None:
+        """Drops the gradients of an update that has been made."""
+        self._means.pop((stage, update), None)
+        self._own.pop((stage, update), None)
+
+    def _local_norms(self, stage: int, version: int) -> GradientNorms:
+        """The norms, after those of the stages of this rank have been added."""
+        assert self.norms is not None
+        # Stages on one rank send each other no messages. The last stage comes first, since it has the scale.
+        for other, of in reversed(known_norms(self._schedule, stage, version)):
+            if other in self._stages and of == version and not self.norms.has(other, of):
+                scale = self._scale_of(other, of)
+                gradients = self._early_sums(other, of)
+                if gradients is None:
+                    gradients = self._final(other, of)
+                elif scale is not None:
+                    # Not in place: a sum of one summand is that tensor, which is still to be added to others.
+                    gradients = {name: gradient / scale for name, gradient in gradients.items()}
+                self.norms.add(other, of, gradients, 1.0 if scale is None else scale)
+        return self.norms
+
+    def _scale_of(self, stage: int, version: int) -> float | None:
+        """The factor on the losses of an update; None without loss scaling."""
+        if self.scaler is None:
+            return None
+        assert self.norms is not None
+        return self.scaler.scale_of(version) if stage == self._last_stage else self.norms.scale(version)
+
+    def _early_sums(self, stage: int, update: int) -> dict[str, Tensor] | None:
+        """The sums that the norm of `stage` is taken of, where it is needed before all gradients are there: all but
+        those of weights that an earlier stage shares, whose gradients come later. None if all of them are there.
         """
         ties = self._stages[stage].ties
         if stage not in self._schedule.deferred or not any(partner < stage for partner in ties):
             return None
-        own = self._whole.get((stage, update), {})
+        own = self._own.get((stage, update), {})
         sums = {}
         for name in self._stages[stage].weights.parameters:
             partners = [partner for partner, names in ties.items() if name in names]
             if all(partner > stage for partner in partners):
-                parts = [own, *(self._tied[stage, partner, update] for partner in sorted(partners))]
-                if gradients := [gradient for part in parts if (gradient := part.get(name)) is not None]:
+                sharing = [own, *(self._tied[stage, partner, update] for partner in sorted(partners))]
+                if gradients := [gradient for given in sharing if (gradient := given.get(name)) is not None]:
                     sums[name] = reduce(torch.add, gradients)
         return sums
 
-    def mean(self, stage: int, update: int, count: int, scale: float | None = None) -> dict[str, Tensor]:
-        """The sums divided by `count`, and by the `scale` of the losses."""
+    def _final(self, stage: int, update: int) -> dict[str, Tensor]:
+        """The gradients that `stage` updates with, before clipping: the sums divided by the number of microbatches that
+        had weight one, and by the loss scale.
+        """
+        scale = self._scale_of(stage, update)
         if (stage, update) not in self._means:
             sums = self._sums.pop((stage, update), None)
             if sums is None:
                 sums = self._over_stages(stage, update)
-            for number in (count, 1.0 if scale is None else scale):
+            for number in (self._averaged_over(stage, update), 1.0 if scale is None else scale):
                 if number != 1:
                     divide([_memory(gradient) for gradient in sums.values()], number)
             self._means[stage, update] = sums
         return self._means[stage, update]
 
-    def forget(self, stage: int, update: int) -> None:
-        """The update is made."""
-        self._means.pop((stage, update), None)
-        self._whole.pop((stage, update), None)
+    def _averaged_over(self, stage: int, version: int) -> int:
+        """The number of microbatches, each of weight one, that an update is the mean over; 1 where weights are shares
+        of a minibatch.
+        """
+        if not self._averages:
+            return 1
+        size = self._schedule.guarantees.microbatches_per_update[stage]
+        return min(version * size, self._admitted) - (version - 1) * size
 
     def _over_stages(self, stage: int, update: int) -> dict[str, Tensor]:
         """This rank's own gradients, with those of tied weights summed over the stages that share them."""
-        own, ties = self._whole.get((stage, update), {}), self._stages[stage].ties
-        parts: dict[int, Mapping[str, Tensor | None]] = {stage: own}
+        own, ties = self._own.get((stage, update), {}), self._stages[stage].ties
+        by_stage: dict[int, Mapping[str, Tensor | None]] = {stage: own}
         for partner, names in ties.items():
             if partner in self._stages and (stage, partner, update) not in self._tied:
-                # Both are on this rank and the other one updates later, when the gradients here will be forgotten.
+                # Both are on this rank, and the other one updates later, when these gradients have been dropped.
                 self._tied[partner, stage, update] = {name: own.get(name) for name in names}
-                self._tied[stage, partner, update] = self._whole.get((partner, update), {})
-            parts[partner] = self._tied.pop((stage, partner, update))
+                self._tied[stage, partner, update] = self._own.get((partner, update), {})
+            by_stage[partner] = self._tied.pop((stage, partner, update))
         sums = dict(own)
         for name in {name for names in ties.values() for name in names}:
-            sharing = sorted(s for s in parts if s == stage or name in ties[s])
-            gradients = [gradient for s in sharing if (gradient := parts[s].get(name)) is not None]
+            sharing = sorted(s for s in by_stage if s == stage or name in ties[s])
+            gradients = [gradient for s in sharing if (gradient := by_stage[s].get(name)) is not None]
             if gradients:
                 sums[name] = reduce(torch.add, gradients) if len(gradients) > 1 else gradients[0].clone()
         return sums
 
 
 def _memory(gradient: Tensor) -> Tensor:
-    """What is changed in place: of a `DTensor` this process's part. A change of another view of a sparse tensor may not
-    reach it.
+    """The tensor to change in place: the local shard of a `DTensor`, else `gradient` itself, since a change of another
+    view of a sparse tensor may not reach it.
     """
-    return part_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return local_shard(gradient) if isinstance(gradient, DTensor) else gradient

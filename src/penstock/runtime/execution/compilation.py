@@ -1,14 +1,15 @@
-"""Compiling stages: what a stage computes as one graph, for all versions of its weights and for every schedule.
+"""Compiles stages with `torch.compile`: one graph for all versions of a stage's weights, under every schedule.
 
-A stage is compiled in *parts*: each random layer is a part of its own, since it starts a random stream of its own
-outside of what is compiled, and the layers between two of them are one part. A stage without random layers is one part.
-A part is a generated function that calls its layers; the layers are an argument, so the copies of a stage for several
-versions and replicas, which share their generated code, run the one graph that the first of them compiled.
+A stage is compiled in *regions*: each random layer is a region of its own, since it starts a random stream of its own
+outside of the compiled code, and the layers between two of them are one region. A stage without random layers is one
+region. A region is a generated function that calls its layers. The layers are an argument of it, so the copies of a
+stage for several versions and replicas, which share their generated code, run the one graph that the first of them
+compiled.
 
 Laws of this file:
-  1. What a layer writes in place it writes in a copy, which the part returns: no graph writes what it was given, but
-     for the model's buffers.
-  2. Random generators are set and given back outside of what is compiled.
+  1. A layer that writes in place writes in a copy, which the region returns: no graph writes its arguments. The model's
+     buffers are the exception.
+  2. Random generators are set and restored outside of the compiled code.
   3. The evaluation, which is another capture of the same layers, has graphs of its own.
 """
 
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from penstock.capturing.chain import Around, Layer, LayerChain, StageModule
+from penstock.capturing.chain import Layer, LayerChain, LayerRunner, StageModule
 from penstock.capturing.randomness import seeded
 from penstock.errors import PlanError
 
 __all__ = ["Compilation", "CompiledStage", "compile_chain", "read_compilation"]
 
 _WITHOUT_GRAPHS: Mapping[str, str | None] = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""The modes of `torch.compile` that ask for CUDA graphs, and what is left of them without."""
+"""The modes of `torch.compile` that ask for CUDA graphs, and the same modes without graphs."""
 _GRAPHS = "triton.cudagraphs"
 
 
@@ -41,30 +42,30 @@ class Compilation:
     """How stages are compiled."""
 
     options: Mapping[str, Any]
-    """The arguments of `torch.compile`. They never ask for CUDA graphs: PyTorch's own are overwritten by their next
-    run, and several microbatches are in flight at once."""
-    graphed: bool = False
-    """Whether what a stage does is recorded as CUDA graphs, one for each microbatch in flight."""
+    """The arguments of `torch.compile`. They never ask for CUDA graphs: the next run of a graph of PyTorch's own
+    overwrites its results, and several microbatches are in flight at once."""
+    cuda_graphs: bool = False
+    """Whether a stage's work is captured as CUDA graphs, for each microbatch in flight its own."""
 
 
-def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False) -> Compilation | None:
-    """What ``compile=`` asks for; None for False. `parallelized`: whether there is a hook.
+def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = False) -> Compilation | None:
+    """The compilation that ``compile=`` asks for; None for False. `parallelized`: ``parallelize=`` is given, too.
 
-    Raises `PlanError` for what cannot be done.
+    Raises `PlanError` for an option that is wrong or not supported.
     """
-    if wish is False:
+    if option is False:
         return None
     if parallelized:
         raise PlanError(
             "compile= and parallelize= are both given: expected one of them, since a hook changes the modules that the "
             "compiled code was generated for. Leave compile= out"
         )
-    if wish is not True and not isinstance(wish, Mapping):
+    if option is not True and not isinstance(option, Mapping):
         raise PlanError(
-            f"compile={wish!r}: expected True, False or the arguments of torch.compile as a dict, such as "
+            f"compile={option!r}: expected True, False or the arguments of torch.compile as a dict, such as "
             '{"mode": "max-autotune-no-cudagraphs"}'
         )
-    options = {} if wish is True else dict(wish)
+    options = {} if option is True else dict(option)
     known = set(inspect.signature(torch.compile).parameters) - {"model", "disable"}
     if unknown := sorted(options.keys() - known):
         raise PlanError(
@@ -74,23 +75,23 @@ def read_compilation(wish: bool | Mapping[str, Any], parallelized: bool = False)
     if options.get("backend") == "cudagraphs":
         raise PlanError(
             "compile= has the backend 'cudagraphs', whose results are overwritten by its next run, and several "
-            'microbatches are in flight at once: expected {"mode": "reduce-overhead"}, with which Penstock records a '
+            'microbatches are in flight at once: expected {"mode": "reduce-overhead"}, with which Penstock captures a '
             "graph for each of them"
         )
     mode, inner = options.get("mode"), dict(options.get("options") or {})
-    graphed = bool(inner.pop(_GRAPHS, mode in _WITHOUT_GRAPHS))
+    cuda_graphs = bool(inner.pop(_GRAPHS, mode in _WITHOUT_GRAPHS))
     if mode in _WITHOUT_GRAPHS:
         options["mode"] = _WITHOUT_GRAPHS[str(mode)]
     if "options" in options:
         options["options"] = inner or None
-    return Compilation(options, graphed)
+    return Compilation(options, cuda_graphs)
 
 
-def compile_chain(chain: LayerChain, compilation: Compilation | None, apart: Collection[int] = ()) -> LayerChain:
-    """`chain`, whose stages are compiled when they first run; in evaluation mode, too.
+def compile_chain(chain: LayerChain, compilation: Compilation | None, layerwise: Collection[int] = ()) -> LayerChain:
+    """`chain` with stages that are compiled when they first run, also in evaluation mode.
 
-    `compilation`: None compiles nothing. `apart`: the first layers of the stages that recompute layer by layer, of
-    which every layer is a part of its own.
+    `compilation`: None compiles nothing. `layerwise`: the first layers of the stages that recompute layer by layer, in
+    which every layer is a region of its own.
     """
     if compilation is None:
         return chain
@@ -102,41 +103,41 @@ def compile_chain(chain: LayerChain, compilation: Compilation | None, apart: Col
         return result if evaluated is chain else compile_chain(evaluated, compilation)
 
     values = {item.name: getattr(chain, item.name) for item in fields(LayerChain)} | {"evaluation": evaluation}
-    result = _CompiledChain(**values, compilation=compilation, apart=frozenset(apart))
+    result = _CompiledChain(**values, compilation=compilation, layerwise=frozenset(layerwise))
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class _CompiledChain(LayerChain):
     compilation: Compilation
-    apart: frozenset[int]
+    layerwise: frozenset[int]
 
     def stage(self, start: int, stop: int) -> StageModule:
         ends = self.cut(start), self.cut(stop)
-        return CompiledStage(self.layers[start:stop], start, *ends, self.compilation, start in self.apart)
+        return CompiledStage(self.layers[start:stop], start, *ends, self.compilation, start in self.layerwise)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """What is known of a part, which is the same for all copies of its stage."""
+class _Region:
+    """Describes one region. All copies of its stage share it."""
 
     start: int
-    """Index of its first layer in the stage."""
+    """The index of its first layer in the stage."""
     random: bool
     reads: tuple[str, ...]
     returns: tuple[str, ...]
     kept: frozenset[str]
-    """The values that are still wanted after it."""
+    """The values that later regions read or the stage returns."""
     run: Callable[..., tuple[Tensor, ...]]
-    """Takes the module of the part, and `reads`."""
+    """The compiled function: it takes the module of the region, and the values `reads`."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Part":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Region":
         # The compiled function must be one and the same for all copies.
         return self
 
 
 class CompiledStage(StageModule):
-    """A stage that runs as compiled parts."""
+    """A stage that runs as compiled regions."""
 
     def __init__(
         self,
@@ -145,54 +146,54 @@ class CompiledStage(StageModule):
         received: tuple[str, ...],
         sent: tuple[str, ...],
         compilation: Compilation,
-        apart: bool,
+        layerwise: bool,
     ) -> None:
         super().__init__(layers, first, received, sent)
-        self.graphed = compilation.graphed
-        """Whether its work in training is to be recorded as CUDA graphs."""
+        self.cuda_graphs = compilation.cuda_graphs
+        """Whether its work in training is to be captured as CUDA graphs."""
         self.programs = nn.ModuleList()
-        parts = []
-        for start, stop in _cut(self.random, apart):
-            reads = _reads(layers[start:stop])
+        regions = []
+        for start, stop in _divide(self.random, layerwise):
+            reads = _inputs_of(layers[start:stop])
             kept = frozenset(name for layer in layers[stop:] for name in layer.inputs).union(sent)
             program, returns = _generate(layers[start:stop], reads, kept, f"layers_{first + start}_{first + stop - 1}")
             self.programs.append(program)
             run = torch.compile(type(program).forward, **compilation.options)
-            parts.append(_Part(start, self.random[start], reads, returns, kept, run))
-        self.parts = tuple(parts)
-        self.apart = apart
+            regions.append(_Region(start, self.random[start], reads, returns, kept, run))
+        self.regions = tuple(regions)
+        self.layerwise = layerwise
 
     def forward(
         self,
         received: Sequence[Tensor],
         inputs: Mapping[str, Tensor],
         seed: int | None = None,
-        around: Around | None = None,
+        layer_runner: LayerRunner | None = None,
     ) -> tuple[Tensor, ...]:
-        """As `StageModule.forward`; `around` runs each part, so it wants a stage that was compiled `apart`."""
-        assert around is None or self.apart, "layers that are to run again one by one are compiled one by one"
+        """Like `StageModule.forward`; with a `layer_runner` the stage must have been compiled `layerwise`."""
+        assert layer_runner is None or self.layerwise, "layers that are recomputed one by one are compiled one by one"
         values = dict(zip(self.received, received, strict=True))
         values.update((name, inputs[name]) for name in self.model_inputs)
-        for index, part in enumerate(self.parts):
-            arguments = [values[name] for name in part.reads]
-            if around is None:
-                results = self._run_part(index, seed, *arguments)
+        for index, region in enumerate(self.regions):
+            arguments = [values[name] for name in region.reads]
+            if layer_runner is None:
+                results = self._run_region(index, seed, *arguments)
             else:
-                results = around(self.layers[part.start], partial(self._run_part, index, seed), arguments)
-            values.update(zip(part.returns, results, strict=True))
-            values = {name: value for name, value in values.items() if name in part.kept}
+                results = layer_runner(self.layers[region.start], partial(self._run_region, index, seed), arguments)
+            values.update(zip(region.returns, results, strict=True))
+            values = {name: value for name, value in values.items() if name in region.kept}
         return tuple(values[name] if name in values else inputs[name] for name in self.sent)
 
-    def _run_part(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
-        part = self.parts[index]
-        streams = part.random and seed is not None
-        with seeded(seed or 0, self.first + part.start, arguments) if streams else nullcontext():
-            return part.run(self.programs[index], *arguments)
+    def _run_region(self, index: int, seed: int | None, *arguments: Tensor) -> tuple[Tensor, ...]:
+        region = self.regions[index]
+        streams = region.random and seed is not None
+        with seeded(seed or 0, self.first + region.start, arguments) if streams else nullcontext():
+            return region.run(self.programs[index], *arguments)
 
 
-def _cut(random: Sequence[bool], apart: bool) -> Iterator[tuple[int, int]]:
-    """First and last but one layer of every part."""
-    keys = [index if apart or drawn else -1 for index, drawn in enumerate(random)]
+def _divide(random: Sequence[bool], layerwise: bool) -> Iterator[tuple[int, int]]:
+    """The first layer of every region, and the first layer after it."""
+    keys = [index if layerwise or drawn else -1 for index, drawn in enumerate(random)]
     start = 0
     for _, group in groupby(keys):
         stop = start + len(list(group))
@@ -200,8 +201,8 @@ def _cut(random: Sequence[bool], apart: bool) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _reads(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """What `layers` read that they do not make."""
+def _inputs_of(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """The values that `layers` read and do not make themselves."""
     made: set[str] = set()
     reads: dict[str, None] = {}
     for layer in layers:
@@ -215,8 +216,8 @@ def _generate(
 ) -> tuple[GraphModule, tuple[str, ...]]:
     """A module whose generated ``forward(*reads)`` runs `layers`, and the values that it returns.
 
-    A module of a class of its own: the copies of a part share this class and its code, and the code is what PyTorch
-    keeps compiled graphs by.
+    The module has a class of its own. The copies of a region share this class and its code, by which PyTorch caches
+    compiled graphs.
     """
     graph = Graph()
     values: dict[str, Node] = {value: graph.placeholder(f"value_{index}") for index, value in enumerate(reads)}

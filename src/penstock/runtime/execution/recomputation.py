@@ -1,14 +1,14 @@
-"""Computing a forward a second time, with the same bits and no traces: per stage, or layer by layer.
+"""Recomputes forwards with the same bits and without side effects: per stage, or layer by layer.
 
 A stage that recomputes keeps its input and repeats its forward in the backward. With ``"layers"`` every layer (and the
-loss) keeps its own input and is repeated alone, when the backward comes to it, so that only one layer's saved tensors
-are there at a time.
+loss) keeps its own input and is repeated alone, when the backward comes to it, so that the saved tensors of only one
+layer are alive at a time.
 
 Laws of this file:
-  1. The second forward finds what the first one found: random generators, autocast, and the buffers as they were
-     before it. The weights' version is that of the module that it is given.
-  2. It leaves no trace: it works on copies of the buffers, and gives the generators back. BatchNorm counts once.
-  3. What it reads must be what the first one read: a batch that was overwritten in between is an error.
+  1. The second forward runs in the state of the first one: random generators, autocast, and the buffers as they were
+     before it. The version of the weights is that of the module that is called.
+  2. It has no side effects: it works on copies of the buffers, and restores the generators. BatchNorm counts once.
+  3. It must read the same numbers as the first one: a batch that was overwritten in between is an error.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,31 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.capturing.chain import Around
+from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
+from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
 
-__all__ = ["ForwardContext", "Granularity", "Recomputation", "Recompute", "choose_grains"]
+__all__ = ["Granularity", "Recomputation", "Recompute", "choose_granularities"]
 
 Granularity: TypeAlias = Literal["stage", "layers"]
 Recompute: TypeAlias = bool | str | Collection[int] | None
-"""What a user says of it: which stages, or "layers" for each layer alone."""
+"""The value of ``recompute=``: which stages, or "layers" for each layer alone."""
 _Results: TypeAlias = tuple[Tensor, ...]
 
 
-def choose_grains(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
-    """The plan that runs, and of its stages those that recompute, as a whole or layer by layer.
+def choose_granularities(plan: Plan, recompute: Recompute) -> tuple[Plan, dict[int, Granularity]]:
+    """The plan that runs, and its stages that recompute, each as a whole or layer by layer.
 
-    None follows the plan. Anything else goes before it, and what it predicts is dropped where it does not hold any
-    more. `PlanError` for a wish that is not of these, or numbers a stage that there is not.
+    None follows the plan. Anything else overrides it, and drops its prediction where that no longer holds. Raises
+    `PlanError` for another value, or for the number of a stage that does not exist.
     """
-    grains = _grains(recompute, plan.recompute, len(plan.stages))
-    as_planned = grains == _grains(None, plan.recompute, len(plan.stages))
-    return (plan if as_planned else replace(plan, recompute=bool(grains), predicted=None)), grains
+    granularities = _choose(recompute, plan.recompute, len(plan.stages))
+    as_planned = granularities == _choose(None, plan.recompute, len(plan.stages))
+    return (plan if as_planned else replace(plan, recompute=bool(granularities), predicted=None)), granularities
 
 
-def _grains(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
+def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granularity]:
     if isinstance(recompute, str):
         if recompute != "layers":
             raise PlanError(
@@ -64,28 +65,28 @@ def _grains(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardContext:
-    """What a forward finds and is not given: generators, autocast and buffers; and what it was given, to be checked."""
+class _ForwardContext:
+    """The state that a forward runs in: generators, autocast and buffers; and its arguments, to be checked."""
 
     generators: tuple[tuple[torch.Generator, Tensor], ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """For a type of device: whether it is on, and to which type."""
+    """For each type of device: whether autocast is on, and to which type."""
     caches: bool
-    """Whether autocast keeps the weights that it has cast."""
+    """Whether autocast caches the weights that it casts."""
     buffers: tuple[tuple[Place, Tensor | None], ...]
-    """Copies; one buffer in two places has one copy."""
+    """Copies; a buffer that is registered twice has one copy."""
     given: tuple[tuple[Tensor, int], ...]
-    """The tensors that the forward reads, and how often they had been written."""
+    """The tensors that the forward reads, and how often each had been written."""
 
     @classmethod
     def observe(
-        cls, places: Sequence[Place], devices: Collection[torch.device], given: Sequence[Tensor] = ()
-    ) -> "ForwardContext":
-        """Those of now, for a forward that writes the buffers in `places` and computes on `devices`."""
+        cls, writable: Sequence[Place], devices: Collection[torch.device], given: Sequence[Tensor] = ()
+    ) -> "_ForwardContext":
+        """The present state, for a forward that writes the buffers `writable` and computes on `devices`."""
         cuda = sorted({device.index for device in devices if device.type == "cuda"})
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda)]
         kinds = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
-        buffers = [(place, place[0]._buffers[place[1]]) for place in places]
+        buffers = [(place, getattr(*place)) for place in writable]
         with torch.no_grad():
             copies = {id(buffer): buffer.clone() for _, buffer in buffers if buffer is not None}
         return cls(
@@ -93,23 +94,23 @@ class ForwardContext:
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             torch.is_autocast_cache_enabled(),
             tuple((place, None if buffer is None else copies[id(buffer)]) for place, buffer in buffers),
-            tuple((tensor, tensor._version) for tensor in given if not tensor.is_inference()),
+            tuple((tensor, times_written(tensor)) for tensor in given if not tensor.is_inference()),
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Brings them back for its body, once; then everything is as the body found it."""
+        """Context manager that restores this state, and afterwards the state before it. Once."""
         for tensor, version in self.given:
-            if tensor._version != version:
+            if times_written(tensor) != version:
                 raise PenstockError(
                     f"a tensor of shape {tuple(tensor.shape)} that a stage read in its forward was written in place "
                     "before its backward, which has to read it again: pass every batch in tensors of its own, or "
                     "leave the stage out of recompute="
                 )
         states = [generator.get_state() for generator, _ in self.generators]
-        found = [(owner, name, owner._buffers[name]) for (owner, name), _ in self.buffers]
+        found = [(owner, name, getattr(owner, name)) for (owner, name), _ in self.buffers]
         with ExitStack() as stack:
-            # A drain may come from within an evaluation, where gradients are off; this turns them on.
+            # A drain may be called in inference mode, which has no gradients; this turns them on.
             stack.enter_context(torch.inference_mode(False))
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches))
@@ -117,37 +118,40 @@ class ForwardContext:
                 for generator, state in self.generators:
                     generator.set_state(state)
                 for (owner, name), copy in self.buffers:
-                    owner._buffers[name] = copy
+                    setattr(owner, name, copy)
                 yield
             finally:
                 for owner, name, buffer in found:
-                    owner._buffers[name] = buffer
+                    setattr(owner, name, buffer)
                 for (generator, _), state in zip(self.generators, states, strict=True):
                     generator.set_state(state)
 
 
 @dataclass(slots=True, eq=False)
 class Recomputation:
-    """How one stage recomputes. `loss_fn`: of the last stage; it may be a module that has buffers, too."""
+    """Recomputes the forwards of one stage. `loss_fn`: of the last stage; it may be a module with buffers, too."""
 
-    grain: Granularity
+    granularity: Granularity
     loss_fn: object = None
     _known: dict[nn.Module, tuple[tuple[Place, ...], frozenset[torch.device]]] = field(default_factory=dict)
 
-    def remember(
+    def context_for(
         self, point: Callable[[], object], module: nn.Module, given: Sequence[Tensor]
     ) -> Callable[[], AbstractContextManager[None]] | None:
-        """Called before a forward of the stage's `module` on the tensors `given`: inside of what is returned it can be
-        repeated. `point` points the module at the weights of that forward. None if its layers do so one by one.
+        """Makes the context in which the coming forward of `module` on the tensors `given` can be repeated.
+
+        `point` points the module at the weights of that forward. None if its layers are repeated one by one.
         """
-        if self.grain == "layers":
+        if self.granularity == "layers":
             return None
         modules = [module, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [module]
         return partial(_repeated, point, self._observe(modules, given, checked=True))
 
-    def around(self, point: Callable[[], object]) -> Around | None:
-        """What runs the layers of the stage, and the loss, one by one; None if they run as always. `point` as above."""
-        return partial(self._run_layer, point) if self.grain == "layers" else None
+    def layer_runner(self, point: Callable[[], object]) -> LayerRunner | None:
+        """Runs the layers of the stage, and the loss, one by one; None if the stage recomputes as a whole. `point`: as
+        in `context_for`.
+        """
+        return partial(self._run_layer, point) if self.granularity == "layers" else None
 
     def _run_layer(
         self,
@@ -156,39 +160,41 @@ class Recomputation:
         compute: Callable[..., _Results],
         arguments: Sequence[Tensor],
     ) -> _Results:
-        """``compute(*arguments)``, of which autograd keeps the arguments alone. `module`: None for the loss."""
-        modules = [part for part in (module or self.loss_fn,) if isinstance(part, nn.Module)]
-        around = self._observe(modules, arguments, checked=False)
+        """Computes ``compute(*arguments)``, for which autograd keeps the arguments alone. `module`: None for
+        the loss.
+        """
+        modules = [run for run in (module or self.loss_fn,) if isinstance(run, nn.Module)]
+        context = self._observe(modules, arguments, checked=False)
         results: _Results = checkpoint(
             compute,
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_contexts, point, around),
+            context_fn=partial(_contexts, point, context),
         )
         return results
 
-    def _observe(self, modules: Sequence[nn.Module], given: Sequence[Tensor], checked: bool) -> ForwardContext:
-        places: list[Place] = []
+    def _observe(self, modules: Sequence[nn.Module], given: Sequence[Tensor], checked: bool) -> _ForwardContext:
+        writable: list[Place] = []
         devices = {tensor.device for tensor in given}
         for module in modules:
             if module not in self._known:
                 tensors = (*module.parameters(), *module.buffers())
                 self._known[module] = find_writable(module), frozenset(tensor.device for tensor in tensors)
-            places += self._known[module][0]
+            writable += self._known[module][0]
             devices |= self._known[module][1]
-        return ForwardContext.observe(places, devices, given if checked else ())
+        return _ForwardContext.observe(writable, devices, given if checked else ())
 
 
 def _contexts(
-    point: Callable[[], object], around: ForwardContext
+    point: Callable[[], object], context: _ForwardContext
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the first forward and of the second."""
-    return nullcontext(), _repeated(point, around)
+    """The contexts of the first forward and of the second."""
+    return nullcontext(), _repeated(point, context)
 
 
 @contextmanager
-def _repeated(point: Callable[[], object], around: ForwardContext) -> Iterator[None]:
+def _repeated(point: Callable[[], object], context: _ForwardContext) -> Iterator[None]:
     point()
-    with around.restored():
+    with context.restored():
         yield

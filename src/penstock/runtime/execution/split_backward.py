@@ -1,20 +1,21 @@
-"""A backward in two parts: the gradients that other stages wait for, and those of weights, which nobody waits for.
+"""A backward split into input backward and weight backward (B and W of [ZeroBubble 2024]).
 
-The input part is one run of autograd, which is asked for the gradients of what was received and, on the way, for those
-of the results of operators that have weights. What it is not asked for it does not compute. The weight part computes
-the gradients of these weights from what was caught, by autograd's own formulas, and hands them to autograd where they
-enter what lies between an operator and its weights (transposes, casts), down to the weights' ``.grad``.
+Other stages wait for the gradients of inputs, but not for those of weights. The input backward is one run of autograd.
+It is asked for the gradients of what the stage received and, on the way, for those of the results of operators that
+have weights; it computes nothing else. The weight backward computes the gradients of these weights from what the
+operators read and the gradients of their results, by autograd's own formulas. Autograd then takes them through what
+lies between an operator and its weights (transposes, casts), and adds them to the weights' ``.grad``.
 
-A weight is *deferred* if every path to it is through such an operator. All other leaves (the weights of norms and of
-recurrent layers, say, or one that is used in two ways) get their gradients in the input part, whole, so that autograd
-sums them up in its own order; they wait for the weight part to be added.
+A weight is *deferred* if every path to it leads through such an operator. All other leaves (the weights of norms and of
+recurrent layers, for example, or one that is used in two ways) get their gradients in the input backward, so that
+autograd sums them in its own order; the weight backward adds these to ``.grad``.
 
-What must be known of the graph takes one walk over it in each input part: about half a microsecond for each node.
+Each input backward walks over the graph once, which takes about half a microsecond for each node.
 
 Laws of this file:
-  1. The sum of both parts has the bits of one backward, and no gradient is computed twice.
-  2. It knows no module and no parameter: what can be deferred is read off autograd's graph alone.
-  3. Between the parts it holds what the operators read and the gradients of their results, and no graph.
+  1. Both halves together have the bits of one backward, and no gradient is computed twice.
+  2. It depends on no module and no parameter: autograd's graph alone decides which weights are deferred.
+  3. Between the halves it holds what the operators read and the gradients of their results, and no graph.
 """
 
 from collections import Counter
@@ -28,37 +29,39 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.execution.weight_gradients import OPERATORS, kinds_of
+from penstock.runtime.execution.weight_gradients import OPERATORS
+from penstock.torch_internals.autograd import node_kinds, sequence_number
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
-__all__ = ["WeightBackward", "go_backward_to_inputs"]
+__all__ = ["WeightBackward", "run_input_backward"]
 
 Node: TypeAlias = Any
-"""A node of autograd's graph. PyTorch's type for it does not know what is saved there."""
+"""A node of autograd's graph. PyTorch's type for it does not declare what is saved there."""
 
 GROUP_BYTES = 2**22
-"""About so many bytes of gradients of weights are there before they are added to those of earlier microbatches."""
+"""Weight gradients are added to those of earlier microbatches in groups of about so many bytes."""
 
-(_LEAF,) = kinds_of("AccumulateGrad")
-(_TRANSPOSED,) = kinds_of("TBackward0")
+(_LEAF,) = node_kinds("AccumulateGrad")
+(_TRANSPOSED,) = node_kinds("TBackward0")
 _MOVES = frozenset(
-    kinds_of(
+    node_kinds(
         *("TBackward0", "TransposeBackward0", "TransposeBackward1", "PermuteBackward0", "ViewBackward0"),
         *("UnsafeViewBackward0", "AliasBackward0", "CloneBackward0", "ToCopyBackward0", "SplitBackward0"),
         *("SplitWithSizesBackward0", "UnbindBackward0", "SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"),
         *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
     )
 )
-"""What may lie between an operator and its weights: what moves or casts elements, and computes nothing else."""
+"""The nodes that may lie between an operator and its weights: they move or cast elements, and compute nothing else."""
 
 
-class _Claim(NamedTuple):
-    """An argument of an operator that is a weight, or what one was moved or cast to."""
+class _WeightUse(NamedTuple):
+    """Describes an argument of an operator that is a weight, possibly moved or cast."""
 
     slot: int
     entry: GradientEdge
-    """Where its gradient enters."""
+    """The edge that takes its gradient."""
     path: tuple[Node, ...]
-    """From there to the leaf."""
+    """The nodes from there to the leaf."""
 
     @property
     def leaf(self) -> Tensor:
@@ -67,55 +70,56 @@ class _Claim(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """The weights of one operator."""
+    """Holds the deferred weight gradients of one operator."""
 
     compute: Callable[[], Sequence[Tensor]]
-    """Their gradients."""
-    claims: Sequence[_Claim]
-    alone: bool
-    """Whether no other gradients go to the same weights."""
+    uses: Sequence[_WeightUse]
+    exclusive: bool
+    """Whether no other operator has gradients for the same weights."""
 
 
 class WeightBackward:
-    """What an input part leaves to do: `deferred`, and the leaves in `made` with gradients that are to be added."""
+    """Holds what an input backward leaves: the `deferred` gradients, which are to be computed, and those `made` for
+    other leaves, which are to be added to ``.grad``.
+    """
 
     __slots__ = ("_deferred", "_made")
 
     def __init__(self, deferred: Sequence[_Deferred], made: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # The last one comes first. Where operators share a weight their gradients are summed up in one run of autograd.
-        self._deferred = sorted(deferred, key=lambda work: not work.alone)
+        # The last one runs first. Those of shared weights are at the end, and are summed in one run of autograd.
+        self._deferred = sorted(deferred, key=lambda work: not work.exclusive)
         self._made = tuple(made)
 
     def run(self, hooked: bool = False) -> None:
-        """Adds the gradients of the weights to their ``.grad``, and lets go of all that it held. Once.
+        """Adds the gradients of the weights to their ``.grad``, and frees what it held. Once.
 
-        `hooked`: whether the weights have hooks that are to run when their gradients are added.
+        `hooked`: the weights have hooks, which must run when their gradients are added.
         """
-        entering = _Entering(hooked)
+        accumulation = _GradientAccumulation(hooked)
         with torch.no_grad():
             for leaf, gradient in self._made:
-                if leaf._backward_hooks:
+                if gradient_hooks(leaf):
                     # They have been run when autograd made the gradient.
-                    _accumulate(leaf, gradient)
+                    _add(leaf, gradient)
                 else:
-                    entering.add_to(leaf, gradient)
+                    accumulation.accumulate(leaf, gradient)
             self._made = ()
             while self._deferred:
-                if self._deferred[-1].alone:
-                    entering.leave(GROUP_BYTES)
+                if self._deferred[-1].exclusive:
+                    accumulation.flush(GROUP_BYTES)
                 work = self._deferred.pop()
-                for claim, gradient in zip(work.claims, work.compute(), strict=True):
-                    if work.alone and len(claim.path) == 1:
-                        entering.add_to(claim.leaf, gradient)
-                    elif work.alone and len(claim.path) == 2 and type(claim.path[0]) is _TRANSPOSED:
-                        entering.add_to(claim.leaf, gradient.t())
+                for use, gradient in zip(work.uses, work.compute(), strict=True):
+                    if work.exclusive and len(use.path) == 1:
+                        accumulation.accumulate(use.leaf, gradient)
+                    elif work.exclusive and len(use.path) == 2 and type(use.path[0]) is _TRANSPOSED:
+                        accumulation.accumulate(use.leaf, gradient.t())
                     else:
-                        entering.enter(claim.entry, gradient)
-            entering.leave()
+                        accumulation.queue(use.entry, gradient)
+            accumulation.flush()
 
 
-class _Entering:
-    """Gradients on their way to leaves: those that autograd has to bring there, in groups."""
+class _GradientAccumulation:
+    """Adds gradients to leaves: directly where that is enough, else through autograd, in groups."""
 
     __slots__ = ("_gradients", "_hooked", "_roots", "_size")
 
@@ -125,54 +129,55 @@ class _Entering:
         self._gradients: list[Tensor] = []
         self._size = 0
 
-    def add_to(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Does what autograd does for a gradient that is a leaf's only one; it takes six times as long for it."""
+    def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Adds `gradient` to ``leaf.grad`` as autograd would, which takes six times as long."""
         own = leaf.grad
-        hooked = self._hooked or leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        hooked = self._hooked or gradient_hooks(leaf) or accumulated_hooks(leaf)
         if hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
-            self.enter(leaf, gradient)
+            self.queue(leaf, gradient)
         elif own is None:
-            # A copy that is laid out like the leaf: others may hold this gradient.
+            # A copy that is laid out like the leaf: other tensors may share the memory of this gradient.
             leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
         elif own.layout is torch.strided:
             own.add_(gradient)
         else:
-            self.enter(leaf, gradient)
+            self.queue(leaf, gradient)
 
-    def enter(self, root: Tensor | GradientEdge, gradient: Tensor) -> None:
+    def queue(self, root: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """Leaves `gradient` to the next `flush`."""
         self._roots.append(root)
         self._gradients.append(gradient)
         self._size += gradient.numel() * gradient.element_size()
 
-    def leave(self, least: int = 0) -> None:
-        """Has autograd take the gradients that are there, if they have more bytes than `least`."""
-        if self._roots and self._size >= least:
+    def flush(self, least_bytes: int = 0) -> None:
+        """Has autograd take the queued gradients, if they have at least `least_bytes`."""
+        if self._roots and self._size >= least_bytes:
             torch.autograd.backward(self._roots, self._gradients)  # type: ignore[arg-type]
             self._roots, self._gradients, self._size = [], [], 0
 
 
-def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+def _add(leaf: Tensor, gradient: Tensor) -> None:
     """Adds `gradient` to that of `leaf`, and runs the hooks that are run after that."""
     if leaf.grad is None:
         leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
     else:
         leaf.grad.add_(gradient)
-    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+    for hook in accumulated_hooks(leaf):
         hook(leaf)
 
 
-def go_backward_to_inputs(
+def run_input_backward(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-    """The input part of the backward of `outputs`, whose `gradients` are given: the gradients of `received`, which are
-    leaves (None where nothing depends on one), and the weight part. The graph is used up.
+    """Runs the input backward of `outputs` from their `gradients`. Returns the gradients of `received`, which are
+    leaves (None where no output depends on one), and the weight backward that is left. The graph is freed.
     """
     leaves = [leaf for leaf in received if leaf.requires_grad]
-    operators, others = _survey(outputs, {id(leaf) for leaf in leaves})
+    operators, others = _find_deferrable(outputs, {id(leaf) for leaf in leaves})
     wanted = [*leaves, *others, *(GradientEdge(operator.node, 0) for operator in operators)]
     if not wanted or not outputs:
         return (None,) * len(received), WeightBackward((), ())
-    # Read before the run of autograd, which lets go of what it saved.
+    # Read before the run of autograd, which frees what it saved.
     formulas = [OPERATORS[type(operator.node)].read(operator.node, operator.slots) for operator in operators]
     boxes = [operator.catch() for operator in operators]
     found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
@@ -181,92 +186,92 @@ def go_backward_to_inputs(
     for operator, formula, box, end in zip(operators, formulas, boxes, ends, strict=True):
         caught = box[0][0] if box else end
         if caught is not None:
-            deferred.append(_Deferred(partial(formula, caught), operator.claims, operator.alone))
+            deferred.append(_Deferred(partial(formula, caught), operator.uses, operator.exclusive))
     made = zip(others, found[len(leaves) :], strict=False)
-    part = WeightBackward(deferred, [(leaf, gradient) for leaf, gradient in made if gradient is not None])
+    pending = WeightBackward(deferred, [(leaf, gradient) for leaf, gradient in made if gradient is not None])
     by_leaf = {id(leaf): _laid_out(gradient, leaf) for leaf, gradient in zip(leaves, found, strict=False)}
-    return tuple(by_leaf.get(id(leaf)) for leaf in received), part
+    return tuple(by_leaf.get(id(leaf)) for leaf in received), pending
 
 
 def _laid_out(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """`gradient` as autograd would leave it in ``leaf.grad``."""
+    """`gradient` with the strides that autograd would give it in ``leaf.grad``."""
     if gradient is None or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
 @dataclass(slots=True, eq=False)
-class _Operator:
-    """A node, and its arguments that may be weights."""
+class _OperatorNode:
+    """Holds a node of an operator, and its arguments that may be weights."""
 
     node: Node
-    claims: list[_Claim]
-    alone: bool = True
+    uses: list[_WeightUse]
+    exclusive: bool = True
     """Whether no other edges lead to these weights."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        return tuple(claim.slot for claim in self.claims)
+        return tuple(use.slot for use in self.uses)
 
     def catch(self) -> list[tuple[Tensor | None]]:
-        """Where the gradient of its result will be if the node runs. What autograd itself returns for a node that runs
-        has not been through the hooks of the user's on the result, and for one that does not run it has.
+        """Returns a list that will hold the gradient of its result if the node runs. The gradient that autograd itself
+        returns for a node has not passed the user's hooks on the result if the node runs, and has if it does not.
         """
         box: list[tuple[Tensor | None]] = []
         self.node.register_prehook(box.append)
         return box
 
 
-def _survey(outputs: Sequence[Tensor], received: Collection[int]) -> tuple[list[_Operator], list[Tensor]]:
-    """Of the graph behind `outputs`: the operators whose weights are deferred, in the order of their forwards, and the
-    leaves that are not deferred. `received`: the ids of the leaves that are not asked for.
+def _find_deferrable(outputs: Sequence[Tensor], received: Collection[int]) -> tuple[list[_OperatorNode], list[Tensor]]:
+    """Finds the operators behind `outputs` whose weights are deferred, in the order of their forwards, and the leaves
+    that are not deferred. `received`: the ids of leaves to leave out.
     """
-    edges, operators, leaves = _walk(outputs)
+    edges, operators, leaves = _walk_graph(outputs)
     left = {leaf: leaf.variable for leaf in leaves}
     left = {leaf: variable for leaf, variable in left.items() if id(variable) not in received}
     shared = []
     for operator in operators:
-        operator.claims = [claim for claim in operator.claims if claim.path[-1] in left]
-        operator.alone = all(edges[node] == 1 for claim in operator.claims for node in claim.path)
-        if not operator.alone:
+        operator.uses = [use for use in operator.uses if use.path[-1] in left]
+        operator.exclusive = all(edges[node] == 1 for use in operator.uses for node in use.path)
+        if not operator.exclusive:
             shared.append(operator)
     if shared:
-        wrong = _disordered(shared, edges)
+        wrong = _find_out_of_order(shared, edges)
         for operator in shared:
-            operator.claims = [claim for claim in operator.claims if claim.path[-1] not in wrong]
-    operators = [operator for operator in operators if operator.claims]
+            operator.uses = [use for use in operator.uses if use.path[-1] not in wrong]
+    operators = [operator for operator in operators if operator.uses]
     if shared:
-        operators.sort(key=lambda operator: operator.node._sequence_nr())
+        operators.sort(key=lambda operator: sequence_number(operator.node))
     for operator in operators:
-        for claim in operator.claims:
-            left.pop(claim.path[-1], None)
+        for use in operator.uses:
+            left.pop(use.path[-1], None)
     return operators, list(left.values())
 
 
-def _disordered(operators: Sequence[_Operator], edges: Mapping[Node, int]) -> set[Node]:
-    """The leaves whose gradients a weight part could not sum up in the order of a whole backward."""
-    # How many of the edges that end at a node come from operators, and how many from moves between them and a leaf.
-    direct = Counter(claim.path[0] for operator in operators for claim in operator.claims)
-    moves = {pair for operator in operators for claim in operator.claims for pair in pairwise(claim.path)}
+def _find_out_of_order(operators: Sequence[_OperatorNode], edges: Mapping[Node, int]) -> set[Node]:
+    """The leaves whose gradients a weight backward could not sum in the order of a whole backward."""
+    # The number of edges that end at a node and come from operators, and from moves between them and a leaf.
+    direct = Counter(use.path[0] for operator in operators for use in operator.uses)
+    moves = {pair for operator in operators for use in operator.uses for pair in pairwise(use.path)}
     between = Counter(end for _, end in moves)
     return {
-        claim.path[-1]
+        use.path[-1]
         for operator in operators
-        for claim in operator.claims
-        if not all(_is_in_order(direct[node], between[node], edges[node]) for node in claim.path)
+        for use in operator.uses
+        if not all(_is_in_order(direct[node], between[node], edges[node]) for node in use.path)
     }
 
 
 def _is_in_order(direct: int, between: int, edges: int) -> bool:
-    """Whether a node that `edges` end at gets its gradients in the weight part only, and sums them up in the order of a
-    whole backward. Those that enter at it come before those that come to it, which tells from three on.
+    """Whether a node at which `edges` end gets its gradients in the weight backward only, and sums them in the order of
+    a whole backward. Gradients of operators are added before those of moves, which matters from three on.
     """
     return direct + between == edges and (edges <= 2 or not direct or not between)
 
 
-def _walk(outputs: Sequence[Tensor]) -> tuple[dict[Node, int], list[_Operator], list[Node]]:
-    """Every node behind `outputs` with the edges that end at it; the operators, with all arguments that may be weights;
-    the leaves.
+def _walk_graph(outputs: Sequence[Tensor]) -> tuple[dict[Node, int], list[_OperatorNode], list[Node]]:
+    """Every node behind `outputs` with the number of edges that end at it; the operators, with all arguments that may
+    be weights; and the leaves.
     """
     roots = [get_gradient_edge(output).node for output in outputs]
     edges: dict[Node, int] = dict.fromkeys(roots, 0)
@@ -290,21 +295,21 @@ def _walk(outputs: Sequence[Tensor]) -> tuple[dict[Node, int], list[_Operator], 
     operators = []
     for node, following in found:
         known = OPERATORS[type(node)]
-        claims = [claim for slot in known.slots if (claim := _claim(following, slot))]
-        if claims and known.accepts(node):
-            operators.append(_Operator(node, claims))
+        uses = [use for slot in known.slots if (use := _trace_weight(following, slot))]
+        if uses and known.accepts(node):
+            operators.append(_OperatorNode(node, uses))
     return edges, operators, leaves
 
 
-def _claim(following: Sequence[tuple[Node, int]], slot: int) -> _Claim | None:
-    """The argument `slot` of an operator with these edges, if moves and casts alone lead from there to a leaf."""
+def _trace_weight(following: Sequence[tuple[Node, int]], slot: int) -> _WeightUse | None:
+    """The argument `slot` of an operator with the edges `following`, if only moves and casts lead from it to a leaf."""
     node, number = following[slot]
     path: list[Node] = []
     while node is not None:
         path.append(node)
         kind = type(node)
         if kind is _LEAF:
-            return _Claim(slot, GradientEdge(path[0], number), tuple(path))
+            return _WeightUse(slot, GradientEdge(path[0], number), tuple(path))
         if kind not in _MOVES:
             return None
         ((node, _),) = node.next_functions

@@ -1,13 +1,13 @@
-"""The operators whose weights' gradients can wait, and how autograd computes these.
+"""Autograd's formulas for weight gradients, by operator.
 
-A split backward leaves them out where autograd would compute them, and computes them later from what the operator read
-and the gradient of its result. So every formula here is that of autograd, down to the order of its operands: the later
-gradients have the same bits. The tests hold each of them against autograd, for every layout that it distinguishes.
+An input backward leaves these gradients out, and the weight backward computes them later, from the inputs of the
+operator and the gradient of its result. Every formula here is that of autograd, down to the order of its operands, so
+the gradients have the same bits. The tests compare each formula with autograd, for every layout that it distinguishes.
 
-Source: derivatives.yaml and FunctionsManual.cpp of PyTorch, which are the same in 2.11 and 2.13 as far as they go here.
+Source: derivatives.yaml and FunctionsManual.cpp of PyTorch, which agree in 2.11 and 2.13 on these operators.
 
 Laws of this file:
-  1. What a formula keeps of its operator is values without history: nothing else of the graph stays alive.
+  1. A formula keeps values of its operator without history: nothing else of the graph stays alive.
   2. An operator in a form that has no formula here is left to autograd, never guessed.
 """
 
@@ -18,12 +18,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATORS", "Formula", "Operator", "Slots", "kinds_of"]
+from penstock.torch_internals.autograd import gradient_shape, node_kinds, saved_value
 
-Formula: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
-"""Of the gradient of an operator's result: those of the arguments that it was made for, in their order."""
-Slots: TypeAlias = tuple[int, ...]
-"""Numbers of arguments of an operator, ascending; of their edges in autograd's graph, that is."""
+__all__ = ["OPERATORS"]
+
+_Formula: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+"""Maps the gradient of an operator's result to the gradients of some of its arguments, in their order."""
+_Arguments: TypeAlias = tuple[int, ...]
+"""Indices of an operator's arguments, ascending; they are the indices of its edges in autograd's graph."""
 
 
 def _always(node: Any) -> bool:
@@ -31,34 +33,34 @@ def _always(node: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """What is known of one type of node in autograd's graph."""
+class _OperatorRule:
+    """Describes how to defer the weight gradients of one type of node in autograd's graph."""
 
-    slots: Slots
+    slots: _Arguments
     """The arguments that may be weights."""
-    read: Callable[[Any, Slots], Formula]
-    """Of a node whose saved tensors are still there: the formula for some of its arguments."""
+    read: Callable[[Any, _Arguments], _Formula]
+    """Returns the formula for some arguments of a node whose saved tensors are still there."""
     accepts: Callable[[Any], bool] = _always
-    """Whether a node is of a form that the formula holds for."""
+    """Whether the formula holds for this form of the node."""
 
 
-def _read_addmm(node: Any, slots: Slots) -> Formula:
-    """``addmm(bias, first, second)``, which linear layers are."""
+def _read_addmm(node: Any, slots: _Arguments) -> _Formula:
+    """``addmm(bias, first, second)``, as in linear layers."""
     products = _read_products(node, tuple(slot - 1 for slot in slots if slot > 0), "mat1", "mat2")
     if 0 not in slots:
         return products
     bias, number = node.next_functions[0]
-    shape = bias._input_metadata[number].shape
+    shape = gradient_shape(bias, number)
     return lambda gradient: [gradient.sum_to_size(shape), *products(gradient)]
 
 
-def _read_mm(node: Any, slots: Slots) -> Formula:
-    """``mm(first, second)``, which matrix products of any number of dimensions come down to."""
+def _read_mm(node: Any, slots: _Arguments) -> _Formula:
+    """``mm(first, second)``, to which PyTorch reduces most products of matrices."""
     return _read_products(node, slots, "self", "mat2")
 
 
-def _read_products(node: Any, slots: Slots, first_name: str, second_name: str) -> Formula:
-    """Of a product of two matrices. Each gradient is laid out like its matrix, if that is row- or column-major."""
+def _read_products(node: Any, slots: _Arguments, first_name: str, second_name: str) -> _Formula:
+    """A product of two matrices. Each gradient is laid out like its matrix, if that is row- or column-major."""
     first = _value(node, first_name) if 1 in slots else None
     second = _value(node, second_name) if 0 in slots else None
     turns_first = 0 in slots and _is_column_major(node, first_name)
@@ -84,8 +86,8 @@ def _read_products(node: Any, slots: Slots, first_name: str, second_name: str) -
 
 
 def _is_column_major(node: Any, name: str) -> bool:
-    rows, _ = getattr(node, f"_saved_{name}_sym_sizes")
-    strides = getattr(node, f"_saved_{name}_sym_strides")
+    rows, _ = saved_value(node, f"{name}_sym_sizes")
+    strides = saved_value(node, f"{name}_sym_strides")
     return bool(strides == (1, rows))
 
 
@@ -94,11 +96,11 @@ def _are_strided(*tensors: Tensor) -> bool:
 
 
 def _has_plain_factors(node: Any) -> bool:
-    return bool(node._saved_alpha == 1 and node._saved_beta == 1)
+    return bool(saved_value(node, "alpha") == 1 and saved_value(node, "beta") == 1)
 
 
-def _read_bmm(node: Any, slots: Slots) -> Formula:
-    """``bmm(first, second)``: products of equally many matrices."""
+def _read_bmm(node: Any, slots: _Arguments) -> _Formula:
+    """``bmm(first, second)``: a batch of products."""
     first = _value(node, "self") if 1 in slots else None
     second = _value(node, "mat2") if 0 in slots else None
 
@@ -113,14 +115,12 @@ def _read_bmm(node: Any, slots: Slots) -> Formula:
     return formula
 
 
-def _read_convolution(node: Any, slots: Slots) -> Formula:
+def _read_convolution(node: Any, slots: _Arguments) -> _Formula:
     """``convolution(input, weight, bias, ...)`` of any number of dimensions, transposed or not."""
     read, weight = _value(node, "input"), _value(node, "weight")
     wanted = [False, 1 in slots, 2 in slots]
-    options = (
-        *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
-        *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
-    )
+    names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = [saved_value(node, name) for name in names]
 
     def formula(gradient: Tensor) -> list[Tensor]:
         found = torch.ops.aten.convolution_backward(gradient, read, weight, *options, wanted)
@@ -129,34 +129,28 @@ def _read_convolution(node: Any, slots: Slots) -> Formula:
     return formula
 
 
-def _read_embedding(node: Any, slots: Slots) -> Formula:
+def _read_embedding(node: Any, slots: _Arguments) -> _Formula:
     """``embedding(weight, indices)``."""
-    indices, rows = _value(node, "indices"), node._saved_weight_sym_argsize_0
-    # No padding is -1, which is shown without its sign.
-    padding = (node._saved_padding_idx + 2**63) % 2**64 - 2**63
-    options = padding, node._saved_scale_grad_by_freq, node._saved_sparse
+    indices, rows = _value(node, "indices"), saved_value(node, "weight_sym_argsize_0")
+    # No padding is -1, which autograd shows as an unsigned number.
+    padding = (saved_value(node, "padding_idx") + 2**63) % 2**64 - 2**63
+    options = padding, saved_value(node, "scale_grad_by_freq"), saved_value(node, "sparse")
     return lambda gradient: [torch.ops.aten.embedding_backward(gradient, indices, rows, *options)]
 
 
 def _value(node: Any, name: str) -> Tensor:
-    """What autograd saved under `name`, without the history that it comes with."""
-    saved: Tensor = getattr(node, f"_saved_{name}")
+    """The tensor that autograd saved under `name`, without history."""
+    saved: Tensor = saved_value(node, name)
     return saved.detach()
 
 
-def kinds_of(*names: str) -> tuple[type, ...]:
-    """The types of the nodes with these names in autograd's graph, as far as this PyTorch has them."""
-    found = (getattr(torch._C._functions, name, None) for name in names)
-    return tuple(kind for kind in found if kind is not None)
-
-
 _KNOWN = {
-    "AddmmBackward0": Operator((0, 1, 2), _read_addmm, _has_plain_factors),
-    "MmBackward0": Operator((0, 1), _read_mm),
-    "BmmBackward0": Operator((0, 1), _read_bmm),
-    "ConvolutionBackward0": Operator((1, 2), _read_convolution),
-    "EmbeddingBackward0": Operator((0,), _read_embedding),
+    "AddmmBackward0": _OperatorRule((0, 1, 2), _read_addmm, _has_plain_factors),
+    "MmBackward0": _OperatorRule((0, 1), _read_mm),
+    "BmmBackward0": _OperatorRule((0, 1), _read_bmm),
+    "ConvolutionBackward0": _OperatorRule((1, 2), _read_convolution),
+    "EmbeddingBackward0": _OperatorRule((0,), _read_embedding),
 }
 
-OPERATORS = {kind: operator for name, operator in _KNOWN.items() for kind in kinds_of(name)}
-"""By the type of their nodes in autograd's graph."""
+OPERATORS = {kind: operator for name, operator in _KNOWN.items() for kind in node_kinds(name)}
+"""The rules, by the type of a node in autograd's graph."""

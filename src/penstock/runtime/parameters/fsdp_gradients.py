@@ -1,9 +1,9 @@
-"""Gradients of parameters that `fully_shard` has spread over the replicas: PyTorch sums them, at the right moment.
+"""Gradients of parameters that `fully_shard` has sharded over the replicas: PyTorch sums them, before each update.
 
-FSDP2 (Zhao et al., "PyTorch FSDP", VLDB 2023; here PyTorch's per-parameter `fully_shard`) keeps the gradients of a
-module whole until a backward is told to sum them over the replicas, and leaves each its shard of the sum. Here it is
-told so for the last backward before an update only. It would take the mean over the replicas; ours is a sum of
-gradients that are weighted already, so its divisor is one.
+FSDP2 (Zhao et al., "PyTorch FSDP", VLDB 2023; here PyTorch's per-parameter `fully_shard`) keeps the full gradients of a
+module until a backward for which synchronization is on. That backward sums them over the replicas and leaves each
+replica its shard of the sum. Here synchronization is on for the last backward before an update only. FSDP2 would take
+the mean over the replicas; ours is a sum of gradients that are weighted already, so its divisor is one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,9 @@ __all__ = ["ShardedReducer"]
 
 
 class ShardedReducer(Reducer):
-    """A `Reducer` for a stage of which `modules` are fully sharded; `sharded` names their parameters.
+    """A `Reducer` for a stage in which `modules` are fully sharded.
 
-    `parameters`: the others, which are summed as in any replicated stage.
+    `parameters`: those of the other modules, which are summed as in any replicated stage.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ShardedReducer(Reducer):
         self._plain = frozenset(parameters)
         self._modules = modules
         self._shards: dict[int, dict[str, Tensor]] = {}
-        """By the version that an update makes: the shards of the sums."""
+        """By version, the local shards of the sums for the update to it."""
         for module in modules:
             module.set_gradient_divide_factor(1.0)
-            # Else it multiplies while it sums, which Gloo cannot do.
+            # Otherwise it scales within the reduction, which Gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
         self._sum_next(False)
 
@@ -58,7 +58,7 @@ class ShardedReducer(Reducer):
         return {**super().finish(version), **self._shards.pop(version)}
 
     def _sum_next(self, sums: bool) -> None:
-        """Whether the coming backward sums over the replicas."""
+        """Sets whether the coming backward sums over the replicas."""
         for module in self._modules:
             module.set_requires_gradient_sync(sums, recurse=False)
             module.set_is_last_backward(sums)

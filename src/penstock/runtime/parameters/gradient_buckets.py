@@ -4,12 +4,12 @@ The bits of the sum are those of adding the replicas' gradients in replica order
 replicated run repeatable, and equal to the oracle.
 
 Laws of this file:
-  1. Buckets leave in one order on all replicas, whatever order autograd makes their gradients in.
+  1. Buckets are sent in one order on all replicas, whatever order autograd makes their gradients in.
   2. A gradient that no replica has stays absent, since an optimizer with momentum or weight decay would step a zero.
-     Which ones are there rides along: one number for each parameter, the sum of which counts the replicas that have it.
-  3. A gradient that has been given away is forgotten; what comes back takes its place.
-  4. Replicas agree on their buckets when they are made. Hooks wait for nobody: a replica that waited within a backward
-     would keep back the gradient of its input, which another one's last microbatch may depend on.
+     A bucket has one more number for each parameter, whose sum counts the replicas that have its gradient.
+  3. A gradient that has been sent is dropped; the sum takes its place.
+  4. Replicas agree on their buckets when they are made. Hooks never wait: a replica that waited within a backward would
+     delay the gradient of its input, which the last microbatch of another replica may depend on.
 """
 
 import time
@@ -23,78 +23,84 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.devices.timestamps import Timestamp
-from penstock.runtime.parameters.shards import of_part, part_of, settled
+from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like
 from penstock.runtime.transport.transport import PendingMessage, Transport
 
 __all__ = ["Reducer"]
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that it leaves early."""
+"""The first bucket is small, so that it is sent early."""
 BUCKET_BYTES = 2**23
-"""On a CPU, where a bucket is summed by a thread that takes its time from the backward's."""
+"""On a CPU, where the thread that sums a bucket takes processor time from the backward."""
 GPU_BUCKET_BYTES = 2**25
-"""Between GPUs a sum of 8 MiB is over soon after it has begun; PyTorch's DistributedDataParallel takes 25 MiB."""
+"""On GPUs, where a sum of 8 MiB ends soon after it has begun; PyTorch's DistributedDataParallel takes 25 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters whose gradients travel together: of one type, on one device. Of a `DTensor` this process's part."""
+    """Holds parameters whose gradients are sent together, of one type and on one device. Of a `DTensor` the local shard
+    is sent.
+    """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     counts: tuple[int, ...]
-    """The numbers of each gradient, then of those that say which are there, then of zeros that make the row as long as
-    it is to be.
+    """The lengths of the segments of a row: one for each gradient, one for the numbers that count present gradients,
+    and one of padding.
     """
 
     @property
-    def form(self) -> tuple[int, torch.dtype]:
-        """How many numbers the row has, and of which type."""
+    def layout(self) -> tuple[int, torch.dtype]:
+        """The length and the type of the row."""
         return sum(self.counts), self.parameters[0].dtype
 
     def pack(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """All gradients in a row, with zeros for those that are absent, and then which are there."""
-        like = [part_of(parameter) for parameter in self.parameters]
+        """All gradients in a row, with zeros for absent ones; then a one or zero for each, whether it is present."""
+        like = [local_shard(parameter) for parameter in self.parameters]
         pieces = [
-            part_of(settled(gradients[name], parameter)).reshape(-1)
+            local_shard(redistributed_like(gradients[name], parameter)).reshape(-1)
             if name in gradients
             else own.new_zeros(own.numel())
             for name, parameter, own in zip(self.names, self.parameters, like, strict=True)
         ]
-        # Made where the gradients are: to copy numbers there a GPU's host would wait for all that came before.
+        # Made on the device of the gradients: a copy of numbers to a GPU would make its host wait for all earlier work.
         runs = groupby(name in gradients for name in self.names)
         there = [like[0].new_full((len(list(run)),), float(here)) for here, run in runs]
         rest = self.counts[-1]
         return torch.cat([*pieces, *there, *([like[0].new_zeros(rest)] if rest else ())])
 
     def unpack(self, flat: Tensor, complete: bool) -> dict[str, Tensor]:
-        """The gradients that are there, as views of `flat`. `complete`: this replica gave all of them."""
-        shapes = [part_of(parameter).shape for parameter in self.parameters]
+        """The present gradients, as views of `flat`. `complete`: this replica had all of them."""
+        shapes = [local_shard(parameter).shape for parameter in self.parameters]
         *pieces, there, _ = torch.split(flat, list(self.counts))
-        # What is known need not be read, for which a GPU's host would wait.
-        givers = [1.0] * len(shapes) if complete else there.tolist()
-        found = zip(self.names, self.parameters, pieces, shapes, givers, strict=True)
-        return {name: of_part(piece.view(shape), parameter) for name, parameter, piece, shape, given in found if given}
+        # Reading the counts makes a GPU's host wait; it is not needed where they are known.
+        counts = [1.0] * len(shapes) if complete else there.tolist()
+        found = zip(self.names, self.parameters, pieces, shapes, counts, strict=True)
+        return {
+            name: from_local_shard(piece.view(shape), parameter)
+            for name, parameter, piece, shape, count in found
+            if count
+        }
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
-    """One update's gradients on their way."""
+class _PendingUpdate:
+    """Holds the gradients of one update while they are made and summed."""
 
     made: dict[str, nn.Parameter] = field(default_factory=dict)
-    """The leaves whose gradient is final and has not left yet."""
+    """The leaves whose gradients are final and not yet sent."""
     hooks: list[RemovableHandle] = field(default_factory=list)
-    tickets: list[tuple[PendingMessage, bool]] = field(default_factory=list)
-    """One for each bucket that has left, and whether no gradient was missing there."""
+    pending: list[tuple[PendingMessage, bool]] = field(default_factory=list)
+    """One for each bucket that has been sent, and whether all its gradients were present."""
     began: Timestamp | None = None
-    """When the first bucket left."""
+    """When the first bucket was sent."""
 
 
 class Reducer:
     """Sums the gradients of `parameters` of `stage` over the ranks `group`; this one is `rank`. Collective over them.
 
-    `late`: parameters whose gradients are not final after the backward. `bucket_bytes`: None for what suits the device.
-    `now`: takes the time.
+    `late`: parameters whose gradients are not final after the backward. `bucket_bytes`: None for the default of the
+    device. `now`: reads the clock.
     """
 
     def __init__(
@@ -116,18 +122,17 @@ class Reducer:
         # The backward makes the gradients of the last layers first.
         early = [name for name in reversed(list(parameters)) if name not in late]
         ordered = {name: parameters[name] for name in (*early, *(name for name in parameters if name in late))}
-        # What three ranks or more add is cut among them. Two swap theirs whole.
+        # Three ranks or more each sum a share of a bucket, so it is padded. Two ranks exchange whole buckets.
         self._buckets = _pack(ordered, frozenset(late), bucket_bytes, len(group) if len(group) > 2 else 1)
         self._late = frozenset(late)
-        self._rounds: dict[int, _Round] = {}
-        transport.agree(group, rank, {self._form(index): bucket.form for index, bucket in enumerate(self._buckets)})
+        self._updates: dict[int, _PendingUpdate] = {}
+        transport.agree(group, rank, {self._kind(index): bucket.layout for index, bucket in enumerate(self._buckets)})
 
     def arm(self, version: int, leaves: Mapping[str, nn.Parameter]) -> None:
-        """From now on each bucket of the gradients of `leaves` leaves when the coming backward has made the last of it.
-
-        It is the last backward before the update to `version`.
+        """Registers hooks so that each bucket of gradients of `leaves` is sent as soon as the next backward, the last
+        one before the update to `version`, has made all gradients in it.
         """
-        current = self._rounds.setdefault(version, _Round())
+        current = self._updates.setdefault(version, _PendingUpdate())
         for name, leaf in leaves.items() if self._transport.overlaps() else ():
             if leaf.requires_grad and name not in self._late:
                 note = partial(self._note, current, name)
@@ -135,38 +140,38 @@ class Reducer:
                 current.hooks.append(hook)
 
     def start(self, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Sends what has not left yet, out of `gradients`; parameters that are not in it have none."""
-        current = self._rounds.setdefault(version, _Round())
+        """Sends the buckets that have not been sent, out of `gradients`; parameters that it lacks have no gradient."""
+        current = self._updates.setdefault(version, _PendingUpdate())
         for hook in current.hooks:
             hook.remove()
         current.hooks.clear()
         current.made.clear()
-        for bucket in self._buckets[len(current.tickets) :]:
+        for bucket in self._buckets[len(current.pending) :]:
             self._send(current, bucket, gradients)
 
     def ready(self, version: int) -> bool:
         """Whether `finish` would return at once."""
-        return all(ticket.ready() for ticket, _ in self._rounds[version].tickets)
+        return all(message.ready() for message, _ in self._updates[version].pending)
 
     def began(self, version: int) -> Timestamp | None:
-        """When the first bucket left; None if none has."""
-        return self._rounds[version].began if version in self._rounds else None
+        """When the first bucket was sent; None if none was."""
+        return self._updates[version].began if version in self._updates else None
 
     def finish(self, version: int) -> dict[str, Tensor]:
         """Waits for the sums, by name; a parameter that has no gradient on any replica is left out."""
         sums: dict[str, Tensor] = {}
-        for bucket, (ticket, complete) in zip(self._buckets, self._rounds.pop(version).tickets, strict=True):
-            (flat,) = ticket.wait()
+        for bucket, (message, complete) in zip(self._buckets, self._updates.pop(version).pending, strict=True):
+            (flat,) = message.wait()
             assert flat is not None
             sums.update(bucket.unpack(flat, complete))
         return sums
 
-    def _note(self, current: _Round, name: str, leaf: Tensor) -> None:
+    def _note(self, current: _PendingUpdate, name: str, leaf: Tensor) -> None:
         """The gradient of `leaf` is final: sends the next buckets that are complete."""
         assert isinstance(leaf, nn.Parameter)
         current.made[name] = leaf
-        while len(current.tickets) < len(self._buckets):
-            bucket = self._buckets[len(current.tickets)]
+        while len(current.pending) < len(self._buckets):
+            bucket = self._buckets[len(current.pending)]
             if not current.made.keys() >= set(bucket.names):
                 return
             leaves = {name: current.made.pop(name) for name in bucket.names}
@@ -175,23 +180,23 @@ class Reducer:
                 leaf.grad = None
             self._send(current, bucket, gradients)
 
-    def _send(self, current: _Round, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
+    def _send(self, current: _PendingUpdate, bucket: _Bucket, gradients: Mapping[str, Tensor]) -> None:
         if current.began is None:
             current.began = self._now()
-        form = self._form(len(current.tickets))
-        ticket = self._transport.reduce(self._group, self._rank, form, bucket.pack(gradients))
-        current.tickets.append((ticket, gradients.keys() >= set(bucket.names)))
+        kind = self._kind(len(current.pending))
+        message = self._transport.reduce(self._group, self._rank, kind, bucket.pack(gradients))
+        current.pending.append((message, gradients.keys() >= set(bucket.names)))
 
-    def _form(self, index: int) -> Hashable:
-        """Of a bucket's gradients."""
+    def _kind(self, index: int) -> Hashable:
+        """The message kind of a bucket."""
         return "gradients", self._stage, index
 
 
 def _pack(
-    parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int | None, parts: int
+    parameters: Mapping[str, nn.Parameter], late: Collection[str], bucket_bytes: int | None, shares: int
 ) -> tuple[_Bucket, ...]:
-    """Consecutive `parameters` in buckets of at most so many bytes (or one parameter); the first one is smaller. Each
-    can be cut into so many equal `parts`.
+    """Divides `parameters` in order into buckets of at most `bucket_bytes` (or one parameter); the first one is
+    smaller. Each is padded so that it can be cut into `shares` of equal length.
     """
     buckets: list[_Bucket] = []
     kinds = groupby(parameters.items(), key=lambda item: (item[1].dtype, item[1].device, item[0] in late))
@@ -201,18 +206,18 @@ def _pack(
         size = 0
         for name, parameter in members:
             most = largest if buckets else min(FIRST_BUCKET_BYTES, largest)
-            part = part_of(parameter)
-            more = part.numel() * part.element_size()
+            shard = local_shard(parameter)
+            more = shard.numel() * shard.element_size()
             if names and size + more > most:
-                buckets.append(_bucket(names, parameters, parts))
+                buckets.append(_bucket(names, parameters, shares))
                 names, size = [], 0
             names.append(name)
             size += more
-        buckets.append(_bucket(names, parameters, parts))
+        buckets.append(_bucket(names, parameters, shares))
     return tuple(buckets)
 
 
-def _bucket(names: list[str], parameters: Mapping[str, nn.Parameter], parts: int) -> _Bucket:
+def _bucket(names: list[str], parameters: Mapping[str, nn.Parameter], shares: int) -> _Bucket:
     members = tuple(parameters[name] for name in names)
-    counts = [*(part_of(parameter).numel() for parameter in members), len(members)]
-    return _Bucket(tuple(names), members, (*counts, -sum(counts) % parts))
+    counts = [*(local_shard(parameter).numel() for parameter in members), len(members)]
+    return _Bucket(tuple(names), members, (*counts, -sum(counts) % shares))

@@ -1,8 +1,8 @@
 """The optimizers of a process, stepped one stage at a time.
 
-A process has one set of optimizers for all its stages, and its stages come to their updates at different times. An
-update steps what has gradients: those of one stage. What changes from update to update (learning rates, by a scheduler
-of PyTorch's) is counted for every stage by itself, and so is what the user's hooks keep.
+A process has one set of optimizers for all its stages, and its stages update at different times. An optimizer steps the
+parameters that have gradients, which are those of one stage. Options that change from update to update (learning rates,
+by a scheduler of PyTorch's) follow the number of updates of each stage, and so does the state of the user's hooks.
 """
 
 import copy
@@ -21,43 +21,47 @@ from penstock.training.optimizers import MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage
 
-__all__ = ["Updater", "exchanged", "readings_of"]
+__all__ = ["Updater", "choose_compute_weights", "replaced_parameters"]
 
-Options: TypeAlias = list[dict[str, Any]]
-"""Of every group of an optimizer, all but its parameters."""
+_Options: TypeAlias = list[dict[str, Any]]
+"""The options of every group of an optimizer, without its parameters."""
 
 
-def readings_of(recipe: Recipe, delays: Iterable[int]) -> tuple[ComputeWeights, ...]:
-    """By stage, what forwards read of its weights; `delays`: how old its gradients are."""
+def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[ComputeWeights, ...]:
+    """By stage, the weights that its forwards read; `delays`: how old its gradients are."""
     return tuple(ComputeWeights(recipe.version_dtype, recipe.predicts(delay)) for delay in delays)
 
 
 class Updater:
     """Steps `optimizers` for the stages of a process.
 
-    `factors`: by stage, what learning rates are multiplied with. `make_scheduler`: called with each optimizer; what it
-    returns steps once with every update. `hooks`: see every update; `delays`: by stage, how old its gradients are.
+    `factors`: by stage, the factor on learning rates. `make_scheduler`: called with each optimizer; the scheduler that
+    it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
+    are.
     """
 
     def __init__(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         factors: Mapping[int, float],
-        make_scheduler: MakeScheduler | None = None,
-        hooks: tuple[UpdateHook, ...] = (),
-        delays: tuple[int, ...] = (),
+        make_scheduler: MakeScheduler | None,
+        hooks: tuple[UpdateHook, ...],
+        delays: tuple[int, ...],
     ) -> None:
         self.hooks = HookStates(hooks)
         self._delays = delays
         self._optimizers = tuple(optimizers)
         self._factors = factors
-        self._courses = [_Course(make_scheduler(optimizer)) for optimizer in self._optimizers if make_scheduler]
+        self._lr_schedules = [
+            _LrSchedule(make_scheduler(optimizer)) for optimizer in self._optimizers if make_scheduler
+        ]
         self._updates = dict.fromkeys(factors, 0)
-        """How many updates each stage has had."""
+        """By stage, the number of its updates."""
 
     def step(self, stage: int, weights: VersionedWeights, others: Iterable[VersionedWeights]) -> dict[str, Tensor]:
-        """One update of `stage`, whose `weights` have their gradients; what forwards read of it where that is not what
-        the optimizers made. `others`: those of the process's stages that are not to be stepped.
+        """Makes one update of `stage`, whose `weights` have their gradients. Returns the weights that forwards are to
+        read instead of those that the optimizers made. `others`: the weights of the process's stages that do not
+        update.
         """
         before: dict[str, Tensor] = {}
         if self.hooks.hooks:
@@ -66,18 +70,18 @@ class Updater:
         with ExitStack() as stack:
             for other in others:
                 stack.enter_context(other.hidden_gradients())
-            for course in self._courses:
-                course.take(self._updates[stage], min(self._updates.values()))
+            for lr_schedule in self._lr_schedules:
+                lr_schedule.apply(self._updates[stage], min(self._updates.values()))
             for optimizer in self._optimizers:
                 stack.enter_context(_scaled(optimizer, self._factors[stage]))
                 optimizer.step()
         self._updates[stage] += 1
-        # Around the whole training loop, a user's autocast would go on with casts of the weights before this update.
+        # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
         return self.hooks.after_step(before, weights.stepped, self._delays[stage]) if before else {}
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """What the first `WeightAverage` keeps of the trained `parameters`; of one without an update, its weights."""
+        """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
         for hook, states in zip(self.hooks.hooks, self.hooks.states, strict=True):
             if isinstance(hook, WeightAverage):
                 trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
@@ -88,21 +92,21 @@ class Updater:
         )
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: how many updates there were, of a stage with the most; {} without schedulers."""
-        return {"updates": max(self._updates.values())} if self._courses else {}
+        """The state for a checkpoint: the updates of the stage that had the most; {} without schedulers."""
+        return {"updates": max(self._updates.values())} if self._lr_schedules else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, or from the beginning if it knows of no updates. The optimizers' options are set."""
-        if self._courses:
+        """Restores `state`, or starts anew if it has no updates. Sets the options of the optimizers."""
+        if self._lr_schedules:
             reached = int(state.get("updates", 0))
             self._updates = dict.fromkeys(self._updates, reached)
-            for course in self._courses:
-                course.restart(max(reached - 1, 0))
+            for lr_schedule in self._lr_schedules:
+                lr_schedule.restart(max(reached - 1, 0))
 
 
 @contextmanager
-def exchanged(parameters: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """In its body `parameters` have the numbers of `others`, by name."""
+def replaced_parameters(parameters: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager in which `parameters` have the values `others`, by name."""
     own = {name: parameters[name].detach().clone() for name in others}
     with torch.no_grad():
         for name, tensor in others.items():
@@ -115,57 +119,57 @@ def exchanged(parameters: Mapping[str, nn.Parameter], others: Mapping[str, Tenso
                 parameters[name].copy_(tensor)
 
 
-class _Course:
-    """The options of an optimizer at every update, as its scheduler sets them."""
+class _LrSchedule:
+    """Sets the options of an optimizer for any update, as its scheduler would."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self._reached = 0
-        """The last update whose options have been worked out."""
-        self._options: dict[int, Options] = {0: _options_of(scheduler.optimizer)}
-        """By update; those that no stage needs any more are forgotten."""
-        self._beginning = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
+        """The last update whose options have been computed."""
+        self._options: dict[int, _Options] = {0: _options_of(scheduler.optimizer)}
+        """By update; those that no stage needs any more are dropped."""
+        self._initial = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
 
     def restart(self, reached: int) -> None:
-        """Goes to update `reached`, step by step: a process may have other optimizers than the one that saved."""
-        state, options = self._beginning
+        """Goes to update `reached`, step by step: the process that saved may have had other optimizers."""
+        state, options = self._initial
         self._scheduler.load_state_dict(copy.deepcopy(state))
         self._reached, self._options = 0, {0: options}
-        self.take(reached, reached)
+        self.apply(reached, reached)
 
-    def take(self, update: int, least: int) -> None:
-        """Gives the optimizer the options of `update`. No stage needs those of updates before `least` any more."""
+    def apply(self, update: int, oldest: int) -> None:
+        """Sets the options of `update`. No stage needs those of updates before `oldest` any more."""
         while self._reached < update:
-            # A scheduler may work out the next options from the present ones.
+            # A scheduler may compute the next options from the present ones.
             _set_options(self._scheduler.optimizer, self._options[self._reached])
             with warnings.catch_warnings():
-                # After a checkpoint it has not seen the steps of the optimizer that were made before.
+                # After a checkpoint the scheduler has not seen the earlier steps of the optimizer.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 self._scheduler.step()
             self._reached += 1
             self._options[self._reached] = _options_of(self._scheduler.optimizer)
         _set_options(self._scheduler.optimizer, self._options[update])
-        for old in [old for old in self._options if old < least]:
+        for old in [old for old in self._options if old < oldest]:
             del self._options[old]
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> Options:
+def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _set_options(optimizer: torch.optim.Optimizer, options: Options) -> None:
+def _set_options(optimizer: torch.optim.Optimizer, options: _Options) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update({key: _own(value) for key, value in own.items()})
 
 
 def _own(value: Any) -> Any:
-    """A learning rate may be a tensor, which schedulers change in place."""
+    """A copy of `value` if it is a tensor: schedulers change such learning rates in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager
 def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Multiplies the learning rates of `optimizer` in its body."""
+    """Context manager in which the learning rates of `optimizer` are multiplied by `factor`."""
     if factor == 1:
         yield
         return

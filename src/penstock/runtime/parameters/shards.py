@@ -1,51 +1,62 @@
-"""This process's part of a tensor: all of a plain tensor, one shard of a `DTensor`.
+"""The local shard of a tensor: this process's shard of a `DTensor`, or all of a plain tensor.
 
-What is moved or stored by the runtime (slots of weights, sums over replicas) is always the part, a plain tensor; what
-the model, the optimizer and a checkpoint see is the tensor itself. Here is the way from one to the other.
+The runtime moves and stores local shards (slots of weights, sums over replicas), which are plain tensors. The model,
+the optimizer and checkpoints work on the tensors themselves. The functions here convert between the two.
 
 Laws of this file:
-  1. `part_of`, `point` and `of_part` only look at memory, or lay it out differently; they neither copy nor communicate.
-  2. `settled`, `whole` and `assign` may communicate, so all processes of the tensor's mesh call them together.
+  1. `local_shard`, `set_local_shard` and `from_local_shard` neither copy nor communicate.
+  2. `redistributed_like`, `whole` and `assign` may communicate, so all processes of the tensor's mesh call them
+     together.
 """
 
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["assign", "dimensions_of", "distributed_like", "of_part", "part_of", "point", "settled", "whole"]
+from penstock.torch_internals.distributed import local_tensor
+
+__all__ = [
+    "assign",
+    "dimensions_of",
+    "distributed_like",
+    "from_local_shard",
+    "local_shard",
+    "redistributed_like",
+    "set_local_shard",
+    "whole",
+]
 
 T = TypeVar("T")
 
 
-def part_of(tensor: Tensor) -> Tensor:
-    """The memory of this process's part, as a plain tensor without history."""
-    # Not to_local(): since torch 2.13 it wraps the part of a parameter anew.
-    return tensor._local_tensor.data if isinstance(tensor, DTensor) else tensor.data
+def local_shard(tensor: Tensor) -> Tensor:
+    """The memory of this process's shard, as a plain tensor without history."""
+    return local_tensor(tensor).data if isinstance(tensor, DTensor) else tensor.data
 
 
-def point(parameter: nn.Parameter, part: Tensor) -> None:
-    """Makes `part` the memory of this process's part of `parameter`, which keeps its identity."""
+def set_local_shard(parameter: nn.Parameter, shard: Tensor) -> None:
+    """Makes `shard` the memory of this process's shard of `parameter`, which keeps its identity."""
     if isinstance(parameter, DTensor):
-        # Setting .data of a DTensor changes what torch believes of its storage, but not the part that it computes with.
-        cast(Any, parameter)._local_tensor.data = part
+        # Setting .data of a DTensor changes the storage that it reports, but not the shard that it computes with.
+        local_tensor(parameter).data = shard
     else:
-        parameter.data = part
+        parameter.data = shard
 
 
-def of_part(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor laid out as `like` of which `part` is this process's part."""
+def from_local_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """The tensor laid out as `like` whose local shard is `shard`."""
     if not isinstance(like, DTensor):
-        return part
+        return shard
     with torch.no_grad():
         return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
-def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """`gradient` laid out as `parameter`: autograd may leave a sum over the mesh to be taken later."""
+def redistributed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """`gradient` laid out as `parameter`. Autograd may leave it as a sum over the mesh that is still to be taken."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     if gradient.placements == parameter.placements:
@@ -54,21 +65,21 @@ def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def whole(tensor: T) -> T:
-    """All of `tensor`, as a plain tensor, with its history; what is not a `DTensor` as it is."""
+    """All of `tensor` as a plain tensor, with its history; anything but a `DTensor` is returned as it is."""
     return cast(T, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
 
 
 def distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, of which every process has all, laid out as `like`."""
+    """`tensor`, which every process has whole, laid out as `like`."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
-    # No rank's is the one truth: each takes its own part, without a message.
+    # Every process has the same values, so each takes its own shard, without a message.
     own = tensor.detach().to(like.device)
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def assign(target: Tensor, tensor: Tensor) -> None:
-    """Copies `tensor`, of which every process has all, into `target`."""
+    """Copies `tensor`, which every process has whole, into `target`."""
     target.copy_(distributed_like(tensor, target))
 
 

@@ -6,23 +6,23 @@ last one, the tables of its modules are pointed at the leaves of that version. A
 read, so that its backward needs no pointing. The optimizer holds the model's own parameters, and their data is the
 newest slot. Between steps the tables hold these again.
 
-Where forwards read something else than the optimizer steps (a lower precision, a prediction), a parameter keeps its
-data to itself: it is the *master* of its slots, and an update writes what forwards read into the next slot.
+Where forwards read other numbers than the optimizer steps (a lower precision, a prediction), a parameter has memory of
+its own: it is the *master* of its slots, and an update writes the numbers for forwards into the next slot.
 
-What is not trained is one tensor in all slots.
+Parameters that are not trained are one tensor in all slots.
 
 Replicas of a stage that live in one process share its slots, since their weights are the same. All but the first are
 copies of the module, with leaves, buffers and state of their own. The first of them to come to an update makes it; the
 others find it made.
 
 Laws of this file:
-  1. Version x lives in slot x mod n. That no slot is overwritten while it is needed is the schedule's promise, proved
-     by the verifier; nothing is checked again here. Replicas keep to it together: all of them have given their
+  1. Version x lives in slot x mod n. The schedule guarantees, and the verifier proves, that no slot is overwritten
+     while it is needed; nothing is checked again here. It holds for replicas together: all of them have added their
      gradients before one of them updates.
   2. An update copies the newest slot to the next one and steps in place: one copy of the weights, none where n is 1.
      With masters the copy comes after the step, and casts.
   3. Gradients have the type of the optimizer's parameters: autograd casts them before it adds them up.
-  4. It knows no microbatch, no peer and no optimizer.
+  4. It depends on no microbatch, peer or optimizer.
 """
 
 import copy
@@ -37,20 +37,22 @@ from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
 from penstock.errors import CaptureError, PenstockError
-from penstock.runtime.parameters.shards import of_part, part_of, point, settled
+from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like, set_local_shard
+from penstock.torch_internals.modules import tensor_tables
+from penstock.torch_internals.tensors import accumulated_hooks, copy_each, gradient_hooks
 
 __all__ = ["ComputeWeights", "VersionedWeights"]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeWeights:
-    """What forwards read of trained parameters, where it is not what the optimizer steps.
+    """Says which trained parameters forwards read in another form than the one that the optimizer steps.
 
-    `dtype`: the type of the float32 ones that have two dimensions or more. `apart`: whether other numbers may be read.
+    `dtype`: the type of float32 parameters with two dimensions or more. `predicted`: forwards may read other numbers.
     """
 
     dtype: torch.dtype | None = None
-    apart: bool = False
+    predicted: bool = False
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """The type that forwards read `parameter` in."""
@@ -58,8 +60,8 @@ class ComputeWeights:
         return self.dtype if lowered and self.dtype is not None else parameter.dtype
 
     def differs(self, parameter: Tensor) -> bool:
-        """Whether `parameter` must be kept beside what forwards read of it."""
-        return parameter.requires_grad and (self.apart or self.dtype_of(parameter) != parameter.dtype)
+        """Whether `parameter` needs memory of its own, beside the slots that forwards read."""
+        return parameter.requires_grad and (self.predicted or self.dtype_of(parameter) != parameter.dtype)
 
 
 AS_STEPPED = ComputeWeights()
@@ -71,26 +73,26 @@ class _Slots:
 
     parameters: dict[str, nn.Parameter]
     stepped: dict[str, nn.Parameter]
-    """Those that are trained, and updated here."""
+    """Those that are trained and updated here."""
     masters: frozenset[str]
     tensors: list[dict[str, Tensor]]
-    """By slot, this process's part of each."""
+    """By slot, the local shard of each."""
     first: int = 0
     """The slot of version 0 of the present run of the schedule."""
     newest: int = 0
 
-    def place(self, version: int) -> int:
+    def slot_of(self, version: int) -> int:
         return (self.first + version) % len(self.tensors)
 
 
 class VersionedWeights:
-    """`versions` slots for the parameters of `module`, which are named by `parameters`.
+    """Holds `versions` slots for the parameters of `module`, which are named by `parameters`.
 
-    `lent`: those that another stage of this process uses too and updates, with the weights of that stage, which must
-    have equally many versions.
-    `pointed`: whether the module's tables are pointed at leaves; one where they cannot be runs with the optimizer's
-    parameters, and has one version and no replica.
-    `reading`: what forwards read in the place of the optimizer's parameters.
+    `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
+    which must have equally many versions.
+    `pointed`: whether the module's tables are pointed at leaves; if not, the module runs with the optimizer's
+    parameters, one version and no replica.
+    `compute_weights`: the weights that forwards read instead of the optimizer's parameters.
     """
 
     def __init__(
@@ -100,18 +102,18 @@ class VersionedWeights:
         versions: int,
         lent: Mapping[str, "VersionedWeights"] | None = None,
         pointed: bool = True,
-        reading: ComputeWeights = AS_STEPPED,
+        compute_weights: ComputeWeights = AS_STEPPED,
     ) -> None:
         lenders = lent or {}
-        masters = frozenset(name for name, parameter in parameters.items() if reading.differs(parameter))
+        masters = frozenset(name for name, parameter in parameters.items() if compute_weights.differs(parameter))
         slots: list[dict[str, Tensor]] = [{} for _ in range(versions)]
         for name, parameter in parameters.items():
-            own = part_of(parameter)
+            own = local_shard(parameter)
             for number, slot in enumerate(slots):
                 if name in lenders:
                     slot[name] = lenders[name].slot(number)[name]
                 elif name in masters:
-                    slot[name] = own.to(reading.dtype_of(parameter), copy=True)
+                    slot[name] = own.to(compute_weights.dtype_of(parameter), copy=True)
                 else:
                     slot[name] = own if number == 0 or not parameter.requires_grad else torch.empty_like(own)
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
@@ -151,12 +153,12 @@ class VersionedWeights:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The optimizer's view: the model's own parameters, always the newest version."""
+        """The model's own parameters, which the optimizer steps; always the newest version."""
         return self._slots.parameters
 
     @property
     def stepped(self) -> dict[str, nn.Parameter]:
-        """Those of them that are trained, and not updated by another stage of this process."""
+        """The parameters that are trained, and not updated by another stage of this process."""
         return self._slots.stepped
 
     @property
@@ -174,7 +176,7 @@ class VersionedWeights:
 
         Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
         """
-        slot = self._slots.place(version)
+        slot = self._slots.slot_of(version)
         if self._pointed != slot or self._contended:
             if self._pointed is None:
                 self._tables.check(self._slots.parameters, self._leaves[slot])
@@ -190,16 +192,16 @@ class VersionedWeights:
 
     def leaves(self, version: int) -> Mapping[str, nn.Parameter]:
         """The leaves of autograd that gradients taken at `version` are added to, by parameter name."""
-        return self._leaves[self._slots.place(version)]
+        return self._leaves[self._slots.slot_of(version)]
 
     def slot(self, number: int) -> Mapping[str, Tensor]:
-        """This process's part of each parameter in a slot."""
+        """The local shard of each parameter in a slot."""
         return self._slots.tensors[number]
 
     def gradients(self, version: int) -> dict[str, Tensor]:
-        """The gradients accumulated at `version`, by parameter name; a parameter that had none is left out."""
+        """The gradients accumulated at `version`, by parameter name; parameters without one are left out."""
         leaves = self.leaves(version)
-        return {name: settled(leaf.grad, leaf) for name, leaf in leaves.items() if leaf.grad is not None}
+        return {name: redistributed_like(leaf.grad, leaf) for name, leaf in leaves.items() if leaf.grad is not None}
 
     def begin_update(self, version: int, gradients: Mapping[str, Tensor]) -> bool:
         """Makes the optimizer's parameters a copy of version `version - 1` in the slot of `version`, with `gradients`.
@@ -210,46 +212,46 @@ class VersionedWeights:
         if slots.newest >= version:
             return False
         slots.newest = version
-        current, following = slots.place(version - 1), slots.place(version)
+        current, following = slots.slot_of(version - 1), slots.slot_of(version)
         if following != current and (moving := [name for name in slots.stepped if name not in slots.masters]):
             targets = [slots.tensors[following][name] for name in moving]
             parameters = [slots.stepped[name] for name in moving]
-            # In one call: on a GPU a copy of a small parameter takes no longer than telling of it.
-            torch._foreach_copy_(targets, [part_of(parameter) for parameter in parameters])
+            # In one call: on a GPU, launching the copy of a small parameter takes longer than the copy.
+            copy_each(targets, [local_shard(parameter) for parameter in parameters])
             for parameter, target in zip(parameters, targets, strict=True):
-                point(parameter, target)
+                set_local_shard(parameter, target)
         for name, parameter in slots.stepped.items():
             parameter.grad = gradients.get(name)
         return True
 
     def take_gradients(self, version: int) -> dict[str, Tensor]:
-        """The gradients accumulated at `version`, which are forgotten here: the next ones begin anew."""
+        """Returns the gradients accumulated at `version`, and removes them from the leaves."""
         gradients = self.gradients(version)
         for leaf in self.leaves(version).values():
             leaf.grad = None
         return gradients
 
-    def end_update(self, readings: Mapping[str, Tensor] | None = None) -> None:
-        """Forgets the gradients of the optimizer's parameters, which the newest version is now made of.
+    def end_update(self, published: Mapping[str, Tensor] | None = None) -> None:
+        """Ends an update: removes the gradients of the optimizer's parameters, and publishes the newest version.
 
-        `readings`: by name, what forwards read of it instead.
+        `published`: by name, the weights that forwards read instead of those parameters.
         """
         for parameter in self._slots.stepped.values():
             parameter.grad = None
-        self._publish(readings or {})
+        self._publish(published or {})
 
-    def _publish(self, readings: Mapping[str, Tensor]) -> None:
-        """Writes the newest version of what has a master into its slot."""
+    def _publish(self, published: Mapping[str, Tensor]) -> None:
+        """Writes the newest version of the parameters with masters into its slot."""
         slots = self._slots
-        newest = slots.tensors[slots.place(slots.newest)]
+        newest = slots.tensors[slots.slot_of(slots.newest)]
         for name in slots.masters & slots.stepped.keys():
-            newest[name].copy_(readings[name] if name in readings else part_of(slots.stepped[name]))
+            newest[name].copy_(published[name] if name in published else local_shard(slots.stepped[name]))
 
     @contextmanager
     def hidden_gradients(self) -> Iterator[None]:
-        """Keeps the gradients from an optimizer that steps other stages in its body.
+        """Context manager that hides the gradients from an optimizer that steps other stages.
 
-        Only a module that is not a copy accumulates them in the optimizer's own parameters.
+        Only a module that is not copied accumulates them in the optimizer's own parameters.
         """
         own = () if self._tables.entries else self._slots.parameters.values()
         held = [(parameter, parameter.grad) for parameter in own]
@@ -263,7 +265,7 @@ class VersionedWeights:
 
     def restart(self) -> None:
         """Makes the newest version the version 0 of a new run of the schedule."""
-        self._slots.first = self._slots.place(self._slots.newest)
+        self._slots.first = self._slots.slot_of(self._slots.newest)
         self._slots.newest = 0
         self._publish({})
 
@@ -283,13 +285,12 @@ class _Tables:
         names = {id(parameter): name for name, parameter in parameters.items()}
         found = cls([], [])
         for path, inner in module.named_modules():
-            for key, parameter in inner._parameters.items():
-                if id(parameter) in names:
-                    found.entries.append((inner._parameters, key, names[id(parameter)]))
+            table, _ = tensor_tables(inner)
+            found.entries.extend((table, key, names[id(p)]) for key, p in table.items() if id(p) in names)
             for key, value in vars(inner).items():
                 if isinstance(value, list):
                     found.lists.extend((value, i, names[id(x)]) for i, x in enumerate(value) if id(x) in names)
-                elif isinstance(value, tuple | dict) and key not in ("_parameters", "_buffers", "_modules"):
+                elif isinstance(value, tuple | dict) and not any(value is own for own in tensor_tables(inner)):
                     held = value.values() if isinstance(value, dict) else value
                     for name in (names[id(each)] for each in held if id(each) in names):
                         raise CaptureError(
@@ -324,23 +325,24 @@ class _Tables:
 
 def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """A leaf over the memory of `slot`, with the hooks of `parameter`."""
-    leaf = nn.Parameter(of_part(slot, parameter), requires_grad=parameter.requires_grad)
-    for hook in (parameter._backward_hooks or {}).values():
+    leaf = nn.Parameter(from_local_shard(slot, parameter), requires_grad=parameter.requires_grad)
+    for hook in gradient_hooks(parameter):
         leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in accumulated_hooks(parameter):
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
 
 
 def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Puts copies of the generated modules in `module` into `memo`, which share their code; fx would generate it again.
+    """Puts copies of the generated modules in `module` into `memo`. They share their code, which fx would generate
+    again.
 
-    The code is what PyTorch keeps compiled graphs by, so that all versions of a stage use one.
+    PyTorch caches compiled graphs by their code, so all versions of a stage use one graph.
     """
     for inner in module.children():
         if id(inner) not in memo:
             _copy_generated(inner, memo)
     if isinstance(module, GraphModule):
         made = memo[id(module)] = object.__new__(type(module))
-        memo[id(module._graph)] = module._graph
+        memo[id(module.graph)] = module.graph
         made.__dict__.update(copy.deepcopy(module.__dict__, memo))

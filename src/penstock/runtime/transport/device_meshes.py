@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.scheduling.placements import Placement
 
@@ -31,7 +30,7 @@ def stage_mesh(
     mesh = _make_mesh(placement, rank, tensor_parallel_size, device)
     for group in mesh.get_all_groups():
         # A mesh has no timeout parameter (torch 2.11 to 2.13), and the default group's timeout may be half an hour.
-        _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        group.set_timeout(timedelta(seconds=timeout_seconds))
     return mesh
 
 

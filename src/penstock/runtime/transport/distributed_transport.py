@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.transport.endpoints import Endpoints
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.gloo.receivers import GlooInbox
@@ -47,7 +48,8 @@ class DistributedTransport:
         self._endpoints.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums
-        atexit.register(self._leave)
+        if hooks_allowed():
+            atexit.register(self._leave)
 
     def begin_segment(self) -> None:
         self._endpoints.notices.begin_segment()

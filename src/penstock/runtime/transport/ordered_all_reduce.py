@@ -20,6 +20,7 @@ from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, coalesce
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import SumKinds
+from penstock.torch_internals.distributed import gather_into
 
 __all__ = ["WHOLE_BYTES", "Agreement", "OrderedSum"]
 
@@ -63,7 +64,7 @@ class OrderedSum:
 
     def _gather(self, own: Tensor, gathered: Tensor) -> Tensor:
         """Gathers the `own` of all ranks into the memory of `gathered`, by group rank."""
-        self._group._allgather_base(gathered, own).wait()
+        gather_into(self._group, gathered, own).wait()
         return gathered
 
     def _swap(self, own: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
+from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
@@ -116,12 +117,14 @@ class Processes:
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         name = self.gather(uuid.uuid4().hex)[0]
-        # There is no public way to the store of the default group (torch 2.11 to 2.13).
-        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        world = dist.group.WORLD
+        assert world is not None, "it has a size and a rank"
+        store = PrefixStore(f"penstock/{name}", world.get_group_store())
         self._store, self._transports = store, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._report_uncaught
+        if hooks_allowed():
+            sys.excepthook = self._report_uncaught
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
         needed = ranks * tensor_parallel_size
@@ -200,7 +203,12 @@ def join_world() -> World:
     prepare_gpu()
     if dist.is_available() and dist.is_initialized():
         return Processes() if dist.get_world_size() > 1 else SingleProcess()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:
+        if not hooks_allowed():
+            raise TransportError(
+                f"WORLD_SIZE is {processes} and {PROCESS_HOOKS}=0: expected a process group that you have made, found "
+                f"none. Call torch.distributed.init_process_group() before, or unset {PROCESS_HOOKS}"
+            )
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return Processes()
     return SingleProcess()

@@ -1,4 +1,4 @@
-"""The scheduling methods, one file each; `METHODS` is the list that names are looked up in."""
+"""The schedules that Penstock brings, one file each; `METHODS` is the list that names are looked up in."""
 
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders.forward_only import INFERENCE
@@ -12,6 +12,8 @@ from penstock.scheduling.orders.zb_h1 import ZB_H1
 from penstock.scheduling.orders.zb_v import ZB_V
 
 __all__ = [
+    "AMBIGUOUS_NAMES",
+    "DEFAULT_SCHEDULE",
     "GPIPE",
     "INFERENCE",
     "INTERLEAVED",
@@ -25,3 +27,12 @@ __all__ = [
 ]
 
 METHODS: tuple[ScheduleDefinition, ...] = (GPIPE, ONE_F_ONE_B_FLUSH, INTERLEAVED, SPP, ZB_H1, ZB_V, PIPEDREAM, TWO_BW)
+
+DEFAULT_SCHEDULE = ONE_F_ONE_B_FLUSH.name
+
+AMBIGUOUS_NAMES = {
+    "1f1b": "'1f1b' has two meanings: PyTorch and Megatron mean one that flushes after every minibatch, here "
+    f"{ONE_F_ONE_B_FLUSH.name!r}; PipeDream's paper means one that never flushes and trains on stale weights, here "
+    f"{PIPEDREAM.name!r}. "
+}
+"""Names that mean different schedules to different people, with what to say of them."""

@@ -17,6 +17,7 @@ from penstock.scheduling.definitions import (
     Step,
     VersionRule,
 )
+from penstock.scheduling.placements import StageLayout
 
 __all__ = ["INFERENCE"]
 
@@ -25,11 +26,11 @@ __all__ = ["INFERENCE"]
 #
 #   rank 0   0F0 0F1 2F0 2F1 0F2 ... 2F2
 #   rank 1   ... 1F0 1F1 3F0 3F1 1F2 ... 3F2
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
-    match part:
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
+    match segment:
         case Step(minibatch):
-            microbatches = shape.taken_by(rank, minibatch)
+            microbatches = shape.rank_microbatches(rank, minibatch)
             group = shape.placement.length
             for first in range(0, len(microbatches), group):
                 for stage in shape.stages_of(rank):
@@ -38,18 +39,12 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; nothing in flight, since no backward follows."""
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=(0,) * shape.stages,
-        rule=VersionRule.INITIAL,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
-    )
+    return Guarantees.of(shape, in_flight=(0,) * shape.stages, rule=VersionRule.INITIAL)
 
 
-INFERENCE = ScheduleDefinition("inference", order, guarantees, interleaves=True)
+INFERENCE = ScheduleDefinition("inference", order, guarantees, layout=StageLayout.ROUND_ROBIN)

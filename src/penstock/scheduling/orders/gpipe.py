@@ -16,7 +16,6 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 
 __all__ = ["GPIPE"]
@@ -27,30 +26,27 @@ __all__ = ["GPIPE"]
 #   rank 0   F0 F1 F2 .. .. .. .. B0 B1 B2 U1
 #   rank 1   .. F0 F1 F2 .. .. B0 B1 B2 U1
 #   rank 2   .. .. F0 F1 F2 B0 B1 B2 U1
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
-    match part:
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
+    match segment:
         case Step(minibatch):
             (stage,) = shape.stages_of(rank)
-            for microbatch in shape.taken_by(rank, minibatch):
+            for microbatch in shape.rank_microbatches(rank, minibatch):
                 yield Forward(stage, microbatch, minibatch)
-            for microbatch in shape.taken_by(rank, minibatch):
+            for microbatch in shape.rank_microbatches(rank, minibatch):
                 yield Backward(stage, microbatch, minibatch)
             yield Update(stage, minibatch + 1, minibatch)
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; all microbatches of a replica in flight: m, or m / r of r replicas."""
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(shape.placement.most_taken(stage, shape.microbatches) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
+    return Guarantees.of(
+        shape,
+        in_flight=tuple(shape.placement.max_microbatches(stage, shape.microbatches) for stage in range(shape.stages)),
     )
 
 

@@ -17,8 +17,8 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
+from penstock.scheduling.placements import StageLayout
 
 __all__ = ["INTERLEAVED"]
 
@@ -29,11 +29,11 @@ __all__ = ["INTERLEAVED"]
 #   rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U1 3U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
-    match part:
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
+    match segment:
         case Step(minibatch):
-            stages, microbatches = shape.stages_of(rank), shape.taken_by(rank, minibatch)
+            stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
             length = shape.placement.length
             turns = len(microbatches) * len(stages)
             warm_up = min(2 * (length - 1 - stages[0]) + (len(stages) - 1) * length, turns)
@@ -49,7 +49,7 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:
@@ -61,13 +61,17 @@ def _place(shape: PipelineShape, turn: int) -> tuple[int, int]:
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
-    """One version; the microbatches in flight as `_in_flight` counts them."""
-    return Guarantees(
-        versions=(1,) * shape.stages,
+    """One version; the microbatches in flight as `_in_flight` counts them.
+
+    On all v stages of rank q together they are those of the warm-up of [PTD-P 2021, section 2.2], and one more.
+    """
+    length, per_rank = shape.placement.length, shape.stages_per_rank
+    held = [shape.stages_of(rank)[0] for rank in range(shape.ranks)]
+    most = per_rank * shape.placement.max_microbatches(0, shape.microbatches)
+    return Guarantees.of(
+        shape,
         in_flight=tuple(_in_flight(shape, stage) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
+        in_flight_of_rank=tuple(min(2 * (length - 1 - q) + (per_rank - 1) * length + 1, most) for q in held),
     )
 
 
@@ -81,7 +85,7 @@ def _in_flight(shape: PipelineShape, stage: int) -> int:
     round_, rank = divmod(stage, length)
     ahead = (2 * round_ + 1 - shape.stages_per_rank) * length + 2 * rank + 1
     done = min(max(ahead, 0), length) + max(ahead - shape.stages, 0)
-    return min(shape.placement.most_taken(stage, shape.microbatches), 2 * length - done)
+    return min(shape.placement.max_microbatches(stage, shape.microbatches), 2 * length - done)
 
 
 def check(shape: PipelineShape) -> None:
@@ -102,4 +106,4 @@ def check(shape: PipelineShape) -> None:
         )
 
 
-INTERLEAVED = ScheduleDefinition("interleaved", order, guarantees, check, interleaves=True)
+INTERLEAVED = ScheduleDefinition("interleaved", order, guarantees, check, layout=StageLayout.ROUND_ROBIN)

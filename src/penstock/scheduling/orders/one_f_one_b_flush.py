@@ -16,7 +16,6 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 
 __all__ = ["ONE_F_ONE_B_FLUSH"]
@@ -27,13 +26,13 @@ __all__ = ["ONE_F_ONE_B_FLUSH"]
 #   rank 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 U1
 #   rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 U1
 #   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 U1
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     warm_up = shape.placement.depth(stage) - 1
-    match part:
+    match segment:
         case Step(minibatch):
-            microbatches = shape.taken_by(rank, minibatch)
+            microbatches = shape.rank_microbatches(rank, minibatch)
             for turn in range(len(microbatches) + warm_up):
                 if turn < len(microbatches):
                     yield Forward(stage, microbatches[turn], minibatch)
@@ -43,18 +42,17 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, p - s) microbatches in flight on stage s, where nothing is replicated."""
     placement, m = shape.placement, shape.microbatches
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(min(placement.most_taken(stage, m), placement.depth(stage)) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(m,) * shape.stages,
+    return Guarantees.of(
+        shape,
+        in_flight=tuple(
+            min(placement.max_microbatches(stage, m), placement.depth(stage)) for stage in range(shape.stages)
+        ),
     )
 
 

@@ -33,11 +33,11 @@ __all__ = ["PIPEDREAM"]
 #   rank 0   F0(0) F1(0) F2(0) B0(0) F3(1) B1(0)  |  B2(0) B3(1)
 #   rank 1         F0(0) F1(0) B0(0) F2(1) B1(0) F3(2) B2(1)  |  B3(2)
 #   rank 2               F0(0) B0(0) F1(1) B1(1) F2(2) B2(2) F3(3) B3(3)  |
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     stride, warm_up = shape.placement.stride(stage), shape.placement.depth(stage) - 1
-    match part:
+    match segment:
         case Step(minibatch):
             admitted = shape.microbatches_of(minibatch)
             turns = admitted
@@ -47,11 +47,11 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
             # Up to the end of the last round, then once more for every round that is in flight.
             turns = range(stop, -(-stop // stride) * stride + warm_up * stride)
         case _:
-            assert_never(part)
-    mine = shape.placement.taken_by(rank, turns)
+            assert_never(segment)
+    mine = shape.placement.microbatches_of(rank, turns)
     for turn in turns:
         if turn in mine:
-            if isinstance(part, Step):
+            if isinstance(segment, Step):
                 yield Forward(stage, turn, _version(shape, stage, turn // stride))
             due = turn - warm_up * stride
             if 0 <= due < admitted.stop:
@@ -60,7 +60,7 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
         round_ = turn // stride - warm_up
         if turn % stride == stride - 1 and round_ >= 0:
             yield Update(stage, round_ + 1, _version(shape, stage, round_))
-    if stage in shape.waiting and isinstance(part, Drain) and part.minibatches > 0:
+    if stage in shape.waiting and isinstance(segment, Drain) and segment.minibatches > 0:
         yield LastUpdate(stage, -(-admitted.stop // stride))
 
 
@@ -74,11 +74,11 @@ def guarantees(shape: PipelineShape) -> Guarantees:
     """p - s microbatches in flight on stage s without replicas; as many versions, or p with vertical sync."""
     placement = shape.placement
     in_flight = tuple(placement.depth(stage) for stage in range(shape.stages))
-    return Guarantees(
+    return Guarantees.of(
+        shape,
         versions=in_flight[:1] * shape.stages if shape.vertical_sync else in_flight,
         in_flight=in_flight,
         rule=VersionRule.INPUT_STAGE if shape.vertical_sync else VersionRule.NEWEST,
-        flushes=False,
         microbatches_per_update=tuple(placement.stride(stage) for stage in range(shape.stages)),
     )
 
@@ -93,4 +93,6 @@ def check(shape: PipelineShape) -> None:
         )
 
 
-PIPEDREAM = ScheduleDefinition("pipedream", order, guarantees, check, syncs=True)
+PIPEDREAM = ScheduleDefinition(
+    "pipedream", order, guarantees, check, flushes=False, updates_per_microbatch=True, has_vertical_sync=True
+)

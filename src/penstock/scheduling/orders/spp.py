@@ -17,7 +17,6 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 
 __all__ = ["SPP"]
@@ -27,13 +26,13 @@ __all__ = ["SPP"]
 #
 #   rank 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 .. B4 .. B5 U1
 #   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 U1
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     ahead = _most_in_flight(shape, stage)
-    match part:
+    match segment:
         case Step(minibatch):
-            microbatches = shape.taken_by(rank, minibatch)
+            microbatches = shape.rank_microbatches(rank, minibatch)
             for microbatch in microbatches[:ahead]:
                 yield Forward(stage, microbatch, minibatch)
             for turn, microbatch in enumerate(microbatches):
@@ -44,23 +43,20 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _most_in_flight(shape: PipelineShape, stage: int) -> int:
     """With replicas that take turns, the p - s of the paper is what keeps the ranks behind busy."""
     placement = shape.placement
-    return min(placement.most_taken(stage, shape.microbatches), 4 * (placement.depth(stage) - 1) + 1)
+    return min(placement.max_microbatches(stage, shape.microbatches), 4 * (placement.depth(stage) - 1) + 1)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, 4(p - 1 - s) + 1) microbatches in flight on stage s."""
-    return Guarantees(
-        versions=(1,) * shape.stages,
+    return Guarantees.of(
+        shape,
         in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
     )
 
 

@@ -39,12 +39,12 @@ __all__ = ["TWO_BW"]
 #   rank 0   F3 B1 F4 B2 F5 B3  |  U1 F6 B4 F7 B5 F8 B6  |  B7 B8 U2 U3
 #   rank 1   F3 B2 F4 B3 F5 B4  |  U1 F6 B5 F7 B6 F8 B7  |  B8 U2 U3
 #   rank 2   F3 B3 F4 B4 F5 B5  |  U1 F6 B6 F7 B7 F8 B8  |  U2 U3
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Entry]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     behind = (shape.placement.depth(stage) - 1) * shape.placement.stride(stage)
     waits = stage in shape.waiting
-    match part:
+    match segment:
         case Step(minibatch):
             turns = shape.microbatches_of(minibatch)
             if waits and minibatch > 1:
@@ -52,20 +52,20 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Entry]:
         case Drain(minibatches):
             turns = range(minibatches * shape.microbatches, minibatches * shape.microbatches + behind)
         case _:
-            assert_never(part)
-    mine = shape.placement.taken_by(rank, turns)
+            assert_never(segment)
+    mine = shape.placement.microbatches_of(rank, turns)
     for turn in turns:
         due, last = divmod(turn - behind, shape.microbatches)
         if turn in mine:
-            if isinstance(part, Step):
-                yield Forward(stage, turn, max(part.minibatch - 1, 0))
+            if isinstance(segment, Step):
+                yield Forward(stage, turn, max(segment.minibatch - 1, 0))
             if due >= 0:
                 yield Backward(stage, turn - behind, max(due - 1, 0))
         # All replicas update at the turn of the minibatch's last microbatch, so that none waits for a later step.
         if due >= 0 and last == shape.microbatches - 1:
             yield Summed(stage, due + 1) if waits else _update(stage, due + 1)
-    if waits and isinstance(part, Drain):
-        for version in range(max(part.minibatches - 1, 1), part.minibatches + 1):
+    if waits and isinstance(segment, Drain):
+        for version in range(max(segment.minibatches - 1, 1), segment.minibatches + 1):
             yield _update(stage, version)
 
 
@@ -79,13 +79,12 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
     A stage whose updates wait has the gradients of two minibatches.
     """
-    return Guarantees(
+    return Guarantees.of(
+        shape,
         versions=(2,) * shape.stages,
         in_flight=tuple(shape.placement.depth(stage) for stage in range(shape.stages)),
         rule=VersionRule.PREVIOUS_MINIBATCH,
-        flushes=False,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
-        gradients=tuple(2 if stage in shape.waiting else 1 for stage in range(shape.stages)),
+        pending_updates=tuple(2 if stage in shape.waiting else 1 for stage in range(shape.stages)),
     )
 
 
@@ -102,4 +101,4 @@ def check(shape: PipelineShape) -> None:
         )
 
 
-TWO_BW = ScheduleDefinition("2bw", order, guarantees, check, defers=True)
+TWO_BW = ScheduleDefinition("2bw", order, guarantees, check, flushes=False, defers_updates=True)

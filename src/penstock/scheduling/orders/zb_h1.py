@@ -1,11 +1,11 @@
-"""ZB-H1 (zero bubble): 1F1B with a flush whose weight parts wait, so that they fill what would be idle at the end.
+"""ZB-H1 (zero bubble): 1F1B with a flush whose weight backwards are deferred to fill idle time at the end.
 
-Only the input part of a backward is on the way of a gradient from stage to stage. So gradients go back faster than in
-1F1B, and at the end of a step, when a rank waits for them or is done with them, it has weight parts left to compute.
-Stage s keeps up to s of them back: with the p - s microbatches that 1F1B has in flight there, no stage keeps more
-microbatches than the p that 1F1B has on its first. Of the bubble (p - 1)(F + I + W) is left (p - 1)(F + I - W), or
-(p - 1) max(F, I) where weight parts are longer than one of the others.
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2.
+Only the input backward is on the path of a gradient from stage to stage. So gradients go back faster than in 1F1B, and
+at the end of a step, when a rank waits for them or is done with them, it has weight backwards left to compute. Stage s
+keeps up to s of them back: with the p - s microbatches that 1F1B has in flight there, no stage keeps more microbatches
+than the p that 1F1B has on its first. Of the bubble (p - 1)(F + I + W) is left (p - 1)(F + I - W), or (p - 1) max(F, I)
+where weight backwards are longer than one of the others. Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
+2024, section 2.2.
 """
 
 from collections.abc import Iterator
@@ -19,25 +19,24 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
 
 __all__ = ["ZB_H1"]
 
 
-# p = 3, m = 4, first step; stage s keeps s weight parts back. B -- is a whole backward: on the first stage the two
-# parts would stand side by side, and nobody waits for a gradient of it.
+# p = 3, m = 4, first step; stage s keeps s weight backwards back. B -- is a whole backward: on the first stage the two
+# halves would stand side by side, and no rank waits for a gradient of it.
 #
 #   rank 0   F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 -- U1
 #   rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 U1
 #   rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 U1
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
     (stage,) = shape.stages_of(rank)
     warm_up, behind = shape.placement.depth(stage) - 1, _kept_back(shape, stage)
-    match part:
+    match segment:
         case Step(minibatch):
-            microbatches = shape.taken_by(rank, minibatch)
+            microbatches = shape.rank_microbatches(rank, minibatch)
             for turn in range(len(microbatches) + warm_up + behind):
                 if turn < len(microbatches):
                     yield Forward(stage, microbatches[turn], minibatch)
@@ -50,34 +49,34 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _kept_back(shape: PipelineShape, stage: int) -> int:
-    """How many weight parts wait while `stage` is in its steady phase: s without replicas.
+    """How many weight backwards wait while `stage` is in its steady phase: s without replicas.
 
     As many as it computes while a gradient goes from it to the first stage, if all ranks have equally much to do.
     """
-    return shape.placement.whole_depth(stage) - shape.placement.depth(stage)
+    return shape.placement.full_depth(stage) - shape.placement.depth(stage)
 
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; min(m, p) microbatches in flight on every stage, where nothing is replicated.
 
-    A microbatch is in flight from its forward to its weight part. On stage s > 0 up to min(m, s + 1) of them are past
-    their input part, the one that was just computed included; those of stage 0 are whole. A stage of r replicas has
-    ceil(ranks / r) in flight, so that ranks which are equally busy keep equally much.
+    A microbatch is in flight from its forward to its weight backward. On stage s > 0 up to min(m, s + 1) of them are
+    past their input backward, the one that was just computed included; those of stage 0 are whole. A stage of r
+    replicas has ceil(ranks / r) in flight, so that ranks which are equally busy keep equally much.
     """
     placement, m = shape.placement, shape.microbatches
-    most = [placement.most_taken(stage, m) for stage in range(shape.stages)]
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(min(most[stage], placement.whole_depth(stage)) for stage in range(shape.stages)),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(m,) * shape.stages,
-        halves=(0, *(min(most[stage], _kept_back(shape, stage) + 1) for stage in range(1, shape.stages))),
+    most = [placement.max_microbatches(stage, m) for stage in range(shape.stages)]
+    return Guarantees.of(
+        shape,
+        in_flight=tuple(min(most[stage], placement.full_depth(stage)) for stage in range(shape.stages)),
+        pending_weight_backwards=(
+            0,
+            *(min(most[stage], _kept_back(shape, stage) + 1) for stage in range(1, shape.stages)),
+        ),
     )
 
 
-ZB_H1 = ScheduleDefinition("zb-h1", order, guarantees)
+ZB_H1 = ScheduleDefinition("zb-h1", order, guarantees, splits_backward=True)

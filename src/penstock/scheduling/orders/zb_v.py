@@ -1,11 +1,11 @@
-"""ZB-V (zero bubble, V-shaped): a rank holds two stages, r and 2p - 1 - r, and weight parts fill what would be idle.
+"""ZB-V (zero bubble, V-shaped): a rank holds two stages, r and 2p - 1 - r, and weight backwards fill idle time.
 
 A microbatch goes out through the ranks and comes back, so that its first backward is on rank 0, where it started, and
-its gradients go out and come back once more. With that, the weight parts that wait at the end are fewer than in ZB-H1:
-where forwards, input parts and weight parts take equally long, a rank is idle for p - 1 forwards of its half-size
-stages, in 1F1B with a flush for 6 (p - 1). All ranks keep 2p microbatches on both stages together, which is as much as
-the p that 1F1B keeps on its first rank.
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6.
+its gradients go out and come back once more. With that, the weight backwards that wait at the end are fewer than in
+ZB-H1: where forwards, input backwards and weight backwards take equally long, a rank is idle for p - 1 forwards of its
+half-size stages, in 1F1B with a flush for 6 (p - 1). All ranks keep 2p microbatches on both stages together, which is
+as much as the p that 1F1B keeps on its first rank.
+Source: [ZeroBubble 2024, section 6].
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ from penstock.scheduling.definitions import (
     ScheduleDefinition,
     Segment,
     Step,
-    VersionRule,
 )
+from penstock.scheduling.placements import StageLayout
 
 __all__ = ["ZB_V"]
 
 
 # p = 2, m = 3, first step, stage before the letter. B --- is a whole backward: no other rank waits for gradients of the
-# stages 0 and p, so that the two parts would stand side by side.
+# stages 0 and p, so that the two halves would stand side by side.
 #
 #   rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 --- 3F2 3I2 3W2 0B1 --- 0B2 --- 0U1 3U1
 #   rank 1   ... 1F0 2F0 1F1 2F1 2B0 --- 1F2 1I0 1W0 2F2 2B1 --- 1I1 2I2 1I2 1W1 2W2 1W2 1U1 2U1
 #
 # Updates wait for the end of the step: gradients of weights that two stages share must all be there first.
-def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
-    """The compute actions of `rank` in `part`."""
-    match part:
+def order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Compute]:
+    """The compute actions of `rank` in `segment`."""
+    match segment:
         case Step(minibatch):
-            stages, microbatches = shape.stages_of(rank), shape.taken_by(rank, minibatch)
+            stages, microbatches = shape.stages_of(rank), shape.rank_microbatches(rank, minibatch)
             forwards, inputs, weights = ({stage: iter(microbatches) for stage in stages} for _ in range(3))
             for turn in _turns(shape.placement.length, min(stages), len(microbatches)):
                 stage = stages[turn.islower()]
@@ -54,7 +54,7 @@ def order(shape: PipelineShape, rank: int, part: Segment) -> Iterator[Compute]:
         case Drain():
             pass
         case _:
-            assert_never(part)
+            assert_never(segment)
 
 
 def _turns(length: int, rank: int, microbatches: int) -> str:
@@ -73,7 +73,7 @@ def _turns(length: int, rank: int, microbatches: int) -> str:
 def _sends_nothing(shape: PipelineShape, stage: int) -> bool:
     """Whether no other rank waits for the gradients of `stage`: there is no stage before it, or it is on the rank too.
 
-    Then a whole backward does as well as its two parts one after the other.
+    Then a whole backward does as well as its two halves one after the other.
     """
     return stage in (0, shape.placement.length)
 
@@ -81,28 +81,27 @@ def _sends_nothing(shape: PipelineShape, stage: int) -> bool:
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version. On rank r min(m, 2p - r) microbatches are in flight on its first stage, min(m, r + 1) on its second.
 
-    A microbatch is in flight from its forward to its weight part. Both stages together never have more than 2p. Of them
-    up to r + 1 on the first stage and r on the second, one at least, are past their input part; none where all are
-    whole.
+    A microbatch is in flight from its forward to its weight backward. Both stages together never have more than 2p. Of
+    them up to r + 1 on the first stage and r on the second, one at least, are past their input backward; none where all
+    are whole.
     """
-    in_flight, halves = [], []
+    in_flight, pending = [], []
     length = shape.placement.length
     for stage in range(shape.stages):
-        count = shape.placement.most_taken(stage, shape.microbatches)
+        count = shape.placement.max_microbatches(stage, shape.microbatches)
         rank = min(stage, shape.stages - 1 - stage)
         if stage < length:
             most, late = 2 * length - rank, min(rank + 1, count - length + 1)
         else:
             most, late = rank + 1, min(rank, count - 2 * length + 1 + rank)
         in_flight.append(min(count, most))
-        halves.append(max(late, 0 if stage == length else 1) if stage else 0)
-    return Guarantees(
-        versions=(1,) * shape.stages,
-        in_flight=tuple(in_flight),
-        rule=VersionRule.OWN_MINIBATCH,
-        flushes=True,
-        microbatches_per_update=(shape.microbatches,) * shape.stages,
-        halves=tuple(halves),
+        pending.append(max(late, 0 if stage == length else 1) if stage else 0)
+    held = [shape.stages_of(rank)[0] for rank in range(shape.ranks)]
+    return Guarantees.of(
+        shape,
+        in_flight,
+        pending_weight_backwards=pending,
+        in_flight_of_rank=tuple(min(2 * length, in_flight[q] + in_flight[-1 - q]) for q in held),
     )
 
 
@@ -121,4 +120,4 @@ def check(shape: PipelineShape) -> None:
         )
 
 
-ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, folds=True)
+ZB_V = ScheduleDefinition("zb-v", order, guarantees, check, layout=StageLayout.V_SHAPE, splits_backward=True)

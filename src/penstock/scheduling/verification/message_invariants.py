@@ -1,11 +1,11 @@
-"""The laws between stages: every action has what it needs, messages match in order, and no rank waits for ever.
+"""The invariants between stages: every action has what it needs, messages match in order, and no rank waits forever.
 
-The channel that the laws assume is the weakest that a transport offers: one queue for each directed edge between ranks,
+The channel that they assume is the weakest that a transport offers: one queue for each directed edge between ranks,
 no tags, receives that block and sends that do not; an all-reduce waits until every replica of the stage is there.
 
-Laws of this file:
-  1. A law is a function of the evidence that returns nothing, or raises a `ScheduleError` that shows the row.
-  2. A law may rely on the stage laws, and on the laws before it in `MESSAGE_LAWS`.
+Rules of this file:
+  1. An invariant is a function of `StagedPrograms` that returns nothing or raises a `ScheduleError` with the row.
+  2. An invariant may rely on those of the stages, and on those before it in `MESSAGE_INVARIANTS`.
 """
 
 from collections import defaultdict
@@ -34,9 +34,9 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.definitions import Drain, NormRule, Step
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
-from penstock.scheduling.verification.violations import Evidence, report_breach, show_row
+from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
-__all__ = ["MESSAGE_LAWS", "require_parts"]
+__all__ = ["MESSAGE_INVARIANTS", "require_segments"]
 
 Need: TypeAlias = tuple[str, int, int, int]
 """What a rank has done: F, I, B (the gradients of inputs are there) or W (those of weights are) of a stage and a
@@ -48,56 +48,56 @@ _NAMES = {
     "F": "forward",
     "B": "backward",
     "W": "backward",
-    "I": "input part of the backward",
+    "I": "input backward",
     "A": "receive of the activation",
     "G": "receive of the gradient",
 }
 
 
-def _require_neighbours(evidence: Evidence) -> None:
-    law = "only neighbours, and stages that share weights or a skip, talk, and only when they are on different ranks"
-    placement = evidence.placement
-    for rank, row in enumerate(evidence.programs):
+def _require_neighbors(staged: StagedPrograms) -> None:
+    invariant = "messages pass only between neighbors or stages that share weights or a skip, on different ranks"
+    placement = staged.placement
+    for rank, row in enumerate(staged.programs):
         for index, action in enumerate(row):
             match action:
                 case Send(stage=stage, target=other) | Receive(stage=stage, source=other):
-                    allowed = (*_nexts(stage, evidence, later=False), *_nexts(stage, evidence, later=True))
-                    expected = f"a neighbour of stage {stage} on another rank"
+                    allowed = (*_nexts(stage, staged, later=False), *_nexts(stage, staged, later=True))
+                    expected = f"a neighbor of stage {stage} on another rank"
                     if far := [other for other in allowed if abs(other - stage) > 1]:
                         expected += f", or stage {' or '.join(map(str, far))}, with which it shares a skip"
                 case SendTied(stage=stage, target=other) | ReceiveTied(stage=stage, source=other):
-                    allowed = partners(stage, evidence.schedule.ties)
+                    allowed = partners(stage, staged.schedule.ties)
                     expected = f"a stage on another rank that shares weights with stage {stage}"
                 case SendNorms(stage=stage, target=other) | ReceiveNorms(stage=stage, source=other):
-                    told = evidence.schedule.norm_rule is not NormRule.NONE
-                    allowed = (stage - 1, stage + 1) if told else ()
-                    expected = f"a neighbour of stage {stage} on another rank, and a schedule with norms"
+                    with_norms = staged.schedule.norm_rule is not NormRule.NONE
+                    allowed = (stage - 1, stage + 1) if with_norms else ()
+                    expected = f"a neighbor of stage {stage} on another rank, and a schedule with norms"
                 case Reduce(stage=stage):
-                    if evidence.schedule.placement.replicas(stage) == 1:
-                        mend = "drop it, or let lower() derive it"
-                        report_breach(evidence, law, rank, index, f"none: stage {stage} has no replicas", mend)
+                    if staged.schedule.placement.replicas(stage) == 1:
+                        fix = "drop it, or let lower() derive it"
+                        report(staged, invariant, rank, index, f"none: stage {stage} has no replicas", fix)
                     continue
                 case Forward() | Backward() | BackwardInput() | BackwardWeight() | Update():
                     continue
                 case _:
                     assert_never(action)
             if other not in allowed or other >= len(placement.stages) or rank in placement.stages[other]:
-                report_breach(evidence, law, rank, index, expected, "let lower() derive the messages")
+                report(staged, invariant, rank, index, expected, "let lower() derive the messages")
 
 
-def _require_data(evidence: Evidence) -> None:
-    law = "an action comes after what it needs"
-    for rank, row in enumerate(evidence.programs):
+def _require_data(staged: StagedPrograms) -> None:
+    invariant = "an action comes after what it needs"
+    for rank, row in enumerate(staged.programs):
         done: set[Need] = set()
         for index, action in enumerate(row):
-            for need in _needs(action, rank, evidence):
+            for need in _needs(action, rank, staged):
                 if need not in done:
                     expected = f"{_describe(need)} on stage {need[1]} before {action}"
-                    mend = "put it before, or let lower() derive the messages"
-                    report_breach(evidence, law, rank, index, expected, mend)
+                    fix = "put it before, or let lower() derive the messages"
+                    report(staged, invariant, rank, index, expected, fix)
             if isinstance(action, SendTied | SendNorms | Reduce) and ("U", action.stage, action.version, -1) in done:
                 expected = f"it before the update of stage {action.stage} to version {action.version}"
-                report_breach(evidence, law, rank, index, expected, "put it before the update")
+                report(staged, invariant, rank, index, expected, "put it before the update")
             match action:
                 case Forward(stage, microbatch):
                     done.add(("F", stage, microbatch, -1))
@@ -112,11 +112,11 @@ def _require_data(evidence: Evidence) -> None:
                 case ReceiveTied(stage, version, source):
                     done.add(("T", stage, version, source))
                 case ReceiveNorms(stage, version, source):
-                    told = carried_norms(evidence.schedule, source, version, stage)
-                    done.update(("N", *norm, -1) for norm in told)
+                    norms = carried_norms(staged.schedule, source, version, stage)
+                    done.update(("N", *norm, -1) for norm in norms)
                 case Reduce(stage, version):
                     # A sum over replicas that lacks gradients is none.
-                    if done.issuperset(_summands(stage, version, rank, evidence)):
+                    if done.issuperset(_summands(stage, version, rank, staged)):
                         done.add(("R", stage, version, -1))
                 case Update(stage, version):
                     done.add(("U", stage, version, -1))
@@ -138,17 +138,17 @@ def _describe(need: Need) -> str:
     return f"the {_NAMES[letter]} of microbatch {number}{from_afar}"
 
 
-def _needs(action: Action, rank: int, evidence: Evidence) -> Iterator[Need]:
+def _needs(action: Action, rank: int, staged: StagedPrograms) -> Iterator[Need]:
     """What `rank` must have done before `action`."""
-    placement = evidence.placement.stages
+    placement = staged.placement.stages
     match action:
         case Forward(stage, microbatch):
-            for other in _nexts(stage, evidence, later=False):
+            for other in _nexts(stage, staged, later=False):
                 together = rank in placement[other]
                 yield ("F", other, microbatch, -1) if together else ("A", stage, microbatch, other)
         case Backward(stage, microbatch) | BackwardInput(stage, microbatch):
             yield "F", stage, microbatch, -1
-            for other in _nexts(stage, evidence, later=True):
+            for other in _nexts(stage, staged, later=True):
                 together = rank in placement[other]
                 yield ("B", other, microbatch, -1) if together else ("G", stage, microbatch, other)
         case BackwardWeight(stage, microbatch):
@@ -156,89 +156,88 @@ def _needs(action: Action, rank: int, evidence: Evidence) -> Iterator[Need]:
         case Send(stage, microbatch, target):
             yield "F" if target > stage else "B", stage, microbatch, -1
         case SendTied(stage, version):
-            yield from _last_backward(stage, version, rank, evidence)
+            yield from _last_backward(stage, version, rank, staged)
         case SendNorms(stage, version, target):
-            for norm in carried_norms(evidence.schedule, stage, version, target):
-                yield from _knowledge(norm, rank, evidence)
+            for norm in carried_norms(staged.schedule, stage, version, target):
+                yield from _norm_sources(norm, rank, staged)
         case Update(stage, version):
-            yield from _summands(stage, version, rank, evidence)
-            if evidence.schedule.placement.replicas(stage) > 1:
+            yield from _summands(stage, version, rank, staged)
+            if staged.schedule.placement.replicas(stage) > 1:
                 yield "R", stage, version, -1
-            for norm in known_norms(evidence.schedule, stage, version):
-                yield from _knowledge(norm, rank, evidence)
+            for norm in known_norms(staged.schedule, stage, version):
+                yield from _norm_sources(norm, rank, staged)
         case Receive() | ReceiveTied() | ReceiveNorms() | Reduce():
             pass
         case _:
             assert_never(action)
 
 
-def _nexts(stage: int, evidence: Evidence, *, later: bool) -> tuple[int, ...]:
-    return nexts(stage, evidence.schedule.stages, evidence.schedule.skips, later=later)
+def _nexts(stage: int, staged: StagedPrograms, *, later: bool) -> tuple[int, ...]:
+    return nexts(stage, staged.schedule.stages, staged.schedule.skips, later=later)
 
 
-def _summands(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
+def _summands(stage: int, version: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
     """The gradients that the update of `stage` to `version` sums up on `rank`."""
-    yield from _last_backward(stage, version, rank, evidence)
-    for partner in partners(stage, evidence.schedule.ties):
-        yield from _tied_gradients(stage, version, partner, rank, evidence)
+    yield from _last_backward(stage, version, rank, staged)
+    for partner in partners(stage, staged.schedule.ties):
+        yield from _tied_gradients(stage, version, partner, rank, staged)
 
 
-def _tied_gradients(stage: int, version: int, partner: int, rank: int, evidence: Evidence) -> Iterator[Need]:
-    if rank in evidence.placement.stages[partner]:
-        yield from _last_backward(partner, version, rank, evidence)
+def _tied_gradients(stage: int, version: int, partner: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
+    if rank in staged.placement.stages[partner]:
+        yield from _last_backward(partner, version, rank, staged)
     else:
         yield "T", stage, version, partner
 
 
-def _knowledge(norm: Norm, rank: int, evidence: Evidence) -> Iterator[Need]:
-    """What makes `rank` know a norm: that it was told, or has the gradients, with those of later stages that share
-    weights."""
+def _norm_sources(norm: Norm, rank: int, staged: StagedPrograms) -> Iterator[Need]:
+    """What gives `rank` a norm: a message, or the gradients, with those of later stages that share weights."""
     stage, version = norm
-    if rank not in evidence.placement.stages[stage]:
+    if rank not in staged.placement.stages[stage]:
         yield "N", stage, version, -1
-    elif evidence.schedule.placement.replicas(stage) > 1:
+    elif staged.schedule.placement.replicas(stage) > 1:
         yield "R", stage, version, -1
     else:
-        yield from _last_backward(stage, version, rank, evidence)
-        for partner in partners(stage, evidence.schedule.ties):
+        yield from _last_backward(stage, version, rank, staged)
+        for partner in partners(stage, staged.schedule.ties):
             if partner > stage:
-                yield from _tied_gradients(stage, version, partner, rank, evidence)
+                yield from _tied_gradients(stage, version, partner, rank, staged)
 
 
-def _last_backward(stage: int, version: int, rank: int, evidence: Evidence) -> Iterator[Need]:
+def _last_backward(stage: int, version: int, rank: int, staged: StagedPrograms) -> Iterator[Need]:
     """The last backward of `stage` on `rank` of those that its update to `version` sums up."""
-    size = evidence.guarantees.microbatches_per_update[stage]
-    own = range((version - 1) * size, min(version * size, evidence.microbatches))
-    if mine := evidence.placement.taken_by(rank, own):
+    size = staged.guarantees.microbatches_per_update[stage]
+    own = range((version - 1) * size, min(version * size, staged.microbatches))
+    if mine := staged.placement.microbatches_of(rank, own):
         yield "W", stage, mine[-1], -1
 
 
-def _require_matches(evidence: Evidence) -> None:
-    law = "every message is sent once and received once; none is left over after the drain"
+def _require_matches(staged: StagedPrograms) -> None:
+    invariant = "every message is sent once and received once; none is left over after the drain"
     found: dict[tuple[int, Message], int] = {}
-    for rank, row in enumerate(evidence.programs):
+    for rank, row in enumerate(staged.programs):
         for index, action in enumerate(row):
             if isinstance(action, Message):
                 if (rank, action) in found:
-                    report_breach(evidence, law, rank, index, "a new message", "drop the second one")
+                    report(staged, invariant, rank, index, "a new message", "drop the second one")
                 found[rank, action] = index
     for sends in (True, False):
         for (rank, action), index in found.items():
             other = counterpart(action)
             if isinstance(action, Send | SendTied | SendNorms) != sends:
                 continue
-            for there in peers(action, rank, evidence.placement):
+            for there in peers(action, rank, staged.placement):
                 if (there, other) not in found:
-                    mend = "receive it, or do not send it" if sends else "send it, or do not receive it"
-                    report_breach(evidence, law, rank, index, f"{other} on rank {there}", mend)
+                    fix = "receive it, or do not send it" if sends else "send it, or do not receive it"
+                    report(staged, invariant, rank, index, f"{other} on rank {there}", fix)
 
 
-def _require_fifo(evidence: Evidence) -> None:
-    law = "messages are received in the order in which they were sent, on each edge between two ranks"
-    placement = evidence.placement
+def _require_fifo(staged: StagedPrograms) -> None:
+    invariant = "messages are received in the order in which they were sent, on each edge between two ranks"
+    placement = staged.placement
     sends: defaultdict[tuple[int, int], list[Send | SendTied | SendNorms]] = defaultdict(list)
     receives: defaultdict[tuple[int, int], list[tuple[int, Receive | ReceiveTied | ReceiveNorms]]] = defaultdict(list)
-    for rank, row in enumerate(evidence.programs):
+    for rank, row in enumerate(staged.programs):
         for index, action in enumerate(row):
             match action:
                 case Send() | SendTied() | SendNorms():
@@ -254,16 +253,16 @@ def _require_fifo(evidence: Evidence) -> None:
         for send, (index, receive) in zip(sends[source_rank, rank], queue, strict=True):
             if counterpart(send) != receive:
                 expected = f"{counterpart(send)}, since {send} is what rank {source_rank} sends next to rank {rank}"
-                mend = "order the two ranks alike"
-                report_breach(evidence, law, rank, index, expected, mend)
+                fix = "order the two ranks alike"
+                report(staged, invariant, rank, index, expected, fix)
 
 
-def _require_progress(evidence: Evidence) -> None:
-    """Run the programs abstractly, part by part: a rank goes on until it needs a message that nobody has sent yet."""
-    programs, placement = evidence.programs, evidence.placement
+def _require_progress(staged: StagedPrograms) -> None:
+    """Runs the programs abstractly, segment by segment: a rank goes on until it needs a message not sent yet."""
+    programs, placement = staged.programs, staged.placement
     position = [0] * len(programs)
     sent: set[tuple[int, Action]] = set()
-    for part, ends in enumerate(evidence.ends):
+    for segment, ends in enumerate(staged.ends):
         waiting: defaultdict[tuple[int, Action], list[int]] = defaultdict(list)
         meeting: defaultdict[Reduce, list[int]] = defaultdict(list)
         ready = list(range(len(programs)))
@@ -300,61 +299,61 @@ def _require_progress(evidence: Evidence) -> None:
                 waiting[rank, action] = [rank]
         if waiting:
             blocked = sorted(rank for ranks in waiting.values() for rank in ranks)
-            _report_standstill(evidence, part, blocked, position)
+            _report_deadlock(staged, segment, blocked, position)
 
 
-def _report_standstill(evidence: Evidence, part: int, blocked: list[int], position: list[int]) -> None:
-    rows = [show_row(evidence.programs, rank, position[rank]) for rank in blocked]
+def _report_deadlock(staged: StagedPrograms, segment: int, blocked: list[int], position: list[int]) -> None:
+    rows = [show_row(staged.programs, rank, position[rank]) for rank in blocked]
     reasons: list[str] = []
     for rank in blocked:
-        action = evidence.programs[rank][position[rank]]
+        action = staged.programs[rank][position[rank]]
         if isinstance(action, Reduce):
-            others = [str(other) for other in evidence.placement.stages[action.stage] if other != rank]
+            others = [str(other) for other in staged.placement.stages[action.stage] if other != rank]
             reasons.append(f"rank {rank} waits for rank {' and '.join(others)} to reduce")
         else:
             assert isinstance(action, Receive | ReceiveTied | ReceiveNorms)
-            reasons.append(f"rank {rank} waits for rank {peer(action, rank, evidence.placement)}")
-    within, mend = "", "send before the receive that waits for the answer"
-    if evidence.parts:
-        within = f" within {_name(evidence, part)}"
-        mend += ", and in the same step or an earlier one"
+            reasons.append(f"rank {rank} waits for rank {peer(action, rank, staged.placement)}")
+    within, fix = "", "send before the receive that waits for the answer"
+    if staged.segments:
+        within = f" within {_name(staged, segment)}"
+        fix += ", and in the same step or an earlier one"
     raise ScheduleError(
-        f"schedule {evidence.schedule.method!r} breaks a law: no rank waits for ever{within}, "
+        f"schedule {staged.schedule.name!r} violates an invariant: no rank waits forever{within}, "
         "when receives block and sends do not\n"
         + "".join(f"  {row}\n" for row in rows)
         + f"  found: {', '.join(reasons)}\n"
-        + f"  to mend it: {mend}"
+        + f"  fix: {fix}"
     )
 
 
-def require_parts(evidence: Evidence) -> None:
+def require_segments(staged: StagedPrograms) -> None:
     """A step carries the forwards of its own minibatch, a drain none; a flushing step carries all else of it too."""
-    flushes = evidence.guarantees.flushes
-    law = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
-    starts = ((0,) * evidence.schedule.ranks, *evidence.ends)
-    for number, part in enumerate(evidence.parts):
-        match part:
+    flushes = staged.schedule.flushes
+    invariant = f"a step carries the {'actions' if flushes else 'forwards'} of its own minibatch, and a drain none"
+    starts = ((0,) * staged.schedule.ranks, *staged.ends)
+    for number, segment in enumerate(staged.segments):
+        match segment:
             case Step(minibatch):
-                own = evidence.shape.microbatches_of(minibatch)
+                own = staged.shape.microbatches_of(minibatch)
             case Drain():
                 own = range(0)
             case _:
-                assert_never(part)
-        for rank, row in enumerate(evidence.programs):
-            start, end = starts[number][rank], evidence.ends[number][rank]
+                assert_never(segment)
+        for rank, row in enumerate(staged.programs):
+            start, end = starts[number][rank], staged.ends[number][rank]
             for index in range(start, end):
                 action = row[index]
                 if not isinstance(action, Forward | InputGradients | WeightGradients | Send | Receive):
                     continue
                 if (flushes or isinstance(action, Forward)) and action.microbatch not in own:
-                    expected = f"in {_name(evidence, number)} " + (
+                    expected = f"in {_name(staged, number)} " + (
                         f"only microbatches {own.start} to {own.stop - 1}" if own else "no such action"
                     )
-                    report_breach(evidence, law, rank, index, expected, "yield it in the step that it belongs to")
+                    report(staged, invariant, rank, index, expected, "yield it in the step that it belongs to")
 
 
-def _name(evidence: Evidence, part: int) -> str:
-    match evidence.parts[part]:
+def _name(staged: StagedPrograms, segment: int) -> str:
+    match staged.segments[segment]:
         case Step(minibatch):
             return f"step({minibatch})"
         case Drain(minibatches):
@@ -363,8 +362,8 @@ def _name(evidence: Evidence, part: int) -> str:
             assert_never(unknown)
 
 
-MESSAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
-    _require_neighbours,
+MESSAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
+    _require_neighbors,
     _require_matches,
     _require_data,
     _require_fifo,

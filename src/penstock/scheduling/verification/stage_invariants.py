@@ -1,10 +1,10 @@
-"""The laws that each stage keeps by itself: order, weight versions, and what it holds in memory.
+"""The invariants that each stage keeps by itself: order, weight versions, and what it holds in memory.
 
-Every law recomputes what it expects by counting along the program; none of them asks the order that made the program.
+Each recomputes what it expects by counting along the program, without the order that made the program.
 
-Laws of this file:
-  1. A law is a function of the evidence that returns nothing, or raises a `ScheduleError` that shows the row.
-  2. A law may rely on the laws before it in `STAGE_LAWS`.
+Rules of this file:
+  1. An invariant is a function of `StagedPrograms` that returns nothing or raises a `ScheduleError` with the row.
+  2. An invariant may rely on those before it in `STAGE_INVARIANTS`.
 """
 
 from collections import defaultdict
@@ -13,28 +13,28 @@ from typing import assert_never
 
 from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Update, WeightGradients
 from penstock.scheduling.definitions import VersionRule
-from penstock.scheduling.verification.violations import Evidence, Replica, report_breach
+from penstock.scheduling.verification.violations import Replica, StagedPrograms, report
 
-__all__ = ["STAGE_LAWS"]
+__all__ = ["STAGE_INVARIANTS"]
 
 
-def _require_training(evidence: Evidence) -> None:
-    law = "an inference has forwards only"
-    if evidence.guarantees.trains:
+def _require_training(staged: StagedPrograms) -> None:
+    invariant = "an inference has forwards only"
+    if staged.guarantees.trains:
         return
-    for replica in evidence.replicas:
+    for replica in staged.replicas:
         for index, action in replica.turns:
             if not isinstance(action, Forward):
-                report_breach(evidence, law, replica.rank, index, "no backward and no update", "drop it, or train")
+                report(staged, invariant, replica.rank, index, "no backward and no update", "drop it, or train")
 
 
-def _require_once(evidence: Evidence) -> None:
-    law = "each microbatch goes forward and backward exactly once on each stage"
-    for replica in evidence.replicas:
+def _require_once(staged: StagedPrograms) -> None:
+    invariant = "each microbatch goes forward and backward exactly once on each stage"
+    for replica in staged.replicas:
         forwards: set[int] = set()
         inputs: set[int] = set()
         weights: set[int] = set()
-        mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
+        mine = staged.placement.microbatches_of(replica.rank, range(staged.microbatches))
         for index, action in replica.turns:
             match action:
                 case Forward():
@@ -50,38 +50,38 @@ def _require_once(evidence: Evidence) -> None:
                 case _:
                     assert_never(action)
             if any(action.microbatch in done for done in seen):
-                mend = "drop the second one"
-                report_breach(evidence, law, replica.rank, index, "a microbatch that is not done yet", mend)
+                fix = "drop the second one"
+                report(staged, invariant, replica.rank, index, "a microbatch that is not done yet", fix)
             if action.microbatch not in mine:
-                rank = evidence.placement.rank_of(replica.stage, action.microbatch)
-                report_breach(evidence, law, replica.rank, index, f"it on rank {rank}", f"move it to rank {rank}")
+                rank = staged.placement.rank_of(replica.stage, action.microbatch)
+                report(staged, invariant, replica.rank, index, f"it on rank {rank}", f"move it to rank {rank}")
             for done in seen:
                 done.add(action.microbatch)
-        end = len(evidence.programs[replica.rank])
+        end = len(staged.programs[replica.rank])
         for microbatch in mine:
             if microbatch not in forwards:
                 expected = f"a forward of microbatch {microbatch} on stage {replica.stage} before the end"
-                report_breach(evidence, law, replica.rank, end, expected, "add it, or verify fewer minibatches")
+                report(staged, invariant, replica.rank, end, expected, "add it, or verify fewer minibatches")
 
 
-def _require_drained(evidence: Evidence) -> None:
-    law = "nothing is in flight after the drain: every forward had its backward"
-    if not evidence.guarantees.trains:
+def _require_drained(staged: StagedPrograms) -> None:
+    invariant = "nothing is in flight after the drain: every forward had its backward"
+    if not staged.guarantees.trains:
         return
-    for replica in evidence.replicas:
+    for replica in staged.replicas:
         done = {action.microbatch for _, action in replica.turns if isinstance(action, WeightGradients)}
-        parts = {action.microbatch for _, action in replica.turns if isinstance(action, BackwardInput)}
+        halved = {action.microbatch for _, action in replica.turns if isinstance(action, BackwardInput)}
         for index, action in replica.turns:
             if isinstance(action, Forward) and (k := action.microbatch) not in done:
-                what = "the weight part of the backward" if k in parts else "a backward"
+                what = "the weight backward" if k in halved else "a backward"
                 expected = f"{what} of microbatch {k} on stage {replica.stage} before the end"
-                report_breach(evidence, law, replica.rank, index, expected, "let the step or the drain yield it")
+                report(staged, invariant, replica.rank, index, expected, "let the step or the drain yield it")
 
 
-def _require_ascending(evidence: Evidence) -> None:
-    law = "a stage takes its microbatches in ascending order, so that sums of gradients are the same in every method"
-    for replica in evidence.replicas:
-        mine = evidence.placement.taken_by(replica.rank, range(evidence.microbatches))
+def _require_ascending(staged: StagedPrograms) -> None:
+    invariant = "a stage takes its microbatches in ascending order, so that all schedules sum gradients alike"
+    for replica in staged.replicas:
+        mine = staged.placement.microbatches_of(replica.rank, range(staged.microbatches))
         next_forward = next_input = next_weight = 0
         for index, action in replica.turns:
             match action:
@@ -92,7 +92,7 @@ def _require_ascending(evidence: Evidence) -> None:
                 case BackwardWeight(microbatch=microbatch):
                     due, next_weight = mine[next_weight], next_weight + 1
                 case Backward(microbatch=microbatch):
-                    # The weight parts that are left come first.
+                    # The weight backwards that are left come first.
                     due = mine[min(next_input, next_weight)]
                     next_input, next_weight = next_input + 1, next_weight + 1
                 case Update():
@@ -100,14 +100,14 @@ def _require_ascending(evidence: Evidence) -> None:
                 case _:
                     assert_never(action)
             if microbatch != due:
-                report_breach(
-                    evidence, law, replica.rank, index, f"microbatch {due} first", f"put {due} before {microbatch}"
+                report(
+                    staged, invariant, replica.rank, index, f"microbatch {due} first", f"put {due} before {microbatch}"
                 )
 
 
-def _require_stash(evidence: Evidence) -> None:
-    law = "a backward reads the version that its forward read"
-    for replica in evidence.replicas:
+def _require_stash(staged: StagedPrograms) -> None:
+    invariant = "a backward reads the version that its forward read"
+    for replica in staged.replicas:
         read: dict[int, int] = {}
         for index, action in replica.turns:
             match action:
@@ -118,34 +118,34 @@ def _require_stash(evidence: Evidence) -> None:
                     | BackwardInput(microbatch=microbatch, version=version)
                     | BackwardWeight(microbatch=microbatch, version=version)
                 ):
-                    # A backward before its forward is left to the law of data.
+                    # A backward before its forward is left to the invariant of data.
                     if version != read.get(microbatch, version):
                         forward = Forward(replica.stage, microbatch, read[microbatch])
                         expected = f"version {read[microbatch]}, which {forward} read"
-                        report_breach(evidence, law, replica.rank, index, expected, "give both the same version")
+                        report(staged, invariant, replica.rank, index, expected, "give both the same version")
                 case Update():
                     pass
                 case _:
                     assert_never(action)
 
 
-def _require_version(evidence: Evidence) -> None:
-    rule = evidence.guarantees.rule
-    law = f"a forward reads {rule.value}"
-    admitted = _count_versions_of_input(evidence)
-    for replica in evidence.replicas:
+def _require_version(staged: StagedPrograms) -> None:
+    rule = staged.guarantees.rule
+    invariant = f"a forward reads {rule.value}"
+    admitted = _count_versions_of_input(staged)
+    for replica in staged.replicas:
         newest = 0
         for index, action in replica.turns:
             match action:
                 case Forward(microbatch=microbatch, version=version):
-                    due = _version_due(rule, microbatch, evidence.shape.microbatches, newest, admitted)
+                    due = _version_due(rule, microbatch, staged.shape.microbatches, newest, admitted)
                     if version != due:
                         expected = f"version {due} for microbatch {microbatch} on stage {replica.stage}"
-                        report_breach(evidence, law, replica.rank, index, expected, f"read version {due}")
+                        report(staged, invariant, replica.rank, index, expected, f"read version {due}")
                     if version > newest:
                         expected = f"a version that exists: stage {replica.stage} has made only {newest} by then"
-                        mend = "put the update before the forward, or the forward later"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                        fix = "put the update before the forward, or the forward later"
+                        report(staged, invariant, replica.rank, index, expected, fix)
                 case Backward() | BackwardInput() | BackwardWeight():
                     pass
                 case Update():
@@ -154,10 +154,10 @@ def _require_version(evidence: Evidence) -> None:
                     assert_never(action)
 
 
-def _count_versions_of_input(evidence: Evidence) -> dict[int, int]:
+def _count_versions_of_input(staged: StagedPrograms) -> dict[int, int]:
     """For each microbatch, how many updates the input stage had made when it took the microbatch in."""
     admitted: dict[int, int] = {}
-    for replica in evidence.replicas:
+    for replica in staged.replicas:
         newest = 0
         for _, action in replica.turns if replica.stage == 0 else ():
             match action:
@@ -188,12 +188,12 @@ def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, adm
             assert_never(rule)
 
 
-def _require_updates(evidence: Evidence) -> None:
-    law = "an update makes the next version from all backwards of its microbatches, and they read one version"
+def _require_updates(staged: StagedPrograms) -> None:
+    invariant = "an update makes the next version from all backwards of its microbatches, and they read one version"
     named: dict[tuple[int, int], int] = {}
-    for replica in evidence.replicas:
+    for replica in staged.replicas:
         newest = 0
-        size = evidence.guarantees.microbatches_per_update[replica.stage]
+        size = staged.guarantees.microbatches_per_update[replica.stage]
         own: defaultdict[int, list[int]] = defaultdict(list)
         for index, action in replica.turns:
             match action:
@@ -207,63 +207,61 @@ def _require_updates(evidence: Evidence) -> None:
                 case Update(version=version, gradient_version=gradient_version):
                     if version != newest + 1:
                         expected = f"version {newest + 1}, the next of stage {replica.stage}"
-                        report_breach(evidence, law, replica.rank, index, expected, f"make version {newest + 1}")
-                    due = _sum_due(evidence, replica, version)
+                        report(staged, invariant, replica.rank, index, expected, f"make version {newest + 1}")
+                    due = _sum_due(staged, replica, version)
                     taken = own.pop(version, [])
                     if len(taken) != due:
                         expected = f"{due} backwards of stage {replica.stage} for it, found {len(taken)}"
-                        report_breach(evidence, law, replica.rank, index, expected, "move the update")
+                        report(staged, invariant, replica.rank, index, expected, "move the update")
                     read = {named.setdefault((replica.stage, version), gradient_version), *taken}
                     if read != {gradient_version}:
                         expected = f"gradients at version {', '.join(map(str, sorted(read - {gradient_version})))}"
-                        mend = "name the version the backwards read"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                        fix = "name the version the backwards read"
+                        report(staged, invariant, replica.rank, index, expected, fix)
                     newest = version
                 case _:
                     assert_never(action)
-        last = -(-evidence.microbatches // evidence.guarantees.microbatches_per_update[replica.stage])
-        if evidence.guarantees.trains and (own or newest != last):
-            end = len(evidence.programs[replica.rank])
+        last = -(-staged.microbatches // staged.guarantees.microbatches_per_update[replica.stage])
+        if staged.guarantees.trains and (own or newest != last):
+            end = len(staged.programs[replica.rank])
             expected = f"an update of stage {replica.stage} after its last backward"
-            report_breach(evidence, law, replica.rank, end, expected, "yield the update after the last backward")
+            report(staged, invariant, replica.rank, end, expected, "yield the update after the last backward")
 
 
-def _sum_due(evidence: Evidence, replica: Replica, version: int) -> int:
+def _sum_due(staged: StagedPrograms, replica: Replica, version: int) -> int:
     """How many microbatches `replica` has of those that the update to `version` sums up."""
-    size = evidence.guarantees.microbatches_per_update[replica.stage]
-    stop = min(version * size, evidence.microbatches)
-    return len(evidence.placement.taken_by(replica.rank, range((version - 1) * size, stop)))
+    size = staged.guarantees.microbatches_per_update[replica.stage]
+    stop = min(version * size, staged.microbatches)
+    return len(staged.placement.microbatches_of(replica.rank, range((version - 1) * size, stop)))
 
 
-def _require_gradients(evidence: Evidence) -> None:
-    for replica in evidence.replicas:
-        most = evidence.guarantees.gradients[replica.stage]
-        law = (
-            f"gradients that wait for their update stay within the promise: of {most} at most on stage {replica.stage}"
-        )
-        size = evidence.guarantees.microbatches_per_update[replica.stage]
+def _require_pending_updates(staged: StagedPrograms) -> None:
+    for replica in staged.replicas:
+        most = staged.guarantees.pending_updates[replica.stage]
+        invariant = f"pending updates stay within the guarantee: at most {most} on stage {replica.stage}"
+        size = staged.guarantees.microbatches_per_update[replica.stage]
         waiting: set[int] = set()
         for index, action in replica.turns:
             match action:
                 case Forward() | BackwardWeight():
                     pass
                 case Backward(microbatch=microbatch) | BackwardInput(microbatch=microbatch):
-                    # An input part may make gradients of weights, too: of those that are not split.
+                    # An input backward may make gradients of weights, too: of those that are not split.
                     waiting.add(microbatch // size + 1)
                     if len(waiting) > most:
-                        mend = "update first, or promise more"
+                        fix = "update first, or guarantee more"
                         expected = f"the update of stage {replica.stage} to version {min(waiting)} first"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                        report(staged, invariant, replica.rank, index, expected, fix)
                 case Update(version=version):
                     waiting.discard(version)
                 case _:
                     assert_never(action)
 
 
-def _require_slots(evidence: Evidence) -> None:
-    for replica in evidence.replicas:
-        slots = evidence.guarantees.versions[replica.stage]
-        law = f"no version is overwritten while it is needed: stage {replica.stage} keeps {slots}"
+def _require_slots(staged: StagedPrograms) -> None:
+    for replica in staged.replicas:
+        slots = staged.guarantees.versions[replica.stage]
+        invariant = f"no version is overwritten while it is needed: stage {replica.stage} keeps {slots}"
         newest = 0
         for index, action in replica.turns:
             match action:
@@ -277,29 +275,29 @@ def _require_slots(evidence: Evidence) -> None:
                         expected = (
                             f"version {newest - slots + 1} or newer: {version} gave its slot to {version + slots}"
                         )
-                        mend = "update later, or promise more versions"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                        fix = "update later, or guarantee more versions"
+                        report(staged, invariant, replica.rank, index, expected, fix)
                 case Update():
                     newest += 1
                 case _:
                     assert_never(action)
 
 
-def _require_in_flight(evidence: Evidence) -> None:
-    if not evidence.guarantees.trains:
+def _require_in_flight(staged: StagedPrograms) -> None:
+    if not staged.guarantees.trains:
         return
-    for replica in evidence.replicas:
-        most = evidence.guarantees.in_flight[replica.stage]
-        law = f"activations in flight stay within the promise: at most {most} on stage {replica.stage}"
+    for replica in staged.replicas:
+        most = staged.guarantees.in_flight[replica.stage]
+        invariant = f"activations in flight stay within the guarantee: at most {most} on stage {replica.stage}"
         in_flight = 0
         for index, action in replica.turns:
             match action:
                 case Forward():
                     in_flight += 1
                     if in_flight > most:
-                        mend = "run a backward first, or promise more"
+                        fix = "run a backward first, or guarantee more"
                         expected = f"a backward first: {most} in flight already"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                        report(staged, invariant, replica.rank, index, expected, fix)
                 case Backward() | BackwardWeight():
                     in_flight -= 1
                 case BackwardInput() | Update():
@@ -308,29 +306,43 @@ def _require_in_flight(evidence: Evidence) -> None:
                     assert_never(action)
 
 
-def _require_halves(evidence: Evidence) -> None:
-    for replica in evidence.replicas:
-        most = evidence.guarantees.halves[replica.stage]
-        law = f"microbatches that wait for their weight part stay within the promise: at most {most}"
-        law += f" on stage {replica.stage}"
-        halves = 0
+def _require_in_flight_of_rank(staged: StagedPrograms) -> None:
+    if not staged.guarantees.trains:
+        return
+    for rank, row in enumerate(staged.programs):
+        most = staged.guarantees.in_flight_of_rank[rank]
+        invariant = f"activations in flight stay within the guarantee: at most {most} on all stages of a rank"
+        in_flight = 0
+        for index, action in enumerate(row):
+            in_flight += isinstance(action, Forward) - isinstance(action, WeightGradients)
+            if in_flight > most:
+                expected = f"a backward first: {most} in flight already"
+                report(staged, invariant, rank, index, expected, "run a backward first, or guarantee more")
+
+
+def _require_weight_backwards(staged: StagedPrograms) -> None:
+    for replica in staged.replicas:
+        most = staged.guarantees.pending_weight_backwards[replica.stage]
+        invariant = f"microbatches that wait for their weight backward stay within the guarantee: at most {most}"
+        invariant += f" on stage {replica.stage}"
+        pending = 0
         for index, action in replica.turns:
             match action:
                 case BackwardInput():
-                    halves += 1
-                    if halves > most:
-                        mend = "run a weight part first, let a whole backward do both, or promise more"
-                        expected = f"a weight part first: {halves - 1} wait already"
-                        report_breach(evidence, law, replica.rank, index, expected, mend)
+                    pending += 1
+                    if pending > most:
+                        fix = "run a weight backward first, let a whole backward do both, or guarantee more"
+                        expected = f"a weight backward first: {pending - 1} wait already"
+                        report(staged, invariant, replica.rank, index, expected, fix)
                 case BackwardWeight():
-                    halves -= 1
+                    pending -= 1
                 case Forward() | Backward() | Update():
                     pass
                 case _:
                     assert_never(action)
 
 
-STAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
+STAGE_INVARIANTS: tuple[Callable[[StagedPrograms], None], ...] = (
     _require_training,
     _require_once,
     _require_drained,
@@ -338,8 +350,9 @@ STAGE_LAWS: tuple[Callable[[Evidence], None], ...] = (
     _require_stash,
     _require_version,
     _require_updates,
-    _require_gradients,
+    _require_pending_updates,
     _require_slots,
     _require_in_flight,
-    _require_halves,
+    _require_in_flight_of_rank,
+    _require_weight_backwards,
 )

@@ -1,7 +1,7 @@
-"""The verifier: proves that a schedule keeps every law before anything runs.
+"""The verifier: proves that a schedule keeps every invariant before anything runs.
 
 It reads the programs alone, as the worker will, and recomputes every expectation by counting along them; what it shares
-with the orders is the promise that they made. A broken schedule would train wrongly or hang, in ways that are hard to
+with the orders is what they guarantee. A wrong schedule would train wrongly or hang, in ways that are hard to
 see from inside a run, so nothing runs that is not proved first.
 """
 
@@ -25,20 +25,20 @@ from penstock.scheduling.actions import (
 )
 from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.schedules import Programs, Schedule
-from penstock.scheduling.verification.message_invariants import MESSAGE_LAWS, require_parts
-from penstock.scheduling.verification.stage_invariants import STAGE_LAWS
-from penstock.scheduling.verification.violations import Evidence, collect
+from penstock.scheduling.verification.message_invariants import MESSAGE_INVARIANTS, require_segments
+from penstock.scheduling.verification.stage_invariants import STAGE_INVARIANTS
+from penstock.scheduling.verification.violations import StagedPrograms, collect
 
-__all__ = ["Verification", "verify", "verify_programs"]
+__all__ = ["Verification", "enough_minibatches", "verify", "verify_programs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was proved, and what the programs reached; the peaks equal the promise once there are minibatches enough.
+    """What was proved, and what the programs reached; the peaks equal the guarantees once there are enough minibatches.
 
     `actions`: how many were checked. `in_flight[stage]`: most microbatches between forward and backward, on a replica.
     `versions[stage]`: most weight versions alive at once. `in_flight_of_rank[rank]`: in flight on a rank's stages.
-    `halves[stage]`: most microbatches between the input part of their backward and its weight part, on a replica.
+    `pending_weight_backwards[stage]`: most microbatches between input backward and weight backward, on a replica.
     """
 
     method: str
@@ -47,41 +47,47 @@ class Verification:
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
     in_flight_of_rank: tuple[int, ...]
-    halves: tuple[int, ...]
+    pending_weight_backwards: tuple[int, ...]
 
     def __str__(self) -> str:
-        in_flight, versions, halves = (
-            " ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions, self.halves)
+        in_flight, versions, pending = (
+            " ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions, self.pending_weight_backwards)
         )
         return (
-            f"{self.method}: every law holds for {self.actions} actions in {self.minibatches} minibatches; "
+            f"{self.method}: every invariant holds for {self.actions} actions in {self.minibatches} minibatches; "
             f"per stage at most {in_flight} in flight"
-            + (f" (waiting for a weight part: {halves})" if any(self.halves) else "")
+            + (f" (waiting for a weight backward: {pending})" if any(self.pending_weight_backwards) else "")
             + f", {versions} weight versions"
         )
 
 
 def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
-    """Prove that `minibatches` steps of `schedule` and their drain keep every law; `ScheduleError` shows a breach.
+    """Proves that `minibatches` steps of `schedule` and their drain keep every invariant; `ScheduleError` shows where
+    one does not.
 
-    Without a number it takes as many as fill the pipe, reach the steady state and reuse every weight version.
+    The default number is as many as fill the pipe, reach the steady state and reuse every weight version.
     """
     if minibatches is None:
-        minibatches = 2 + -(-2 * schedule.stages // schedule.microbatches)
+        minibatches = enough_minibatches(schedule)
     _check_minibatches(minibatches)
-    parts: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
-    pieces = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
-    evidence = collect(schedule, minibatches, parts, pieces)
-    verification = _examine(evidence)
-    require_parts(evidence)
+    segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
+    programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
+    staged = collect(schedule, minibatches, segments, programs)
+    verification = _examine(staged)
+    require_segments(staged)
     return verification
 
 
+def enough_minibatches(schedule: Schedule) -> int:
+    """The steps that fill the pipe, reach the steady state and reuse every weight version."""
+    return 2 + -(-2 * schedule.stages // schedule.microbatches)
+
+
 def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) -> Verification:
-    """Prove that `programs`, written by hand or changed, keep every law and the promises of `schedule`.
+    """Proves that `programs`, written by hand or changed, keep every invariant and the guarantees of `schedule`.
 
     `programs`: one row of actions per rank, sends and receives included (see `lower` and `parse_programs`), for
-    `minibatches` whole minibatches and their drain. `ScheduleError` shows the row of a breach.
+    `minibatches` whole minibatches and their drain. `ScheduleError` shows the row that does not.
     """
     _check_minibatches(minibatches)
     return _examine(collect(schedule, minibatches, (), (programs,)))
@@ -94,31 +100,31 @@ def _check_minibatches(minibatches: int) -> None:
         )
 
 
-def _examine(evidence: Evidence) -> Verification:
-    for law in (*STAGE_LAWS, *MESSAGE_LAWS):
-        law(evidence)
-    return _measure(evidence)
+def _examine(staged: StagedPrograms) -> Verification:
+    for invariant in (*STAGE_INVARIANTS, *MESSAGE_INVARIANTS):
+        invariant(staged)
+    return _measure(staged)
 
 
-def _measure(evidence: Evidence) -> Verification:
-    shape = evidence.shape
+def _measure(staged: StagedPrograms) -> Verification:
+    shape = staged.shape
     in_flight, versions = [0] * shape.stages, [1] * shape.stages
-    of_rank, halves = [0] * shape.ranks, [0] * shape.stages
-    for rank, row in enumerate(evidence.programs):
+    of_rank, pending = [0] * shape.ranks, [0] * shape.stages
+    for rank, row in enumerate(staged.programs):
         now = dict.fromkeys(shape.stages_of(rank), 0)
         newest = dict.fromkeys(shape.stages_of(rank), 0)
         half = dict.fromkeys(shape.stages_of(rank), 0)
         held = 0
         for action in row:
             match action:
-                case Forward(stage=stage) if evidence.guarantees.trains:
+                case Forward(stage=stage) if staged.guarantees.trains:
                     held += 1
                     now[stage] += 1
                     in_flight[stage] = max(in_flight[stage], now[stage])
                     of_rank[rank] = max(of_rank[rank], held)
                 case BackwardInput(stage=stage):
                     half[stage] += 1
-                    halves[stage] = max(halves[stage], half[stage])
+                    pending[stage] = max(pending[stage], half[stage])
                 case Backward(stage=stage, version=version) | BackwardWeight(stage=stage, version=version):
                     held -= 1
                     now[stage] -= 1
@@ -139,16 +145,16 @@ def _measure(evidence: Evidence) -> Verification:
                     pass
                 case _:
                     assert_never(action)
-    for first, *others in evidence.schedule.placement.stages:
-        for other in others if evidence.schedule.placement.split else ():
+    for first, *others in staged.schedule.placement.stages:
+        for other in others if staged.schedule.placement.split else ():
             of_rank[other] = of_rank[first]
-    actions = sum(map(len, evidence.programs))
+    actions = sum(map(len, staged.programs))
     return Verification(
-        evidence.schedule.method,
-        evidence.minibatches,
+        staged.schedule.name,
+        staged.minibatches,
         actions,
         tuple(in_flight),
         tuple(versions),
         tuple(of_rank),
-        tuple(halves),
+        tuple(pending),
     )

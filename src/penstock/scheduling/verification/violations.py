@@ -1,7 +1,7 @@
-"""The evidence that the laws look at: programs laid out by stage, and the way a breach is reported.
+"""What the invariants are checked on: programs laid out by stage, and the error for a violation.
 
-Laws ask two things again and again: what a replica of a stage computes, in order, and where that stands in its rank's
-row. Both are answered here once, so that each law is a short loop. Replicas that share every microbatch must do the
+The checks need two things: what a replica of a stage computes, in order, and where that stands in its rank's row.
+Both are worked out here once, so that each check is a short loop. Replicas that share every microbatch must do the
 same, action by action; that is checked first, and one of them then stands for all.
 """
 
@@ -31,7 +31,7 @@ from penstock.scheduling.definitions import Guarantees, PipelineShape, Segment
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 
-__all__ = ["Evidence", "Replica", "Turn", "collect", "report_breach", "show_row"]
+__all__ = ["Replica", "StagedPrograms", "Turn", "collect", "report", "show_row"]
 
 Turn: TypeAlias = tuple[int, Compute]
 """What a stage computes, behind its index in the row of its rank."""
@@ -49,18 +49,19 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Programs under examination.
+class StagedPrograms:
+    """Programs to be verified, laid out by stage.
 
-    `programs`: the rows of actions, parts joined; empty for a rank that another one stands for. `parts`: the steps and
-    the drain that they were joined from, or none if the programs came whole. `ends[part][rank]`: where a part ends in a
-    row. `placement`: where the stages are, without ranks that others stand for. `replicas`: stage by stage.
+    `programs`: the rows of actions, segments joined; empty for a rank that another one stands for. `segments`: the
+    steps and the drain that they were joined from, or none if the programs came whole. `ends[segment][rank]`: where a
+    segment ends in a row. `placement`: where the stages are, without ranks that others stand for. `replicas`: by
+    stage.
     """
 
     schedule: Schedule
     minibatches: int
     programs: Programs
-    parts: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     ends: tuple[tuple[int, ...], ...]
     placement: Placement
     replicas: tuple[Replica, ...]
@@ -72,7 +73,7 @@ class Evidence:
 
     @property
     def guarantees(self) -> Guarantees:
-        """What the schedule promises."""
+        """What the schedule guarantees."""
         return self.schedule.guarantees
 
     @property
@@ -81,15 +82,17 @@ class Evidence:
         return self.minibatches * self.schedule.microbatches
 
 
-def collect(schedule: Schedule, minibatches: int, parts: Sequence[Segment], pieces: Sequence[Programs]) -> Evidence:
-    """Join the programs of the parts, in order; `ScheduleError` if they have not one row for each rank, or an action
-    of a stage or a microbatch that is not there, or one on the wrong rank."""
+def collect(
+    schedule: Schedule, minibatches: int, segments: Sequence[Segment], programs_of: Sequence[Programs]
+) -> StagedPrograms:
+    """Joins the programs of the segments, in order; `ScheduleError` if there is not one row for each rank, or an action
+    is on the wrong rank or of a stage or a microbatch that is not there."""
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     ends: list[tuple[int, ...]] = []
-    for piece in pieces:
+    for piece in programs_of:
         if len(piece) != schedule.ranks:
             raise ScheduleError(
-                f"schedule {schedule.method!r}: expected one row of actions for each of its {schedule.ranks} ranks, "
+                f"schedule {schedule.name!r}: expected one row of actions for each of its {schedule.ranks} ranks, "
                 f"found {len(piece)} rows; give an empty row to a rank that has nothing to do"
             )
         first = _first_of_each(schedule.placement, piece) if schedule.placement.split else range(schedule.ranks)
@@ -97,9 +100,9 @@ def collect(schedule: Schedule, minibatches: int, parts: Sequence[Segment], piec
             rows[rank].extend(piece[rank])
         ends.append(tuple(len(row) for row in rows))
     programs = tuple(tuple(row) for row in rows)
-    placement = schedule.placement.straightened if schedule.placement.split else schedule.placement
+    placement = schedule.placement.first_replicas if schedule.placement.split else schedule.placement
     replicas = _arrange(schedule, placement, minibatches * schedule.microbatches, programs)
-    return Evidence(schedule, minibatches, programs, tuple(parts), tuple(ends), placement, replicas)
+    return StagedPrograms(schedule, minibatches, programs, tuple(segments), tuple(ends), placement, replicas)
 
 
 def _first_of_each(placement: Placement, programs: Programs) -> Iterable[int]:
@@ -112,15 +115,15 @@ def _first_of_each(placement: Placement, programs: Programs) -> Iterable[int]:
                     (at for at, pair in enumerate(zip_longest(programs[first], programs[other])) if pair[0] != pair[1])
                 )
                 raise ScheduleError(
-                    "a schedule breaks a law: replicas that share every microbatch do the same\n"
+                    "a schedule violates an invariant: replicas that share every microbatch do the same\n"
                     f"  {show_row(programs, first, index)}\n  {show_row(programs, other, index)}\n"
-                    "  to mend it: give them one row"
+                    "  fix: give them one row"
                 )
     return [first for first, *_ in ranks]
 
 
 def _arrange(schedule: Schedule, placement: Placement, microbatches: int, programs: Programs) -> tuple[Replica, ...]:
-    law = "an action is of a stage of its rank and of a microbatch of the program"
+    invariant = "an action is of a stage of its rank and of a microbatch of the program"
     turns: dict[tuple[int, int], list[Turn]] = {
         (stage, rank): [] for stage, ranks in enumerate(placement.stages) for rank in ranks
     }
@@ -128,8 +131,14 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
         mine = set(schedule.stages_of(rank))
         for index, action in enumerate(row):
             if action.stage not in mine:
-                _report(
-                    schedule, programs, law, rank, index, f"stages {sorted(mine)} on rank {rank}", "move the action"
+                _raise_violation(
+                    schedule,
+                    programs,
+                    invariant,
+                    rank,
+                    index,
+                    f"stages {sorted(mine)} on rank {rank}",
+                    "move the action",
                 )
             match action:
                 case Forward() | Backward() | BackwardInput() | BackwardWeight():
@@ -145,26 +154,28 @@ def _arrange(schedule: Schedule, placement: Placement, microbatches: int, progra
                     assert_never(action)
             if action.microbatch >= microbatches:
                 expected = f"microbatches 0 to {microbatches - 1}"
-                _report(schedule, programs, law, rank, index, expected, "drop the action, or verify more minibatches")
+                _raise_violation(
+                    schedule, programs, invariant, rank, index, expected, "drop the action, or verify more minibatches"
+                )
     return tuple(Replica(stage, rank, tuple(computed)) for (stage, rank), computed in turns.items())
 
 
-def report_breach(evidence: Evidence, law: str, rank: int, index: int, expected: str, mend: str) -> NoReturn:
-    """Raise the `ScheduleError` for a breach of `law` by the action at `index` in the row of `rank`.
+def report(staged: StagedPrograms, invariant: str, rank: int, index: int, expected: str, fix: str) -> NoReturn:
+    """Raises the `ScheduleError` for a violation of `invariant` by the action at `index` in the row of `rank`.
 
     An index past the row's end says that something is missing there.
     """
-    _report(evidence.schedule, evidence.programs, law, rank, index, expected, mend)
+    _raise_violation(staged.schedule, staged.programs, invariant, rank, index, expected, fix)
 
 
-def _report(
-    schedule: Schedule, programs: Programs, law: str, rank: int, index: int, expected: str, mend: str
+def _raise_violation(
+    schedule: Schedule, programs: Programs, invariant: str, rank: int, index: int, expected: str, fix: str
 ) -> NoReturn:
     raise ScheduleError(
-        f"schedule {schedule.method!r} breaks a law: {law}\n"
+        f"schedule {schedule.name!r} violates an invariant: {invariant}\n"
         f"  {show_row(programs, rank, index)}\n"
         f"  expected: {expected}\n"
-        f"  to mend it: {mend}"
+        f"  fix: {fix}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds of one stage."""
+"""The state and the tools that a rank holds for one stage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ __all__ = ["LocalStage"]
 
 @dataclass(slots=True, eq=False)
 class LocalStage:
-    """Its weights, and what makes outputs and gradients of them."""
+    """Holds the weights of one stage, and the objects that run its forwards and backwards."""
 
     weights: VersionedWeights
     evaluation: Callable[[], Callable[[Sequence[Tensor], Mapping[str, Tensor]], tuple[Tensor, ...]]]
-    """The stage in evaluation mode over the newest weights. Captured on the first call."""
+    """Returns the stage in evaluation mode over the newest weights. The first call captures it."""
     ties: Mapping[int, tuple[str, ...]]
     """For every stage that shares weights with this one, the names of these weights."""
     reducer: Reducer | None = None
-    """Sums gradients over the replicas of the stage; None if there is one only."""
+    """Sums gradients over the replicas of the stage; None if it has no other replica."""
     recomputes: Granularity | None = None
-    """Whether what a backward needs is computed again then, and for how many layers at a time."""
+    """Whether a backward recomputes what it needs, and for how many layers at a time."""
     order: UpdateOrder | None = None
-    """Between its updates and what computes with it, on a device that does several things at a time."""
-    replays: CudaGraphStage | None = None
-    """Its forwards and backwards as recordings, if they are to be."""
+    """Orders its updates and the computations that read its weights, on a device that runs them concurrently."""
+    cuda_graphs: CudaGraphStage | None = None
+    """Its forwards and backwards as captured CUDA graphs, where these are in use."""
     executor: StageExecutor = field(default_factory=StageExecutor)

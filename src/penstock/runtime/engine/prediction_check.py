@@ -1,8 +1,8 @@
-"""How far the plan's prediction and the measured steps differ, said once.
+"""Compares the plan's prediction with the measured steps, and logs the difference once.
 
-Every process notes how long its steps take and tells the others through the store at which they met; nobody waits for
-anybody, and no step is made slower. The step of rank 0 is the pipeline's: it begins first, and under a flush it ends
-last. What a script does between steps (reading data, logging) is not part of a step, nor is it predicted.
+Every process measures its steps and publishes the result in the store of the world. No process waits for another one,
+and no step is made slower. The step of rank 0 is the pipeline's: it begins first, and under a flush it ends last. Time
+between steps (reading data, logging) is neither measured nor predicted.
 
 In a single process the ranks take turns. Its steps are compared with the work of all ranks together, and there is no
 bubble to compare.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.runtime.batches.passes import ActionTiming
+from penstock.runtime.batches.batch_run import ActionTiming
 from penstock.runtime.devices.timestamps import Timer, Timestamp
 from penstock.runtime.transport.worlds import World
 from penstock.timelines.spans import Span
@@ -22,27 +22,27 @@ from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
 
-__all__ = ["Comparison", "Forecast", "forecast_of"]
+__all__ = ["PredictionCheck", "make_prediction_check"]
 
 WARM_UP_STEPS = 3
-"""Steps that are not measured: libraries load, memory is allocated, connections are made."""
+"""Steps that are not measured, while libraries load, memory is allocated and connections are made."""
 MEASURED_STEPS = 8
 TOLERANCE = 0.2
-"""A larger error is a warning."""
+"""Errors above it are logged as warnings."""
 _TOPIC = "forecast"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Prediction and measurement of one step."""
+class _Comparison:
+    """The prediction and the measurement of one step."""
 
     predicted_seconds: float
     measured_seconds: float
     predicted_bubble: float
     measured_bubble: float | None
-    """None where it cannot be told: in a single process, whose ranks take turns."""
+    """None in a single process, whose ranks take turns."""
     in_turn: int = 1
-    """So many ranks took turns in a single process."""
+    """The number of ranks that take turns in a single process."""
 
     @property
     def error(self) -> float:
@@ -68,76 +68,76 @@ class Comparison:
         return text
 
 
-class Forecast:
+class PredictionCheck:
     """Measures the steps of one process until there are enough, and compares them once all processes have theirs."""
 
     def __init__(self, plan: Plan, skipped: int, world: World, timer: Timer) -> None:
         self._plan = plan
         self._timer = timer
         self._skipped = skipped
-        """Steps of a run in which the pipeline fills, or all is new."""
+        """The first steps of a run, which are not measured: the pipeline fills."""
         self._world = world
         self._steps: list[tuple[Timestamp, Timestamp, Sequence[ActionTiming]]] = []
         self._published = False
-        self._comparison: Comparison | None = None
+        self._comparison: _Comparison | None = None
 
     def wants(self, step: int, samples: Iterable[int]) -> bool:
-        """Whether to `add` step `step` of a run, whose microbatches have so many `samples` each.
+        """Whether to `add` step `step` of a run, whose microbatches have `samples` each.
 
-        Not if they are others than the plan's prediction is for.
+        Only microbatches of the size that the prediction is for count.
         """
         size = self._plan.microbatch_size
         if self._published or step < self._skipped or len(self._steps) == MEASURED_STEPS:
             return False
         return size is None or all(number == size for number in samples)
 
-    def add(self, start: Timestamp, stop: Timestamp, records: Sequence[ActionTiming]) -> None:
-        """Notes a step from `start` to `stop`, and what this process did in it."""
-        self._steps.append((start, stop, records))
+    def add(self, start: Timestamp, stop: Timestamp, timings: Sequence[ActionTiming]) -> None:
+        """Adds a step from `start` to `stop`, with the actions of this process in it."""
+        self._steps.append((start, stop, timings))
 
-    def compare(self) -> Comparison | None:
-        """The comparison, once every process has measured enough. Never waits. The first time, rank 0 logs it."""
+    def compare(self) -> _Comparison | None:
+        """The comparison, once every process has measured enough; until then None. Rank 0 logs it the first time."""
         if self._comparison is not None:
             return self._comparison
         if len(self._steps) == MEASURED_STEPS and self._timer.passed(self._steps[-1][1]):
             self._world.publish(_TOPIC, self._measure())
             self._published = True
             self._steps = []
-        if self._published and (parts := self._world.published(_TOPIC)) is not None:
-            self._comparison = self._conclude(parts)
+        if self._published and (measurements := self._world.published(_TOPIC)) is not None:
+            self._comparison = self._conclude(measurements)
             if self._world.rank == 0:
                 level = logging.WARNING if abs(self._comparison.error) > TOLERANCE else logging.INFO
                 logging.getLogger("penstock").log(level, "%s", self._comparison)
         return self._comparison
 
     def _measure(self) -> list[float]:
-        """Medians: the seconds of a step, and in how many of them the ranks of this process were busy together."""
+        """Medians of two numbers: the seconds of a step, and the busy seconds of all ranks of this process in it."""
         seconds = median(self._timer.seconds(start, stop) for start, stop, _ in self._steps)
-        return [seconds, median(self._busy_seconds(start, records) for start, _, records in self._steps)]
+        return [seconds, median(self._busy_seconds(start, timings) for start, _, timings in self._steps)]
 
-    def _busy_seconds(self, start: Timestamp, records: Iterable[ActionTiming]) -> float:
+    def _busy_seconds(self, start: Timestamp, timings: Iterable[ActionTiming]) -> float:
         spans = []
-        for rank, action, *marks in records:
-            began, ended = (self._timer.seconds(start, mark) for mark in marks)
+        for rank, action, *timestamps in timings:
+            began, ended = (self._timer.seconds(start, timestamp) for timestamp in timestamps)
             spans.append(Span(rank, str(action), began, ended))
         timeline = Timeline(tuple(spans), self._plan.ranks)
         return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
 
-    def _conclude(self, parts: Sequence[Sequence[float]]) -> Comparison:
+    def _conclude(self, measurements: Sequence[Sequence[float]]) -> _Comparison:
         predicted, ranks = self._plan.predicted, self._plan.ranks
         assert predicted is not None
-        measured_seconds, busy = parts[0][0], sum(part[1] for part in parts)
-        if len(parts) == 1:
+        measured_seconds, busy = measurements[0][0], sum(measured[1] for measured in measurements)
+        if len(measurements) == 1:
             work = predicted.minibatch_seconds * ranks * (1 - predicted.bubble)
-            return Comparison(work, measured_seconds, predicted.bubble, None, ranks)
+            return _Comparison(work, measured_seconds, predicted.bubble, None, ranks)
         bubble = max(0.0, 1 - busy / (ranks * measured_seconds))
-        return Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
+        return _Comparison(predicted.minibatch_seconds, measured_seconds, predicted.bubble, bubble)
 
 
-def forecast_of(plan: Plan, flushes: bool, world: World, timer: Timer) -> Forecast | None:
-    """What compares the prediction of `plan` with the steps to come; None if it has no prediction."""
+def make_prediction_check(plan: Plan, flushes: bool, world: World, timer: Timer) -> PredictionCheck | None:
+    """The check of the prediction of `plan`; None if it has none."""
     predicted = plan.predicted
     if predicted is None or not 0 < predicted.minibatch_seconds * (1 - predicted.bubble) < math.inf:
         return None
     filling = 0 if flushes else -(-2 * len(plan.stages) // plan.microbatches)
-    return Forecast(plan, max(WARM_UP_STEPS, filling), world, timer)
+    return PredictionCheck(plan, max(WARM_UP_STEPS, filling), world, timer)

@@ -1,11 +1,11 @@
-"""What the stages of one rank send and receive: which tensors, to and from which ranks, and when receives are posted.
+"""The messages of one rank's stages: which tensors, to and from which ranks, and when receives are posted.
 
 Where replicas take microbatches in turn, a message goes from one rank to one rank. Where they split every microbatch,
 each holds some of its rows (samples), and a message goes to all replicas of the neighbour stage that hold some of the
 same rows, in pieces: scattered where the neighbour has more replicas, gathered where it has fewer.
 
 Laws of this file:
-  1. What is at hand on this rank is never sent.
+  1. A value that another stage of this rank reads is never sent.
   2. Receives of an edge are posted in the order of the program, a few ahead of their use.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.runtime.batches.microbatches import Microbatch, share_spans
+from penstock.runtime.batches.microbatches import Microbatch, even_spans
 from penstock.runtime.transport.transport import Edge, Message, PendingMessage, Transport
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Send, SendNorms, SendTied
 from penstock.scheduling.lowering import nexts, peer, peers
@@ -29,11 +29,11 @@ __all__ = ["Mailbox"]
 _RECEIVES = (Receive, ReceiveTied, ReceiveNorms)
 
 Rows: TypeAlias = tuple[int, int]
-"""First row, and number of rows."""
+"""The first row, and the number of rows."""
 
 
 class Mailbox:
-    """The messages of `rank` while it runs `schedule`, or an evaluation."""
+    """Sends and receives the messages of `rank` while it runs `schedule`, or an evaluation."""
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
         self.rank = rank
@@ -41,16 +41,18 @@ class Mailbox:
         self._transport = transport
         self._microbatches: Mapping[int, Microbatch] = {}
         self._known_nexts: dict[tuple[int, bool], tuple[int, ...]] = {}
-        """By stage and direction; asked for at every forward and backward."""
+        """By stage and direction; looked up at every forward and backward."""
         self._due: defaultdict[Edge, deque[Receive | ReceiveTied | ReceiveNorms]] = defaultdict(deque)
         self._awaited: dict[Action, tuple[Edge, ...]] = {}
-        """By receive, where its pieces come from, in the order of their rows."""
+        """By receive, the edges that its pieces come on, in the order of their rows."""
         self._receives: dict[tuple[Action, Edge], PendingMessage] = {}
         self._arrived: dict[tuple[int, int, int], Message] = {}
         self._leaving: dict[tuple[int, int, int], list[tuple[Edge, Hashable, Message]]] = {}
 
     def begin(self, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Iterable[Action]) -> None:
-        """Prepares for `program`, a part of `schedule`, and posts its first receives. `microbatches`: this rank's."""
+        """Prepares for `program`, a segment of `schedule`, and posts its first receives. `microbatches`: this
+        rank's.
+        """
         if schedule is not self._schedule:
             self._known_nexts.clear()
         self._schedule, self._placement = schedule, schedule.placement
@@ -67,8 +69,9 @@ class Mailbox:
                     self._post(edge)
 
     def collect(self, stage: int, microbatch: int, sources: Sequence[int], *, later: bool) -> Message:
-        """What came of `microbatch` for `stage`: in their order, one tensor from each of `sources`, which are `later`
-        stages or earlier ones, the neighbour and those of skips.
+        """Takes the tensors of `microbatch` that came for `stage`, one from each of `sources`, in their order.
+
+        The sources are `later` stages or earlier ones: the neighbour and those of skips.
         """
         others = self._nexts(stage, later=later)
         if len(others) == 1:
@@ -77,39 +80,41 @@ class Mailbox:
         return tuple(next(found[source]) for source in sources)
 
     def deal(self, stage: int, microbatch: int, targets: Sequence[int], message: Message, *, later: bool) -> None:
-        """Leaves each tensor of `message` for one of `targets`, which are `later` stages or earlier ones."""
+        """Puts each tensor of `message` aside for one of `targets`, which are `later` stages or earlier ones."""
         others = self._nexts(stage, later=later)
         if len(others) == 1:
             self.put(stage, microbatch, others[0], message)
             return
         for other in others:
-            part = (tensor for tensor, target in zip(message, targets, strict=True) if target == other)
-            self.put(stage, microbatch, other, tuple(part))
+            chosen = (tensor for tensor, target in zip(message, targets, strict=True) if target == other)
+            self.put(stage, microbatch, other, tuple(chosen))
 
     def take(self, stage: int, microbatch: int, source: int) -> Message:
-        """What stage `source` made of `microbatch` for `stage`; nothing comes from before the first stage."""
+        """Takes the message about `microbatch` from stage `source` for `stage`; it is empty before the first stage."""
         return self._arrived.pop((stage, microbatch, source)) if source >= 0 else ()
 
     def put(self, stage: int, microbatch: int, target: int, message: Message) -> None:
-        """Leaves `message` for the stage `target`: at hand if it is on this rank, else for a `Send`."""
+        """Puts `message` aside for the stage `target`: to be taken if it is on this rank, else for a `Send`."""
         if self.rank in self._placement.stages[target]:
             self._arrived[target, microbatch, stage] = message
             return
-        # Now, since a backward of the rank's first stage is the last that is known of a microbatch.
+        # Now, since a backward of the rank's first stage drops the microbatch.
         kind = self._kind(stage, target, microbatch)
         if self._placement.split:
-            parts = self._scatter(stage, microbatch, target, message)
+            pieces = self._scatter(stage, microbatch, target, message)
         else:
-            parts = {self._placement.rank_of(target, microbatch): message}
-        self._leaving[stage, microbatch, target] = [(Edge(self.rank, rank), kind, part) for rank, part in parts.items()]
+            pieces = {self._placement.rank_of(target, microbatch): message}
+        self._leaving[stage, microbatch, target] = [
+            (Edge(self.rank, rank), kind, piece) for rank, piece in pieces.items()
+        ]
 
     def send(self, action: Send) -> None:
-        """Sends what was left for it."""
+        """Sends the message that was put aside for it."""
         for edge, kind, message in self._leaving.pop((action.stage, action.microbatch, action.target)):
             self._transport.send(edge, kind, message)
 
     def receive(self, action: Receive) -> None:
-        """Waits for a message, which `take` then gives."""
+        """Waits for a message, which `take` then returns."""
         edges = self._awaited.pop(action)
         message = _gather([self._receives.pop((action, edge)).wait() for edge in edges], self._joins(action))
         self._arrived[action.stage, action.microbatch, action.source] = message
@@ -122,17 +127,17 @@ class Mailbox:
         self._transport.send(edge, self._tied_kind(action.stage, action.target, action.version), message)
 
     def receive_tied(self, action: ReceiveTied) -> Message:
-        """Waits for such gradients."""
+        """Waits for the gradients of weights that two stages share."""
         return self._receive_one(action)
 
     def send_norms(self, action: SendNorms, norms: Sequence[Tensor | None]) -> None:
-        """Tells every rank that listens to this one `norms`, those that `carried_norms` names."""
+        """Sends `norms`, those of `carried_norms`, to every rank that receives them from this one."""
         for rank in peers(action, self.rank, self._placement):
             kind = ("norms", action.stage, action.target, len(norms))
             self._transport.send(Edge(self.rank, rank), kind, tuple(norms))
 
     def receive_norms(self, action: ReceiveNorms) -> Message:
-        """Waits to be told."""
+        """Waits for norms."""
         return self._receive_one(action)
 
     def _receive_one(self, action: ReceiveTied | ReceiveNorms) -> Message:
@@ -171,9 +176,9 @@ class Mailbox:
         return (source, target, self._schedule.guarantees.trains, self._microbatches[microbatch].signature)
 
     def _tied_kind(self, source: int, target: int, version: int) -> Hashable:
-        # A replica that got no microbatch has no gradients, and its partner, which got none either, knows that.
+        # A replica without a microbatch has no gradients; the same holds for its partner, so both use one header.
         own = source if self.rank in self._placement.stages[source] else target
-        return ("tied", source, target, self._schedule.last_taken(self.rank, own, version) is None)
+        return ("tied", source, target, self._schedule.last_microbatch(self.rank, own, version) is None)
 
     def _nexts(self, stage: int, *, later: bool) -> tuple[int, ...]:
         known = self._known_nexts.get((stage, later))
@@ -187,7 +192,7 @@ class Mailbox:
         """Whether the pieces of this message are joined on some replica, and then on all.
 
         Joined pieces lie in memory in the order of their dimensions, and what a layer computes may depend on that: the
-        numbers must not depend on whose rows happen to come in one piece.
+        numbers must not depend on which rows happen to come in one piece.
         """
         if not self._placement.split:
             return False
@@ -195,7 +200,7 @@ class Mailbox:
         return here != there and (there > 1 or action.source > action.stage)
 
     def _scatter(self, stage: int, microbatch: int, target: int, message: Message) -> dict[int, Message]:
-        """`message` in pieces, by the rank that it goes to."""
+        """Cuts `message` into pieces, by the rank that receives them."""
         samples = self._microbatches[microbatch].samples
         for tensor in message:
             if tensor is not None and (tensor.ndim == 0 or tensor.shape[0] != samples):
@@ -210,13 +215,13 @@ class Mailbox:
         }
 
     def _rows(self, stage: int, other: int, microbatch: int) -> dict[int, Rows]:
-        """The ranks of `other` that hold rows of this rank's part of `microbatch`, and which rows of the part."""
+        """The ranks of `other` that hold rows of this rank's slice of `microbatch`, and the rows within the slice."""
         here, there = self._placement.stages[stage], self._placement.stages[other]
-        whole = self._microbatches[microbatch].whole
-        (own,) = [span for rank, span in zip(here, share_spans(whole, len(here)), strict=True) if rank == self.rank]
+        whole = self._microbatches[microbatch].microbatch_samples
+        (own,) = [span for rank, span in zip(here, even_spans(whole, len(here)), strict=True) if rank == self.rank]
         return {
             rank: (max(own.start, span.start) - own.start, size)
-            for rank, span in zip(there, share_spans(whole, len(there)), strict=True)
+            for rank, span in zip(there, even_spans(whole, len(there)), strict=True)
             if (size := min(own.stop, span.stop) - max(own.start, span.start)) > 0
         }
 
@@ -228,7 +233,7 @@ def _narrow(tensor: Tensor | None, start: int, size: int) -> Tensor | None:
 
 
 def _gather(messages: Sequence[Message], joins: bool) -> Message:
-    """One message out of the pieces of it that came from several ranks; a single one is copied if it `joins`."""
+    """Joins the pieces of a message that came from several ranks. A single piece is copied only if `joins`."""
     if len(messages) == 1 and not joins:
         return messages[0]
     columns = zip(*messages, strict=True)

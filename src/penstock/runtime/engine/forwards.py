@@ -1,0 +1,103 @@
+"""The forwards of a rank's stages, in training and in evaluation.
+
+A training forward brings together what it depends on beside its input: the random seed, autocast, CUDA graphs and
+recomputation. The worker decides which forward runs when, on which version of the weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.capturing.randomness import microbatch_seed, part_seed
+from penstock.runtime.batches.batch_run import BatchRun
+from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.engine.local_stage import LocalStage
+from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.execution.executor import Compute
+from penstock.runtime.execution.recomputation import Recomputation
+from penstock.scheduling.actions import Action
+from penstock.scheduling.recomputation import find_direct
+
+__all__ = ["Forwards"]
+
+_Autocast: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Makes the context that forwards and losses are computed in."""
+
+
+class Forwards:
+    """Runs the forwards of `stages`, those of one rank; `heads` has the loss head of the last stage if it is there."""
+
+    def __init__(
+        self, stages: Mapping[int, LocalStage], heads: Mapping[int, LossHead], autocast: _Autocast | None
+    ) -> None:
+        self._stages, self._heads, self._autocast = stages, heads, autocast
+        self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.stage.random))
+        """The stages with layers that draw random numbers."""
+        self._recomputations = {
+            index: Recomputation(stage.recomputes, heads[index].loss_fn if index in heads else None)
+            for index, stage in stages.items()
+            if stage.recomputes is not None
+        }
+        self._direct: frozenset[tuple[int, int]] = frozenset()
+        """The stages and microbatches whose backward directly follows their forward, so that nothing is recomputed."""
+        self._batch = BatchRun(training=True)
+
+    def begin(self, batch: BatchRun, program: Sequence[Action]) -> None:
+        """Prepares for the forwards of `batch` in `program`."""
+        self._batch = batch
+        for head in self._heads.values():
+            head.begin(batch)
+        self._direct = find_direct(program) if self._recomputations else frozenset()
+
+    def train(
+        self, index: int, k: int, version: int, microbatch: Microbatch, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """The outputs of stage `index` with the weights of `version` for `microbatch`, which is number `k`.
+
+        The last stage returns its loss alone.
+        """
+        stage, head = self._stages[index], self._heads.get(index)
+        module = stage.weights.module(version)
+        run = partial(stage.cuda_graphs.run, k) if stage.cuda_graphs else module
+        seed = self._batch.seed if index in self._random else None
+        if seed is not None:
+            seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
+        recomputation = None if (index, k) in self._direct else self._recomputations.get(index)
+        point = partial(stage.weights.module, version)
+        layer_runner = recomputation.layer_runner(point) if recomputation else None
+        metrics: dict[str, Tensor] = {}
+
+        def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            outputs: tuple[Tensor, ...] = run(received, microbatch.inputs, seed, layer_runner)
+            if head is None:
+                return outputs
+            if layer_runner:
+                return layer_runner(None, partial(head.compute, microbatch, metrics), outputs)
+            return head.compute(microbatch, metrics, *outputs)
+
+        context = recomputation.context_for(point, module, (*received, *microbatch.tensors)) if recomputation else None
+        within = compute if self._autocast is None else _inside(self._autocast, compute)
+        outputs = stage.executor.forward(k, received, within, context)
+        if head is not None:
+            head.end_forward(k, microbatch, outputs[0], metrics)
+        return outputs
+
+    def evaluate(self, index: int, k: int, microbatch: Microbatch, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs of stage `index` in evaluation mode, with the newest weights and without gradients."""
+        with torch.no_grad(), self._autocast() if self._autocast else nullcontext():
+            outputs = self._stages[index].evaluation()(received, microbatch.inputs)
+            if index in self._heads:
+                self._heads[index].end_evaluation(k, microbatch, outputs)
+        return outputs
+
+
+def _inside(autocast: _Autocast, compute: Compute) -> Compute:
+    def inside(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with autocast():
+            return compute(received)
+
+    return inside

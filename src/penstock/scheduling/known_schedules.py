@@ -1,0 +1,42 @@
+"""Schedules by name: finds one, lists those with a property, and says what an unknown name may mean."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.errors import suggestion
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import AMBIGUOUS_NAMES, METHODS
+
+__all__ = ["SCHEDULES", "find_definition", "has_taken_name", "identify", "names_of", "schedule_hint"]
+
+SCHEDULES = tuple(method.name for method in METHODS)
+"""The names of Penstock's own schedules."""
+
+_BY_NAME = {method.name: method for method in METHODS}
+
+
+def find_definition(schedule: object) -> ScheduleDefinition | None:
+    """The definition that `schedule` is or names; None if there is none."""
+    if isinstance(schedule, ScheduleDefinition):
+        return schedule
+    return _BY_NAME.get(schedule) if isinstance(schedule, str) else None
+
+
+def identify(definition: ScheduleDefinition) -> ScheduleDefinition | str:
+    """The name of `definition` if it is one of Penstock's own, else `definition`: what a plan keeps."""
+    return definition.name if definition in METHODS else definition
+
+
+def has_taken_name(definition: ScheduleDefinition) -> bool:
+    """Whether another schedule, one of Penstock's own, is called like `definition`."""
+    return _BY_NAME.get(definition.name, definition) != definition
+
+
+def schedule_hint(name: str, known: Sequence[str] = SCHEDULES) -> str:
+    """What was probably meant by `name`, which is none of the `known` schedules: a sentence and a space, or nothing."""
+    return AMBIGUOUS_NAMES.get(name.lower()) or suggestion(name, known)
+
+
+def names_of(has: Callable[[ScheduleDefinition], bool], last: str = ", ") -> str:
+    """The names of Penstock's own schedules for which `has` holds: ``gpipe, spp or 2bw`` with `last` " or "."""
+    names = [method.name for method in METHODS if has(method)]
+    return last.join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)

@@ -1,0 +1,78 @@
+"""What a trace by `torch.export` needs that `torch.export` does not offer. Tried on torch 2.11 and 2.13."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["export_refusals", "hidden_from_the_model", "traced_by"]
+
+
+def export_refusals() -> tuple[type[Exception], ...]:
+    """What `torch.export.export` raises for code of the user's that it cannot trace.
+
+    `torch.export` has no name for it. Without the private name: any exception.
+    """
+    try:
+        from torch._dynamo.exc import UserError
+    except ImportError:
+        return (Exception,)
+    return (UserError,)
+
+
+@contextmanager
+def traced_by(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """In its body a trace runs each operator of `kernels` by the Python function that is given for it.
+
+    Public: `torch.library`, which changes what operators compute outside of traces, too, until the process ends.
+    Without the private names this does nothing: the operators are traced as PyTorch traces them.
+    """
+    try:
+        from torch._C import DispatchKey
+
+        keys = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+        before = {operator: (dict(operator.py_kernels), operator._dispatch_cache) for operator in kernels}
+    except (ImportError, AttributeError):
+        yield
+        return
+    try:
+        for operator, kernel in kernels.items():
+            operator.py_kernels.update(dict.fromkeys(keys, kernel))
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, (own, cache) in before.items():
+            operator.py_kernels.clear()
+            operator.py_kernels.update(own)
+            cache.clear()
+
+
+@contextmanager
+def hidden_from_the_model() -> Iterator[list[str]]:
+    """Answers code that is not PyTorch's, when it asks whether it is exported, with no; yields the modules that asked.
+
+    A model that asks computes something else when it is exported: transformers then always gives attention a mask, in
+    place of ``is_causal=True``, since an exported graph is used with caches and one token at a time. That is another
+    kernel, a slower one, and another order of additions than in the eager model that is to be trained.
+
+    No public name exports a model as it runs eagerly. This replaces the public function `torch.compiler.is_exporting`,
+    so that a trace of another thread gets the same answers meanwhile.
+    """
+    asked: list[str] = []
+    truth = torch.compiler.is_exporting
+
+    def is_exporting() -> bool:
+        # Not inspect.currentframe(): a frame in a variable of its own keeps the tensors of all callers alive.
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        if name.partition(".")[0] == "torch":
+            return truth()
+        asked.append(name)
+        return False
+
+    torch.compiler.is_exporting = is_exporting
+    try:
+        yield asked
+    finally:
+        torch.compiler.is_exporting = truth

@@ -1,0 +1,103 @@
+"""Tensors: how often one was written, which memory it has, and arithmetic on many of them in one call.
+
+Tried on torch 2.11 and 2.13.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.torch_internals.availability import missing
+
+__all__ = [
+    "accumulated_hooks",
+    "copy_each",
+    "divide_each",
+    "gradient_hooks",
+    "multiply_each",
+    "norm_of_each",
+    "storage_key",
+    "times_written",
+]
+
+
+def times_written(tensor: Tensor) -> int:
+    """How often `tensor`, or a view of its memory, has been written in place.
+
+    Autograd counts it for its own checks. No public name has it: `torch.autograd.graph.increment_version` only writes.
+    """
+    try:
+        return tensor._version
+    except AttributeError as error:
+        raise missing("torch.Tensor._version", "to see what is written in place") from error
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
+    """The hooks that `Tensor.register_hook` put on `tensor`. No public name lists them."""
+    try:
+        return tuple((tensor._backward_hooks or {}).values())
+    except AttributeError as error:
+        raise missing("torch.Tensor._backward_hooks", "to run the hooks of parameters") from error
+
+
+def accumulated_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
+    """The hooks of ``register_post_accumulate_grad_hook``. No public name lists them."""
+    return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that no other living storage has: that of its C++ object.
+
+    ``data_ptr()`` is 0 for every empty tensor, and for every one on the meta device or of a trace. Without the private
+    name: that of a weak reference, which has the same number and costs an object.
+    """
+    try:
+        return int(storage._cdata)
+    except AttributeError:
+        return int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
+
+
+# PyTorch's optimizers and `clip_grad_norm_` call the for-each functions, too. On a GPU, to launch a small operation
+# takes longer than the operation. Without these functions: a loop, which has the same bits on a CPU.
+
+
+def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each of `tensors`, which are alike in device, type and layout.
+
+    Public: `torch.nn.utils.get_total_norm`, which has one norm for all.
+    """
+    together = getattr(torch, "_foreach_norm", None)
+    return [torch.linalg.vector_norm(each) for each in tensors] if together is None else list(together(tensors))
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiplies `tensors`, which are alike, in place by `factor`. Public: a call for each."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for each in tensors:
+        each.mul_(factor)
+
+
+def divide_each(tensors: Sequence[Tensor], number: float) -> None:
+    """Divides `tensors`, which are alike, in place by `number`. Public: a call for each."""
+    together = getattr(torch, "_foreach_div_", None)
+    if together is not None:
+        together(tensors, number)
+        return
+    for each in tensors:
+        each.div_(number)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each of `sources` into its target. Public: a call for each."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

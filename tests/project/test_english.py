@@ -1,0 +1,109 @@
+"""The English of docstrings, comments, messages and pages, as far as a program can check it."""
+
+from pathlib import Path
+
+import pytest
+
+from support.english import faults_in_markdown, faults_in_python
+from support.paths import ROOT
+
+PAGES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+ALLOWED = """
+    src/penstock/capturing/chain.py
+    src/penstock/capturing/export/cutting.py
+    src/penstock/capturing/export/explanations.py
+    src/penstock/capturing/export/recurrence.py
+    src/penstock/capturing/export/tracing.py
+    src/penstock/capturing/initialization.py
+    src/penstock/capturing/joining.py
+    src/penstock/capturing/model_forms.py
+    src/penstock/capturing/samples.py
+    src/penstock/capturing/weightless.py
+    src/penstock/oracle/batches.py
+    src/penstock/oracle/weights.py
+    src/penstock/planning/memory.py
+    src/penstock/planning/pipedream/interleaving.py
+    src/penstock/planning/search/constraints.py
+    src/penstock/planning/two_bw/pipeline_searches.py
+    src/penstock/planning/widening.py
+    src/penstock/runtime/assembly/checkpoint.py
+    src/penstock/runtime/assembly/failure_guard.py
+    src/penstock/runtime/execution/split_backward.py
+    src/penstock/runtime/transport/backend_selection.py
+    src/penstock/runtime/transport/failures.py
+    src/penstock/runtime/transport/tensor_parallel_transport.py
+    src/penstock/scheduling/arrivals.py
+    src/penstock/scheduling/definitions.py
+    src/penstock/scheduling/lowering.py
+    src/penstock/scheduling/norms.py
+    src/penstock/scheduling/orders/zb_h1.py
+    src/penstock/scheduling/placements.py
+    src/penstock/scheduling/queues.py
+    src/penstock/scheduling/schedules.py
+    src/penstock/scheduling/skips.py
+    src/penstock/scheduling/verification/message_invariants.py
+    src/penstock/scheduling/verification/stage_invariants.py
+    src/penstock/scheduling/verification/violations.py
+    src/penstock/torch_internals/export.py
+    src/penstock/values/clusters.py
+    src/penstock/values/crossings.py
+    src/penstock/values/documents.py
+    src/penstock/values/graph_files.py
+    src/penstock/values/graphs.py
+    src/penstock/values/plans.py
+    src/penstock/values/profiles.py
+    src/penstock/values/stages.py
+    src/penstock/values/transformers.py
+"""
+"""Files that still have faults. `capturing`, `assembly/checkpoint.py`, `assembly/failure_guard.py` and
+`transport/failures.py` are rebuilt soon; the others are to leave this list.
+"""
+
+
+def faults_in(path: Path) -> list[str]:
+    text = path.read_text()
+    return faults_in_python(text) if path.suffix == ".py" else faults_in_markdown(text)
+
+
+def test_english_has_no_known_faults() -> None:
+    names = {path: str(path.relative_to(ROOT)) for path in PAGES}
+    found = {
+        names[path]: faults for path in PAGES if names[path] not in ALLOWED.split() and (faults := faults_in(path))
+    }
+
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Of every stage."""',
+        'class A:\n    """Those of the stage."""',
+        'def f():\n    """For a stage, its rank."""',
+        '"""A queue.\n\nWhoever waits is told."""',
+        "x = 1  # nobody waits",
+        'raise ValueError("expected so many ranks")',
+        'f"mend {x} below"',
+        'x = "initialised"',
+        "# It serialises messages.",
+    ],
+)
+def test_a_fault_in_code_is_found(text: str) -> None:
+    assert faults_in_python(text) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Forwards of a stage."""',
+        '"""Raises otherwise; a precise and surprising promise of noise."""',
+        "whoever = nobody = serialise(told)",
+        "# Initializes, materialized, and amends.",
+    ],
+)
+def test_good_english_in_code_is_no_fault(text: str) -> None:
+    assert faults_in_python(text) == []
+
+
+def test_faults_of_a_page_are_outside_of_its_code() -> None:
+    assert faults_in_markdown("Nobody waits.\n```\nwhoever\n```\nCall `told` to optimise.") == ["Nobody", "optimise"]

@@ -1,0 +1,55 @@
+"""Patterns of English that a program can find: words that the project does not use, and openings without a verb."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+__all__ = ["faults_in_markdown", "faults_in_python"]
+
+_FRAGMENT = re.compile(r"(Of|For|Those|Whoever|Who)\b")
+"""A docstring that begins with one of these seldom becomes a sentence."""
+_PHRASES = re.compile(
+    r"\b(who waits|whoever|nobody|somebody|told|so many|mend(s|ed|ing)?|breaks a law|in its body)\b", re.IGNORECASE
+)
+_WITH_S = re.compile(r"\b[a-z]+(?:is(?:e|es|ed|ing|er|ers)|isations?|lys(?:ed|ing))\b", re.IGNORECASE)
+_SPELLED_WITH_S = """
+    advertis advis aris chemis circumcis compromis concis cruis demis despis devis disguis elementwis enterpris excis
+    exercis expertis franchis improvis layerwis likewis madvis nois otherwis pairwis pois prais precis premis promis
+    rais ris supervis surpris treatis wis
+"""
+"""Words that American English spells with an s, without their endings."""
+
+
+def _faults(text: str) -> Iterator[str]:
+    yield from (match.group() for match in _PHRASES.finditer(text))
+    for match in _WITH_S.finditer(text):
+        word = match.group().lower()
+        stem = re.sub(r"(e|es|ed|ing|er|ers|ations?)$", "", word)
+        if stem not in _SPELLED_WITH_S.split():
+            yield match.group()
+
+
+def faults_in_markdown(text: str) -> list[str]:
+    """The faults of a page, without its code."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return list(_faults(prose))
+
+
+def _docstring(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return ast.get_docstring(node)
+    return None
+
+
+def faults_in_python(text: str) -> list[str]:
+    """The faults of a module's docstrings, comments and string literals, with their lines."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if (docstring := _docstring(node)) and (match := _FRAGMENT.match(docstring)):
+            found.append(f"a docstring begins with {match.group()}: {docstring.partition(chr(10))[0]}")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += [f"line {node.lineno}: {fault}" for fault in _faults(node.value)]
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := re.search(r"(?:^|\s)# (.*)", line):
+            found += [f"line {number}: {fault}" for fault in _faults(match.group(1))]
+    return found

@@ -1,0 +1,108 @@
+"""Private names of ``torch.distributed``: what each gives, and where it is gone. One process, a store in memory."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.errors import PenstockError
+from penstock.runtime.devices.communicators import Members, connect_gloo
+from penstock.torch_internals.distributed import end_coalescing, local_tensor, start_coalescing
+from support.jobs.backend_jobs import gather_both_ways
+from support.processes import Pool
+
+
+class Bare:
+    """A backend of a PyTorch that cannot make several calls one."""
+
+
+class Counting:
+    """A backend that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def _start_coalescing(self) -> None:
+        self.asked.append("start")
+
+    def _end_coalescing(self) -> str:
+        self.asked.append("end")
+        return "work"
+
+
+def test_calls_between_start_and_end_are_one() -> None:
+    backend = Counting()
+    start_coalescing(backend)
+
+    assert end_coalescing(backend) == "work"
+    assert backend.asked == ["start", "end"]
+
+
+def test_torchs_backends_have_both() -> None:
+    """Those of the base class of all backends, which NCCL's fills in; Gloo's refuses."""
+    backend = connect_gloo(Members("alone", (0,), 0, dist.HashStore(), 60.0))
+
+    assert not backend.supports_coalescing
+    for call in (start_coalescing, end_coalescing):
+        with pytest.raises(RuntimeError, match="does not implement"):
+            call(backend)
+
+
+@pytest.mark.parametrize(("call", "name"), [(start_coalescing, "start"), (end_coalescing, "end")])
+def test_a_backend_without_is_an_error(call: Callable[[Any], Any], name: str) -> None:
+    with pytest.raises(PenstockError, match=rf"has no torch\.distributed\.Backend\._{name}_coalescing, .* 2\.11 to"):
+        call(Bare())
+
+
+def test_all_ranks_gather_the_same_with_and_without(pool: Pool) -> None:
+    assert pool.run(3, gather_both_ways) == [[[0.0, 0.5, 10.0, 10.5, 20.0, 20.5]] * 2] * 3
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_the_local_tensor_is_the_memory_that_is_computed_with(mesh: DeviceMesh) -> None:
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
+
+    local_tensor(parameter).data = torch.full((2, 2), 3.0)  # type: ignore[arg-type]
+
+    assert local_tensor(parameter) is local_tensor(parameter)  # type: ignore[arg-type]
+    assert (parameter * 2).full_tensor().tolist() == [[6, 6], [6, 6]]  # type: ignore[attr-defined]
+    assert parameter.to_local().data_ptr() == local_tensor(parameter).data_ptr()  # type: ignore[arg-type, attr-defined]
+
+
+def test_a_dtensor_without_is_an_error(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
+    monkeypatch.delattr(tensor, "_local_tensor")
+
+    with pytest.raises(PenstockError, match=r"has no torch\.distributed\.tensor\.DTensor\._local_tensor"):
+        local_tensor(tensor)
+
+
+def test_public_names_stand_for_the_private_ones_that_are_gone() -> None:
+    """`ProcessGroup.set_timeout` and `get_group_store`, on which the transport relies, do what the private ones do."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    try:
+        assert world is not None
+        world.set_timeout(timedelta(seconds=7))
+        assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+        world.get_group_store().set("key", "value")
+        assert dist.distributed_c10d._get_default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_success_has_the_name_that_nccls_errors_are_told_from() -> None:
+    errors = torch._C._distributed_c10d.ErrorType
+
+    assert (errors.SUCCESS.name, errors.TIMEOUT.name) == ("SUCCESS", "TIMEOUT")
