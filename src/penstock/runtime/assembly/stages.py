@@ -140,8 +140,8 @@ def make_schedule(plan: Plan, chain: LayerChain, norms: bool = False, skips: Ski
     """The schedule of `plan`, with the stages of this model that share weights. `norms`: whether stages exchange the
     norms of their gradients. `skips`: which values go directly past stages that do not read them.
 
-    `PlanError` if stages share weights under pipedream or with different numbers of replicas; `ScheduleError` if the
-    plan's numbers do not fit the schedule.
+    `PlanError` if stages share weights that update at different times or have different numbers of replicas;
+    `ScheduleError` if the plan's numbers do not fit the schedule.
     """
     schedule = schedule_of(plan)
     shared = _tied(plan, chain)
