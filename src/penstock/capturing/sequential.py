@@ -180,6 +180,7 @@ def _capture(
     call: Call,
     inputs: ModelInputs,
     model: nn.Module,
+    *,
     evaluates: bool = False,
 ) -> LayerChain:
     if not named:

@@ -148,8 +148,14 @@ def record_calls(model: nn.Module, call: Call, inputs: ModelInputs, paths: Colle
     """The calls of the modules `paths` in runs on the sample, and with other sizes of each of its dimensions."""
     first = _record(model, call.copied(), paths)
     runs, fixed, equal = [first, _record(model, call.copied(), paths)], set[Dimension](), []
-    for group in _size_groups(call, inputs):
-        found = _record_resized(model, call, inputs, group, paths, first)
+    groups = list(_size_groups(call, inputs))
+    while groups:
+        group = groups.pop(0)
+        found = _record_resized(model, call, inputs, group, paths=paths, expected=first)
+        # Dimensions may have one size by chance.
+        if found is None and len(apart := {index for _, index in group}) > 1:
+            groups.extend(frozenset(each for each in group if each[1] == index) for index in sorted(apart))
+            continue
         if found is None:
             fixed.update(group)
         else:
@@ -183,7 +189,8 @@ class _Watch:
             if self.paths is None:
                 hooks.enter_context(_Dependence(parameters, self._computes))
             for path, module in self.model.named_modules():
-                if self.paths is not None and path not in self.paths:
+                # A scripted module takes no hooks and runs none of its modules: what it does its parent does.
+                if isinstance(module, torch.jit.ScriptModule) or (self.paths is not None and path not in self.paths):
                     continue
                 for handle in (
                     module.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True),
@@ -286,6 +293,7 @@ def _record_resized(
     call: Call,
     inputs: ModelInputs,
     group: frozenset[Dimension],
+    *,
     paths: Collection[str],
     expected: Mapping[str, Sequence[_Call]],
 ) -> dict[str, list[_Call]] | None:

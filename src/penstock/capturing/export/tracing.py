@@ -119,19 +119,19 @@ def _export_as_freely_as_possible(
     """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
     with hidden_from_the_model() as asked:
         try:
-            return _export(flat, names, tensors, inputs, fixed, Dim.AUTO)
+            return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
         except CaptureError:
             raise
         except Exception:
             pass
     try:
         if asked:
-            return _export(flat, names, tensors, inputs, fixed, Dim.AUTO)
+            return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
     except Exception:
         pass
     # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
     try:
-        return _export(flat, names, tensors, inputs, fixed, Dim.STATIC)
+        return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.STATIC)
     except export_refusals():
         _run_with_other_batch(flat, names, tensors, inputs)
         raise
@@ -167,6 +167,7 @@ def _export(
     names: tuple[str, ...],
     tensors: tuple[Tensor, ...],
     inputs: ModelInputs,
+    *,
     fixed: Collection[tuple[str, int]],
     other: Any,
 ) -> ExportedProgram:
@@ -233,7 +234,15 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}
     output = next(iter(reversed(program.graph.nodes)))
-    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes, _equal(shapes), blocks)
+    results = tuple(output.args[0])
+    return Trace(
+        graph=program.graph_module,
+        sources=sources,
+        results=results,
+        sizes=sizes,
+        equal=_equal(shapes),
+        blocks=blocks,
+    )
 
 
 def _equal(shapes: Mapping[str, tuple[int | torch.SymInt, ...]]) -> tuple[tuple[tuple[str, int], ...], ...]:
