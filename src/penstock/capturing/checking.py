@@ -73,7 +73,7 @@ def _compare_with(expected: list[_Outcome], model: nn.Module, chain: LayerChain,
 
 
 def _run(function: Callable[[Call], Any], model: nn.Module, call: Call, runs: int) -> list[_Outcome]:
-    """The output tensors, the gradients and the buffers of so many consecutive passes."""
+    """The output tensors, the gradients and the buffers of `runs` consecutive passes."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.

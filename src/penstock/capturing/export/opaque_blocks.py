@@ -62,7 +62,7 @@ class OpaqueBlocks:
         return EagerLayer(found.path, self.model.get_submodule(found.path), found.takes, found.returns, self.evaluates)
 
     def result_name(self, call: int, index: int) -> str:
-        """Of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
+        """The name of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
         path = self.traced[call].path
         before = sum(other.path == path for other in self.traced[:call]) % len(self.calls[path])
         results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
@@ -197,7 +197,7 @@ def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Seq
 
 
 def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
-    """Those of `blocks` that are called as they are. A block without parameters, state and hooks, such as a table of
+    """The paths of the `blocks` that are called as they are. A block without parameters, state and hooks, such as a table of
     positions, is traced: what it computes can be computed again in any stage, so that it need not be sent.
 
     Raises `CaptureError` for what happens outside of them and is no operator on tensors: a trace would lose it.

@@ -281,7 +281,7 @@ class _Tables:
 
     @classmethod
     def of(cls, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "_Tables":
-        """Those of `module` and all modules in it. Raises `CaptureError` for one in a place that cannot be pointed."""
+        """The places in `module` and all modules in it. Raises `CaptureError` for one in a place that cannot be pointed."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         found = cls([], [])
         for path, inner in module.named_modules():
