@@ -134,7 +134,7 @@ def divide(size: str, entry: Entry, running: Running, setting: Setting, repeats:
         found.append(parts_of(pipe.timeline(STEPS).spans, rank, STEPS, seconds))
     mine = {field.name: statistics.median(getattr(parts, field.name) for parts in found) for field in fields(Parts)}
     inputs, target = setting.job.batch(setting.microbatches)
-    cut = timed(lambda: pipe._cutter.for_step(inputs, target), 0.1)
+    cut = timed(lambda: pipe._splitter.for_step(inputs, target), 0.1)
     program = timed(lambda: pipe.schedule.row(rank, Step(1)), 0.1)
     forward, backward, update = bare_layers(setting, repeats * STEPS)
     seconds_of = {

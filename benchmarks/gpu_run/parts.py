@@ -201,6 +201,7 @@ _SECOND = Part(
                 Suite("test_gpu_replays.py", "tests/gpu/test_gpu_replays.py", 60, options=_OWN_LIMITS),
                 Suite("test_profiling.py", "tests/profiling/test_profiler.py", 40, options=_OWN_LIMITS),
                 Suite("test_data.py", "tests/test_data.py", 30, options=_OWN_LIMITS),
+                Suite("test_dispatch.py", "tests/torch_internals/test_dispatch.py", 20, options=_OWN_LIMITS),
                 Suite("test_failures.py", "tests/pipeline/test_failures.py", 50, options=_OWN_LIMITS),
             ),
         ),

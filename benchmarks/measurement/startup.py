@@ -14,14 +14,14 @@ import penstock
 from penstock import pipeline
 
 PARTS = {
-    "begin": "capture",
+    "capture_for_training": "capture",
     "make_schedule": "schedule",
     "verify": "verify",
     "check_agreement": "agreement",
     "buffered_stages": "buffers",
     "connect": "connections",
     "build_stages": "stages",
-    "recruit": "workers",
+    "make_workers": "workers",
 }
 """By the name of a function in `penstock.pipeline`: what it is called here."""
 

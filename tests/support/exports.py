@@ -35,9 +35,10 @@ def built_as(build: str, model: nn.Module) -> nn.Module:
 
 def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -> ExportedProgram:
     # Capture has the model in a module that knows the form of its arguments.
-    model, form = flat.model, flat.form
+    model = getattr(flat, "model", None)
     if not hasattr(model, "built_as"):
         return export(flat, tensors, **options)
+    form = flat.form
     arguments = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
     around = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled())
     key = (_state(model), arguments, around, form.names, str(form.structure), repr(form.constants), repr(options))
