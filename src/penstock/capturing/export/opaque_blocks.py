@@ -197,8 +197,8 @@ def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Seq
 
 
 def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
-    """The paths of the `blocks` that are called as they are. A block without parameters, state and hooks, such as a table of
-    positions, is traced: what it computes can be computed again in any stage, so that it need not be sent.
+    """The paths of the `blocks` that are called as they are. A block without parameters, state and hooks, such as a table
+    of positions, is traced: what it computes can be computed again in any stage, so that it need not be sent.
 
     Raises `CaptureError` for what happens outside of them and is no operator on tensors: a trace would lose it.
     """

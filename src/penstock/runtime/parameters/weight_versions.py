@@ -281,7 +281,7 @@ class _Tables:
 
     @classmethod
     def of(cls, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "_Tables":
-        """The places in `module` and all modules in it. Raises `CaptureError` for one in a place that cannot be pointed."""
+        """Finds the places in `module`. Raises `CaptureError` for a parameter in a place that cannot be pointed."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         found = cls([], [])
         for path, inner in module.named_modules():
