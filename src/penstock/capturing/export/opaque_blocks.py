@@ -176,7 +176,7 @@ def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Seq
         return known[size]
     free = [each for each in known if len(set(each)) > 1]
     for each in free:
-        # So many for each, or one for so many.
+        # A multiple of it, or a part of it.
         if (
             all(whole % of == 0 for whole, of in zip(size, each, strict=True))
             and len(factors := {whole // of for whole, of in zip(size, each, strict=True)}) == 1
@@ -197,10 +197,11 @@ def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Seq
 
 
 def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
-    """The paths of the `blocks` that are called as they are. A block without parameters, state and hooks, such as a table
-    of positions, is traced: what it computes can be computed again in any stage, so that it need not be sent.
+    """The paths of the `blocks` that are called as they are.
 
-    Raises `CaptureError` for what happens outside of them and is no operator on tensors: a trace would lose it.
+    A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
+    computed again in any stage, so that it need not be sent. Raises `CaptureError` for what happens outside of these
+    blocks and is no operator on tensors: a trace would lose it.
     """
     paths = []
     for path in sorted(blocks):

@@ -294,7 +294,7 @@ def _reducer(
 
 def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage that is not captured as CUDA graphs."""
-    module = weights.module(0)
+    module = weights.stage
     if not isinstance(module, CompiledStage) or not module.cuda_graphs:
         return None
     device = context.device
