@@ -294,11 +294,15 @@ def _reducer(
 
 def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage that is not captured as CUDA graphs."""
-    module = weights.stage
-    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
+    if not isinstance(weights.stage, CompiledStage) or not weights.stage.cuda_graphs:
         return None
     device = context.device
-    return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
+    # It notes the weights that it will read.
+    module = weights.module(0)
+    assert isinstance(module, CompiledStage)
+    graphs = CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
+    weights.rest()
+    return graphs
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
