@@ -343,7 +343,6 @@ class FixedBatch(Branching):
         (Branching, "if x.sum() > 0:", "control flow depends on the values"),
         (Item, "width = int(self.layer(x).sum().item())", "control flow depends on the values"),
         (Numpy, "numpy.sort(x.detach().numpy())", "NumPy"),
-        (FixedBatch, "self.layer(x).view(3, 2, 2)", "fixes the batch size"),
     ],
 )
 def test_a_refusal_names_the_line(kind: type[nn.Module], line: str, reason: str, capfd: Any) -> None:
@@ -357,6 +356,14 @@ def test_a_refusal_names_the_line(kind: type[nn.Module], line: str, reason: str,
     assert "list of layers" in message
     assert len(message) < 700
     assert "def forward" not in "".join(capfd.readouterr())
+
+
+def test_a_model_that_fixes_its_batch_size_takes_microbatches_of_the_sample_s_size() -> None:
+    chain = capture(FixedBatch().double(), (data(3, WIDTH),))
+
+    chain.inputs.check_samples(3)
+    with pytest.raises(CaptureError, match=r"has 4 sample\(s\) in a microbatch, and the model's code takes 3 only"):
+        chain.inputs.check_samples(4)
 
 
 def test_eager_layers_may_branch_on_the_data() -> None:

@@ -164,8 +164,9 @@ def test_t5_sends_what_its_blocks_pass() -> None:
 
     found = [sorted(shapes) for shapes in crossing(chain, Call((), pair(3)))]
 
-    # The encoder's result is an output of the model, and rides along to the end.
-    assert [len(shapes) for shapes in found] == [1, 2, 1, 2, 3, 2]
+    # The encoder's result is an output of the model, and rides along to the end. A block of the decoder returns two
+    # biases, one of them all zeros for the attention to the encoder's result.
+    assert [len(shapes) for shapes in found] == [1, 2, 1, 2, 4, 2]
     assert found[0] == [hidden]
     assert found[2] == [hidden]
     assert hidden in found[1]
@@ -173,7 +174,9 @@ def test_t5_sends_what_its_blocks_pass() -> None:
     assert {decoded, hidden} <= set(found[4])
     assert found[5] == sorted([decoded, hidden])
     assert all(
-        s in (hidden, bias, decoded, decoded_bias, (1, *bias[1:]), (1, *decoded_bias[1:])) for f in found for s in f
+        s in (hidden, bias, decoded, decoded_bias, (1, *bias[1:]), (1, *decoded_bias[1:]), (1, 2, 6, LENGTH))
+        for f in found
+        for s in f
     )
 
 

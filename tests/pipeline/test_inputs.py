@@ -258,7 +258,7 @@ def test_the_number_of_samples_that_counts_is_a_microbatchs() -> None:
 
 
 def test_batchnorm_refuses_a_single_sample_as_it_does_without_a_pipeline() -> None:
-    """In training; traced, PyTorch would write NaN in the running variance without a word."""
+    """In training, by the Python of BatchNorm itself."""
     subject = models.SUBJECTS["normalized"]
     pipe = penstock.Pipeline(
         subject.build(), subject.sample, loss_fn=F.cross_entropy, optimizer=models.plain, stages=2, microbatches=4
@@ -266,7 +266,7 @@ def test_batchnorm_refuses_a_single_sample_as_it_does_without_a_pipeline() -> No
     (x, y), *_ = subject.batches
 
     assert torch.isfinite(pipe.predict(x[:1])).all()
-    with pytest.raises(penstock.PenstockError, match=r"several values per channel .* shape \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"more than 1 value per channel .*\[1, 6\]"):
         pipe.step(x[:5], y[:5])
 
 

@@ -99,13 +99,13 @@ def test_stages_hold_nothing_of_what_passes_them() -> None:
     # The picture of the stem goes to the last level up; stage 1 reads that of the first level down, and passes it on.
     assert [(module.received, module.sources) for module in modules] == [
         ((), ()),
-        (("relu",), (1,)),
-        (("relu", "relu_1", "relu_2"), (1, 1, 1)),
-        (("conv2d", "cat_1"), (3, 1)),
+        (("down.0",), (1,)),
+        (("down.0", "down.1", "down.2"), (1, 1, 1)),
+        (("stem", "cat_1"), (3, 1)),
     ]
     assert [(module.sent, module.targets) for module in modules] == [
-        (("conv2d", "relu"), (3, 1)),
-        (("relu", "relu_1", "relu_2"), (1, 1, 1)),
+        (("stem", "down.0"), (3, 1)),
+        (("down.0", "down.1", "down.2"), (1, 1, 1)),
         (("cat_1",), (1,)),
         (("movedim",), (1,)),
     ]

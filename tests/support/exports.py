@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 from torch.fx import GraphModule
 
+from penstock.capturing.export.opaque_blocks import TRACING, TracedCall
+
 __all__ = ["built_as"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
-_programs: dict[Hashable, ExportedProgram] = {}
+_programs: dict[Hashable, tuple[ExportedProgram, list[TracedCall]]] = {}
 
 
 def built_as(build: str, model: nn.Module) -> nn.Module:
@@ -48,8 +50,9 @@ def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -
             made = export(flat, tensors, **options)
         # The weights of the first model need not live as long as the trace.
         made._state_dict = {}
-        _programs[key] = made
-    return _copied(_programs[key])
+        _programs[key] = made, list(TRACING[-1].traced)
+    made, TRACING[-1].traced[:] = _programs[key]
+    return _copied(made)
 
 
 def _state(model: nn.Module) -> Hashable:

@@ -55,6 +55,59 @@ class Normalized(nn.Module):
         return self.head(self.blocks(x))
 
 
+class Routed(nn.Module):
+    """A block of what only the model's own Python can do: it sends each sample to one of its experts, in a loop, keeps
+    a list and a counter, assigns a buffer anew, and has hooks.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.calls = 0
+        self.seen: list[int] = []
+        self.register_buffer("load", torch.zeros(2))
+        self.experts[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        self.register_full_backward_hook(halve_large_gradients)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        chosen = self.router(x).argmax(-1)
+        self.seen.append(int(chosen.sum()))
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = chosen == index
+            if rows.any():
+                out[rows] = expert(x[rows])
+        self.load = 0.9 * self.load + torch.bincount(chosen, minlength=2).to(self.load)
+        warm_up = scale * min(self.calls, 5) / 5 + 0.01 * (self.seen[-1] % 3)
+        return x + warm_up * out.tanh(), self.load.sum().expand(len(x), 1)
+
+
+def halve_large_gradients(
+    module: nn.Module, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """A backward hook whose effect depends on the gradients."""
+    return tuple(None if each is None else torch.where(each.abs() > 0.01, each / 2, each) for each in inputs)
+
+
+class Stateful(nn.Module):
+    """Blocks with state, hooks and control flow of their own, and a connection over all of them."""
+
+    def __init__(self, width: int = 6, depth: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Routed(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x = self.embed(x)
+        for block in self.blocks:
+            x, load = block(x, scale=0.5)
+            x = x + 0.001 * load
+        return self.head(x + early)
+
+
 class Skipping(nn.Module):
     """The first block's output is used by the fourth and the last: skip connections across two cuts and more."""
 
@@ -174,7 +227,12 @@ def _subject(kind: Callable[[], nn.Module], minibatches: int = 5, samples: int =
     return Subject(build, (batches[0][0][:3],), batches)
 
 
-SUBJECTS = {"perceptron": _subject(Perceptron), "normalized": _subject(Normalized), "skipping": _subject(Skipping)}
+SUBJECTS = {
+    "perceptron": _subject(Perceptron),
+    "normalized": _subject(Normalized),
+    "skipping": _subject(Skipping),
+    "stateful": _subject(Stateful),
+}
 LAYERED = _subject(layered)
 
 

@@ -23,61 +23,70 @@ _SEED = 20_011
 def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
     """Raises `CaptureError` naming the output or parameter in which `chain` differs from `model` on the sample.
 
-    Both run from the same state of the generators, so dropout draws the same masks. Buffers and generators are
-    left as they were. Tolerance: that of `torch.testing` for the data type, since CUDA kernels may add in any order.
+    Both run three times from the same state of the generators and buffers, so that dropout draws the same masks and
+    what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
+    `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
-    _compare_with(_run_model(model, call), model, chain, call)
+    _compare_with(_run_model(model, call, _RUNS), model, chain, call, _RUNS)
 
 
 def agrees(model: nn.Module, chain: LayerChain, call: Call) -> bool:
     """Whether `chain` computes what `model` does on `call`; so it does where the model itself fails."""
     try:
-        expected = _run_model(model, call)
+        expected = _run_model(model, call, 1)
     except Exception:
         return True
     try:
-        _compare_with(expected, model, chain, call)
+        _compare_with(expected, model, chain, call, 1)
     except Exception:
         return False
     return True
 
 
-_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None]]
+_Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Tensor]]
+_RUNS = 3
 
 
-def _run_model(model: nn.Module, call: Call) -> _Outcome:
-    return _run(lambda own: model(*own.args, **own.kwargs), model, call)
+def _run_model(model: nn.Module, call: Call, runs: int) -> list[_Outcome]:
+    return _run(lambda own: model(*own.args, **own.kwargs), model, call, runs)
 
 
-def _compare_with(expected: _Outcome, model: nn.Module, chain: LayerChain, call: Call) -> None:
+def _compare_with(expected: list[_Outcome], model: nn.Module, chain: LayerChain, call: Call, runs: int) -> None:
     stage = chain.stage(0, len(chain.layers))
 
     def chained(own: Call) -> Any:
         results = stage((), chain.inputs.bind(own.args, own.kwargs))
         return chain.output.build(results)
 
-    outputs, gradients = expected
-    found, got = _run(chained, model, call)
-    for index, (a, b) in enumerate(zip(outputs, found, strict=True)):
-        _compare(f"output {index}", a, b, model)
-    for name, gradient in gradients.items():
-        if (gradient is None) != (got[name] is None):
-            raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
-        if gradient is not None:
-            _compare(f"the gradient of parameter {name}", gradient, got[name], model)
+    for (outputs, gradients, buffers), (found, got, left) in zip(
+        expected, _run(chained, model, call, runs), strict=True
+    ):
+        for index, (a, b) in enumerate(zip(outputs, found, strict=True)):
+            _compare(f"output {index}", a, b, model)
+        for name, gradient in gradients.items():
+            if (gradient is None) != (got[name] is None):
+                raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
+            if gradient is not None:
+                _compare(f"the gradient of parameter {name}", gradient, got[name], model)
+        for name, buffer in buffers.items():
+            _compare(f"buffer {name}", buffer, left[name], model)
 
 
-def _run(function: Callable[[Call], Any], model: nn.Module, call: Call) -> _Outcome:
-    """The output tensors and the gradients of one pass."""
+def _run(function: Callable[[Call], Any], model: nn.Module, call: Call, runs: int) -> list[_Outcome]:
+    """The output tensors, the gradients and the buffers of `runs` consecutive passes."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = []
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
     with preserved([model]), torch.enable_grad():
-        torch.manual_seed(_SEED)
-        leaves, _ = flatten(function(call.copied()))
-        # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        gradients = _gradients(outputs, parameters)
-        return [output.detach().clone() for output in outputs], gradients
+        for run in range(runs):
+            torch.manual_seed(_SEED + run)
+            leaves, _ = flatten(function(call.copied()))
+            # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
+            outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            gradients = _gradients(outputs, parameters)
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            found.append(([output.detach().clone() for output in outputs], gradients, buffers))
+    return found
 
 
 def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:

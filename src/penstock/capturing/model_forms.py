@@ -112,6 +112,14 @@ class ModelInputs:
         for name in self.names:
             bounds = self.sizes.get(name, ())
             if name in self.batched and bounds and not _fits(samples, *bounds[0]):
+                if bounds[0][0] == bounds[0][1]:
+                    raise CaptureError(
+                        f"{name} has {samples} sample(s) in a microbatch, and the model's code takes "
+                        f"{bounds[0][0]} only, as in sample= (the number of samples was taken to be "
+                        f"{self.microbatch_size}, dimension 0 of {sorted(self.batched)[0]}; microbatch_size= says "
+                        "otherwise). Pass batches of that many samples for every microbatch, or capture with a sample= "
+                        "of the microbatch's size"
+                    )
                 raise CaptureError(
                     f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "
                     f"{_size_text(*bounds[0])}: for other numbers the model's code may do something else. Pass larger "

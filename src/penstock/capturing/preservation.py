@@ -5,48 +5,39 @@ then trains it without Penstock must get the numbers that he would have got with
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_internals.modules import is_persistent, registered_buffers, restore_buffers
+from penstock.capturing.module_state import ModuleState, same_content
+from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = ["evaluating", "preserved", "same_content", "saved_buffers"]
+__all__ = ["SavedBuffers", "evaluating", "preserved", "same_content"]
 
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives back, after its body, the training flags, the buffers and the random generators as they were.
+    """Gives back, after its body, what `modules` hold and the random generators as they were.
 
-    Generators: PyTorch's on the CPU and on the CUDA devices of `modules`, NumPy's and Python's global ones.
+    Modules: training flags, buffers and all other attributes; see `ModuleState`. Generators: PyTorch's on the CPU and
+    on the CUDA devices of `modules`, NumPy's and Python's global ones.
     """
-    every = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
-    flags = [module.training for module in every]
-    registered = [registered_buffers(module) for module in every]
-    buffers = list(
-        {id(buffer): buffer for found in registered for buffer in found.values() if buffer is not None}.values()
-    )
-    contents = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    roots = list(modules)
+    every = list(dict.fromkeys(inner for module in roots for inner in module.modules()))
+    state = ModuleState(roots)
     generators = [torch.default_generator, *_cuda_generators(every)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        for module, flag, found in zip(every, flags, registered, strict=True):
-            module.training = flag
-            restore_buffers(module, found)
         with torch.no_grad():
-            for buffer, content in contents:
-                # BatchNorm writes its statistics behind the version counters; only the contents tell.
-                if not same_content(buffer, content):
-                    # Uncounted as well: whatever autograd saved of it before is good again.
-                    buffer.data.copy_(content)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            state.restore()
+        for generator, found in zip(generators, states, strict=True):
+            generator.set_state(found)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
 
@@ -65,19 +56,31 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = flag
 
 
-def same_content(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places included; meta tensors hold none."""
-    return first.is_meta or torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+class SavedBuffers(Mapping[str, Tensor]):
+    """The buffers of the state dict of `model`, under all their names, as they are now: a forward may assign another
+    tensor to one.
+    """
 
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = {
+            f"{path}.{name}" if path else name: (tensor_tables(module)[1], name)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if is_persistent(module, name)
+        }
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of the state dict of `model`, under all their names."""
-    saved: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if is_persistent(module, name):
-                saved[f"{path}.{name}" if path else name] = buffer
-    return saved
+    def __getitem__(self, name: str) -> Tensor:
+        table, key = self._tables[name]
+        buffer: Tensor | None = table[key]
+        if buffer is None:
+            raise KeyError(name)
+        return buffer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 def _cuda_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:

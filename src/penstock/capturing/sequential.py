@@ -5,8 +5,8 @@ the sample shows what passes from layer to layer.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,29 +17,30 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
-from penstock.capturing.preservation import preserved, saved_buffers
+from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.modules import is_hooked
 
-__all__ = ["EagerLayer", "capture_list", "capture_sequential", "is_plain_sequential"]
+__all__ = ["Anew", "EagerLayer", "Form", "capture_list", "capture_sequential", "is_plain_sequential"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class Form:
     """A nested value without its tensors."""
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
-    """For every leaf, its constant; the class `Tensor` where the leaf is a tensor."""
+    """For every leaf: its constant; the class `Tensor` where it is a tensor, `torch.SymInt` where it is a size that may
+    change; an `Anew` where every call gets a copy of its own; the class `object` where it may be anything."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Form":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Form":
         # It never changes, and a TreeSpec cannot be copied without a warning.
         return self
 
     @classmethod
-    def of(cls, tree: Any) -> tuple["_Form", tuple[Tensor, ...]]:
+    def of(cls, tree: Any) -> tuple["Form", tuple[Tensor, ...]]:
         leaves, structure = flatten(tree)
         constants = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(structure, constants), tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -52,14 +53,31 @@ class _Form:
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if c is Tensor else c for c in self.constants], self.structure)
+        return pytree.tree_unflatten([_leaf(constant, rest) for constant in self.constants], self.structure)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anew:
+    """An object that the model makes anew in every forward, such as an empty cache of keys and values."""
+
+    value: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Anew":
+        return self
+
+
+def _leaf(constant: Any, rest: Iterator[Any]) -> Any:
+    if constant is Tensor or constant is torch.SymInt:
+        return next(rest)
+    return copy.deepcopy(constant.value) if isinstance(constant, Anew) else constant
 
 
 class EagerLayer(nn.Module):
-    """One layer of the user's as he wrote it, between tensors."""
+    """Runs one of the user's own modules between tensors. `evaluates`: in evaluation mode, whatever mode it is in."""
 
-    def __init__(self, name: str, body: nn.Module, takes: _Form, returns: _Form) -> None:
+    def __init__(self, name: str, body: nn.Module, takes: Form, returns: Form, evaluates: bool = False) -> None:
         super().__init__()
+        self.evaluates = evaluates
         self.name = name
         self.body = body
         self.takes = takes
@@ -69,8 +87,14 @@ class EagerLayer(nn.Module):
         self._returns_tensor = returns.stands_for(0)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.evaluates:
+            with evaluating([self.get_submodule("body")]):
+                return self._run(tensors)
+        return self._run(tensors)
+
+    def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
-        body: Any = self._modules["body"]
+        body: Any = vars(self)["_modules"]["body"]
         if self._takes_tensors:
             result = body(*tensors)
         else:
@@ -78,14 +102,15 @@ class EagerLayer(nn.Module):
             result = body(*args, **kwargs)
         if self._returns_tensor and isinstance(result, Tensor):
             return (result,)
-        found, results = _Form.of(result)
+        found, results = Form.of(result)
         if found.structure != self.returns.structure:
             raise CaptureError(
                 f"layer {self.name} returned {self.returns.structure} when it was captured and now {found.structure}: "
                 "a layer must always return the same structure"
             )
         for index, (captured, now) in enumerate(zip(self.returns.constants, found.constants, strict=True)):
-            check_constant(f"leaf {index} of what layer {self.name} returns", captured, now)
+            if captured is not object:
+                check_constant(f"leaf {index} of what layer {self.name} returns", captured, now)
         return results
 
 
@@ -155,23 +180,27 @@ def _capture(
     call: Call,
     inputs: ModelInputs,
     model: nn.Module,
+    *,
+    evaluates: bool = False,
 ) -> LayerChain:
     if not named:
         raise CaptureError("the model has no layers: expected an nn.Sequential or a list with at least one layer")
     with preserved([model]), torch.no_grad():
-        layers, output, observations = _run(named, spread, call, inputs)
+        layers, output, observations = _run_once(named, spread, call, inputs, evaluates)
     chain = LayerChain(
         layers=join_layers(layers, output.values, observations),
         inputs=inputs,
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
-        buffers=saved_buffers(model),
+        buffers=SavedBuffers(model),
         evaluation=lambda: evaluation() if _trains(named) else chain,
     )
 
     @cache
     def evaluation() -> LayerChain:
-        return _capture(_evaluation_twins(named), spread, call, inputs, model)
+        with evaluating([model]):
+            evaluated = _capture(named, spread, call, inputs, model, evaluates=True)
+        return replace(evaluated, evaluation=lambda: evaluation())
 
     return chain
 
@@ -180,22 +209,12 @@ def _trains(named: Sequence[tuple[str, nn.Module]]) -> bool:
     return any(inner.training for _, module in named for inner in module.modules())
 
 
-def _evaluation_twins(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Copies of the layers in evaluation mode that hold the very same parameters and buffers.
-
-    The mode of an eager layer is a flag on its modules, so the two modes need two modules.
-    """
-    shared: dict[int, Any] = {}
-    for _, module in named:
-        shared.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))
-    return [(name, copy.deepcopy(module, shared).eval()) for name, module in named]
-
-
-def _run(
+def _run_once(
     named: Sequence[tuple[str, nn.Module]],
     spread: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
     call: Call,
     inputs: ModelInputs,
+    evaluates: bool,
 ) -> tuple[list[Layer], ModelOutput, list[Observation]]:
     """One run of the layers on the sample."""
     own = call.copied()
@@ -204,9 +223,9 @@ def _run(
     layers: list[Layer] = []
     observations: list[Observation] = []
     result: Any = None
-    returns, tensors = _Form.of(None)
+    returns, tensors = Form.of(None)
     for name, body in named:
-        takes, arguments = _Form.of((args, kwargs))
+        takes, arguments = Form.of((args, kwargs))
         with observed(body, arguments) as observation:
             try:
                 result = body(*args, **kwargs)
@@ -215,10 +234,10 @@ def _run(
                     f"layer {name} ({type(body).__name__}) fails on the sample: {type(error).__name__}: {error}. Every "
                     "layer must accept what the layer before it returns, the first one the sample"
                 ) from error
-        returns, tensors = _Form.of(result)
+        returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
-        layers.append(observation.layer(name, EagerLayer(name, body, takes, returns), names, outputs))
+        layers.append(observation.layer(name, EagerLayer(name, body, takes, returns, evaluates), names, outputs))
         observations.append(observation)
         names = outputs
         args, kwargs = spread(result)

@@ -1,7 +1,7 @@
 """Which buffers a forward may write: those that must be saved before one that is to be repeated.
 
 Of a traced layer its operators tell. BatchNorm writes its statistics without declaring it, so that operators of that
-kind count as writers whatever their schema says. A layer that was not traced may write any of its buffers.
+kind count as writers whatever their schema says. A block that was not traced may write any of its buffers.
 """
 
 import operator
@@ -32,6 +32,8 @@ def find_writable(module: nn.Module) -> tuple[Place, ...]:
         seen.add(current)
         if isinstance(current, GraphModule):
             places.update(dict.fromkeys(_written_by(current)))
+            called = (str(node.target) for node in current.graph.find_nodes(op="call_module"))
+            waiting += [current.get_submodule(target) for target in called]
         else:
             places.update(((current, name), None) for name in registered_buffers(current))
             waiting += current.children()

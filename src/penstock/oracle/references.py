@@ -23,6 +23,7 @@ from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.constant_delays import require_constant_delays
+from penstock.torch_internals.tensors import gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
@@ -135,7 +136,10 @@ def reference_train(
     guarantees = definition.guarantees(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
     if definition not in METHODS:
         require_constant_delays(schedule_of(plan))
-    training = Training(chain, plan, recipe, guarantees)
+    # A copy of a parameter has no hooks.
+    named = model if isinstance(model, nn.Module) else nn.ModuleList(layer for layer in model)
+    hooks = {name: gradient_hooks(p) for name, p in named.named_parameters(remove_duplicate=False)}
+    training = Training(chain, plan, recipe, guarantees, hooks)
     run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
     losses = []
     for number, (inputs, target) in enumerate(batches):

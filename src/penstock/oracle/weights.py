@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,6 +14,7 @@ from penstock.capturing.chain import LayerChain
 from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
 from penstock.scheduling.definitions import Guarantees
+from penstock.torch_internals.modules import tensor_tables
 from penstock.training.optimizers import make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
@@ -47,6 +47,8 @@ class _Stage:
     hooks: HookStates
     dtype: torch.dtype | None
     """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
+    gradient_hooks: Mapping[str, Sequence[Any]]
+    """By parameter name, the user's hooks on it."""
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
 
@@ -80,6 +82,8 @@ class _Stage:
         )
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
+        for hook in self.gradient_hooks.get(name, ()):
+            version.register_hook(hook)  # type: ignore[no-untyped-call]
         return version
 
     def runners(self, microbatch: int) -> list[int]:
@@ -96,7 +100,9 @@ class Training:
         plan: Plan,
         recipe: Recipe,
         guarantees: Guarantees,
+        gradient_hooks: Mapping[str, Sequence[Any]],
     ) -> None:
+        """`gradient_hooks`: by parameter name."""
         sizes = guarantees.microbatches_per_update
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
@@ -131,6 +137,7 @@ class Training:
                 delay=guarantees.delays[index],
                 hooks=HookStates(recipe.hooks),
                 dtype=recipe.version_dtype,
+                gradient_hooks=gradient_hooks,
             )
             stage.publish()
             self._stages.append(stage)
@@ -169,11 +176,27 @@ class Training:
     def _run(
         self, module: nn.Module, stage: _Stage, replica: int, version: int, arguments: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        weights, buffers = stage.versions[version][replica], stage.buffers[replica]
-        local: dict[str, Tensor] = {name: buffers[id(b)] for name, b in module.named_buffers(remove_duplicate=False)}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            local[name] = weights[self._names[id(parameter)]]
-        return tuple(functional_call(module, local, arguments))
+        own, buffers = stage.versions[version][replica], stage.buffers[replica]
+        put: list[tuple[Any, Any, Any]] = []
+        """Where a module holds a tensor, and that tensor."""
+        for inner in module.modules():
+            parameters, own_buffers = tensor_tables(inner)
+            put += [(parameters, key, p) for key, p in parameters.items() if p is not None]
+            if replica:
+                put += [(own_buffers, key, b) for key, b in own_buffers.items() if b is not None]
+            # Recurrent modules hold their parameters in a list, too.
+            lists = [value for value in vars(inner).values() if isinstance(value, list)]
+            put += [(found, i, p) for found in lists for i, p in enumerate(found) if id(p) in self._names]
+        for table, key, tensor in put:
+            is_weight = isinstance(tensor, nn.Parameter)
+            table[key] = own[self._names[id(tensor)]] if is_weight else buffers.setdefault(id(tensor), tensor.clone())
+        try:
+            return tuple(module(*arguments))
+        finally:
+            for table, key, tensor in put:
+                if not isinstance(tensor, nn.Parameter):
+                    buffers[id(tensor)] = table[key]
+                table[key] = tensor
 
     def update_rounds(self, versions: Sequence[int], microbatches: int, last: bool = False) -> None:
         """The updates of the stages for which a round ends after `microbatches` since the last drain.

@@ -1,6 +1,7 @@
 """Modules: their hooks, their compiled code and their tables of buffers. Tried on torch 2.11 and 2.13."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,12 +10,14 @@ from torch.nn.modules import batchnorm
 from penstock.torch_internals.availability import missing
 
 __all__ = [
+    "hooks_of",
     "is_batch_norm",
     "is_compiled",
     "is_hooked",
     "is_persistent",
     "own_reset",
     "registered_buffers",
+    "replaced_forward",
     "restore_buffers",
     "tensor_tables",
 ]
@@ -28,6 +31,38 @@ def is_hooked(module: nn.Module) -> bool:
     except AttributeError as error:
         raise missing("torch.nn.Module._forward_hooks", "to see what a module runs besides its children") from error
     return any((before, after, *backward))
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of `module` itself, on its forward and its backward. No public name lists them."""
+    try:
+        return [hook for table in _hook_tables(module) for hook in table.values()]
+    except AttributeError as error:
+        raise missing("torch.nn.Module._forward_hooks", "to see what a module runs besides its children") from error
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Runs `forward` in place of what a call of `module` runs, its hooks included, for a block."""
+    tables = _hook_tables(module)
+    hooks = [dict(table) for table in tables]
+    own = vars(module).get("forward")
+    for table in tables:
+        table.clear()
+    # Not `setattr`: a scripted module refuses it.
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+        for table, content in zip(tables, hooks, strict=True):
+            table.update(content)
+
+
+def _hook_tables(module: nn.Module) -> list[MutableMapping[int, Any]]:
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -50,8 +85,9 @@ def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
         raise missing("torch.nn.Module._buffers", "to see which buffers a forward writes") from error
 
 
-def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], Mapping[str, Tensor | None]]:
-    """The tables of the parameters and of the buffers of `module` itself, which follow what is registered later.
+def tensor_tables(module: nn.Module) -> tuple[MutableMapping[str, Any], MutableMapping[str, Any]]:
+    """The tables of the parameters and of the buffers of `module` itself, which follow what is registered later. To
+    write in one changes what the module reads, without the checks and the hooks of an assignment.
 
     Public: attributes. To read ``model.block.norm.weight`` makes three searches of modules, each time. With the tables
     and PyTorch's functions for operators, an action of `tiny` in benchmarks/overhead.py takes 11 % less (6 % of it by

@@ -3,7 +3,8 @@
 Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.torch_internals.availability import missing
 
-__all__ = ["copy_each", "divide_each", "multiply_each", "norm_of_each", "storage_key", "times_written"]
+__all__ = [
+    "accumulated_hooks",
+    "copy_each",
+    "divide_each",
+    "gradient_hooks",
+    "multiply_each",
+    "norm_of_each",
+    "storage_key",
+    "times_written",
+]
 
 
 def times_written(tensor: Tensor) -> int:
@@ -23,6 +33,19 @@ def times_written(tensor: Tensor) -> int:
         return tensor._version
     except AttributeError as error:
         raise missing("torch.Tensor._version", "to see what is written in place") from error
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
+    """The hooks that `Tensor.register_hook` put on `tensor`. No public name lists them."""
+    try:
+        return tuple((tensor._backward_hooks or {}).values())
+    except AttributeError as error:
+        raise missing("torch.Tensor._backward_hooks", "to run the hooks of parameters") from error
+
+
+def accumulated_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
+    """The hooks of ``register_post_accumulate_grad_hook``. No public name lists them."""
+    return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

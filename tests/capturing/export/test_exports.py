@@ -42,7 +42,6 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "frozen": lambda model: next(model.parameters()).requires_grad_(False),
     "an attribute": lambda model: setattr(model.head, "out_features", 4),
     "another type": lambda model: model.float(),
-    "a hook": lambda model: model.head.register_forward_hook(lambda module, inputs, output: output * 2.0),
     "another module": lambda model: setattr(model, "first", nn.Sequential(nn.Linear(6, 6), nn.ReLU()).double()),
     "another mode": lambda model: model.first.eval(),
     "a tie": lambda model: setattr(model.second[0], "weight", model.third[0].weight),

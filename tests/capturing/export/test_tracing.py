@@ -135,6 +135,7 @@ def test_an_error_about_the_batch_says_what_was_taken_for_it() -> None:
         def forward(self, bias: Tensor, x: Tensor) -> Tensor:
             return super().forward(x + bias)
 
+    chain = capture(Biased(), (data(4), data(2, 4)))
     with pytest.raises(CaptureError, match=r"the number of samples was taken to be 4, dimension 0 of args\[0\]"):
-        capture(Biased(), (data(4), data(2, 4)))
+        chain.inputs.check_samples(2)
     assert capture(Biased(), (data(4), data(2, 4)), microbatch_size=2).inputs.batched == {"args[1]"}

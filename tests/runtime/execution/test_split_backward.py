@@ -223,7 +223,8 @@ SUBJECTS = {
 }
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+# A stateful model computes something else at every call, so that its backwards cannot be compared here.
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "stateful"])
 def test_stages_of_captured_models_defer_their_linear_layers(name: str) -> None:
     build, sample = SUBJECTS[name]
     chain = penstock.capture(build(), sample)

@@ -5,7 +5,9 @@ blocks the cut falls where the fewest bytes cross. Each interval becomes a graph
 parameters, and brings along the free operators that it reads.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
@@ -13,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.capturing.chain import Layer
 from penstock.capturing.export.dependence import Dependence, size_bytes
 from penstock.capturing.export.guards import lost_check
+from penstock.capturing.export.opaque_blocks import call_of, is_block
 from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.export.tracing import Trace
 from penstock.errors import CaptureError
@@ -117,7 +120,7 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
         for node in step.all_input_nodes
         if node.op == "call_function" and node not in mine and node not in dependence.free
     ]
-    inputs = {node: node.name for node in received}
+    inputs = {node: _value_name(node, trace) for node in received}
     attributes: dict[str, Tensor | nn.Module] = {}
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -131,6 +134,10 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
             continue
         if node.op in ("placeholder", "get_attr"):
             copies[node] = _attribute(graph, node, trace, attributes)
+        elif is_block(node):
+            call, arguments = call_of(node)
+            attributes[f"_blocks.{call}"] = trace.blocks.layer(call)
+            copies[node] = graph.call_module(f"_blocks.{call}", tuple(map(copies.__getitem__, arguments)))
         else:
             if check := lost_check(node):
                 graph.call_function(check, (copies[node.all_input_nodes[0]],))
@@ -139,7 +146,9 @@ def _layer(name: str, own: Sequence[Node], sent: tuple[Node, ...], trace: Trace,
     for node in graph.nodes:
         # The traced tensors are of no use any more, and a copy of the layer would copy them.
         node.meta = {}
-    return Layer(name, TracedLayer(attributes, graph), tuple(inputs.values()), tuple(n.name for n in sent))
+    return Layer(
+        name, TracedLayer(attributes, graph), tuple(inputs.values()), tuple(_value_name(node, trace) for node in sent)
+    )
 
 
 def _attribute(graph: Graph, node: Node, trace: Trace, attributes: dict[str, Tensor | nn.Module]) -> Node:
@@ -162,5 +171,13 @@ def result_names(trace: Trace) -> tuple[str, ...]:
     names: list[str] = []
     for node in trace.results:
         source: Mapping[Node, object] = trace.sources
-        names.append(trace.sources[node].name if node in source and trace.sources[node].tensor is None else node.name)
+        is_input = node in source and trace.sources[node].tensor is None
+        names.append(trace.sources[node].name if is_input else _value_name(node, trace))
     return tuple(names)
+
+
+def _value_name(node: Node, trace: Trace) -> str:
+    """That of the block which returns the value; else the tracer's."""
+    if node.target is operator.getitem and isinstance(block := node.args[0], Node) and is_block(block):
+        return trace.blocks.result_name(call_of(block)[0], cast(int, node.args[1]))
+    return node.name

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from penstock.capturing.export.opaque_blocks import is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
@@ -93,7 +94,12 @@ def size_bytes(node: Node) -> float:
 def _fixed(operators: list[Node], bound: set[Node]) -> set[Node]:
     fixed: set[Node] = set()
     for node in operators:
-        if node in bound or _is_random(node) or any(i in fixed or i in bound for i in node.all_input_nodes):
+        if (
+            node in bound
+            or is_block(node)
+            or _is_random(node)
+            or any(i in fixed or i in bound for i in node.all_input_nodes)
+        ):
             fixed.add(node)
     return fixed
 
@@ -102,7 +108,8 @@ def _live(operators: list[Node], fixed: set[Node], trace: Trace) -> set[Node]:
     """What the results need, or what changes something that lasts."""
     live = {node for node in trace.results if isinstance(node, Node)}
     for node in reversed(operators):
-        if node in live or (node in fixed and is_mutating(node)):
+        # A block may change what only Python sees.
+        if node in live or is_block(node) or (node in fixed and is_mutating(node)):
             live.add(node)
             live.update(node.all_input_nodes)
     return live

@@ -3,6 +3,7 @@
 The training and the evaluation mode are two traces over the same parameters and buffers, cut at the same blocks.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
@@ -11,15 +12,17 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
+from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls, run_on_sample
 from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque_paths
 from penstock.capturing.export.smallest import bound_sizes_of_one
 from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
-from penstock.capturing.preservation import evaluating, preserved, saved_buffers
+from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -51,14 +54,19 @@ def _capture(
 ) -> tuple[LayerChain, Partition]:
     with preserved([model]):
         flat, written = _run_eagerly(model, call, inputs)
+    run = run_on_sample(model, call)
+    chosen = choose_blocks(model, run.working)
+    own = opaque_paths(model, chosen, run)
+    recorded = record_calls(model, call, inputs, own)
     with preserved([model]):
-        traced = trace(model, call, inputs)
+        blocks = OpaqueBlocks(recorded.calls, model, partition is not None)
+        traced = trace(model, call, inputs, blocks, recorded.fixed)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
     stacks = call_stacks(dependence.steps)
     if partition is None:
-        partition = _partition(model, stacks)
+        partition = _partition(model, stacks, chosen)
     layers = cut(traced, dependence, stacks, partition)
     names = iter(result_names(traced))
     assert flat.structure is not None
@@ -70,10 +78,12 @@ def _capture(
     joined = _observe(model, layers, output, call, inputs)
     chain = LayerChain(
         layers=joined,
-        inputs=replace(inputs, sizes=traced.sizes, equal=_equal(traced, inputs), dtypes=_dtypes(call, inputs)),
+        inputs=replace(
+            inputs, sizes=traced.sizes, equal=_equal(traced, recorded, inputs), dtypes=_dtypes(call, inputs)
+        ),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
-        buffers=saved_buffers(model),
+        buffers=SavedBuffers(model),
         evaluation=lambda: chain,
     )
     if check:
@@ -82,10 +92,11 @@ def _capture(
     return chain, _joined_partition(partition, joined)
 
 
-def _equal(traced: Trace, inputs: ModelInputs) -> tuple[tuple[tuple[str, int], ...], ...]:
+def _equal(traced: Trace, recorded: RecordedCalls, inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:
     """Without the groups of nothing but numbers of samples, which are checked as such."""
     samples = {(name, 0) for name in inputs.batched}
-    return tuple(group for group in traced.equal if not samples.issuperset(group))
+    groups = dict.fromkeys((*(tuple(sorted(group)) for group in traced.equal), *recorded.equal))
+    return tuple(group for group in groups if not samples.issuperset(group))
 
 
 def _dtypes(call: Call, inputs: ModelInputs) -> dict[str, torch.dtype]:
@@ -110,8 +121,7 @@ def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[Fla
     return flat, {id(buffer) for buffer in observation.mutated_buffers}
 
 
-def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]]) -> Partition:
-    blocks = choose_blocks(model, {stack[-1][0] for stack in stacks if stack})
+def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Collection[str]) -> Partition:
     calls: dict[tuple[str, str], None] = {}
     for stack in stacks:
         found = next((entry for entry in stack if entry[0] in blocks), None)

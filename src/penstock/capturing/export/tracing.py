@@ -7,7 +7,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.explanations import explained
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
@@ -56,6 +57,8 @@ class Trace:
     """For the dimensions of every input: the least and the greatest size that the trace holds for; None is no bound."""
     equal: tuple[tuple[tuple[str, int], ...], ...]
     """Groups of dimensions of inputs, by name and index, that the trace takes for equal, as the model's code asked."""
+    blocks: OpaqueBlocks
+    """What its calls of blocks stand for."""
 
 
 class FlatModel(nn.Module):
@@ -81,8 +84,12 @@ class FlatModel(nn.Module):
         return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
 
 
-def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
-    """Exports `model` for any number of samples, and for any other size that its code allows.
+def trace(
+    model: nn.Module, call: Call, inputs: ModelInputs, blocks: OpaqueBlocks, fixed: Collection[tuple[str, int]]
+) -> Trace:
+    """Exports `model` for any number of samples, and for any other size that its code allows. `blocks` are not traced.
+
+    `fixed`: the dimensions of inputs that the model takes in the size of the sample only.
 
     Raises `CaptureError` with the line of the model that cannot be traced.
     """
@@ -97,30 +104,34 @@ def trace(model: nn.Module, call: Call, inputs: ModelInputs) -> Trace:
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
-    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
-        program = _export_as_freely_as_possible(flat, names, tensors, inputs)
-    return _read(program, model, names)
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), opaque(blocks):
+        program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+    return _read(program, model, names, blocks)
 
 
 def _export_as_freely_as_possible(
-    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs
+    flat: FlatModel,
+    names: tuple[str, ...],
+    tensors: tuple[Tensor, ...],
+    inputs: ModelInputs,
+    fixed: Collection[tuple[str, int]],
 ) -> ExportedProgram:
     """The first of these that can be traced: as it runs eagerly; as it wants to be exported; that, with fixed sizes."""
     with hidden_from_the_model() as asked:
         try:
-            return _export(flat, names, tensors, inputs, Dim.AUTO)
+            return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
         except CaptureError:
             raise
         except Exception:
             pass
     try:
         if asked:
-            return _export(flat, names, tensors, inputs, Dim.AUTO)
+            return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.AUTO)
     except Exception:
         pass
     # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
     try:
-        return _export(flat, names, tensors, inputs, Dim.STATIC)
+        return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.STATIC)
     except export_refusals():
         _run_with_other_batch(flat, names, tensors, inputs)
         raise
@@ -152,13 +163,22 @@ def is_mutating(node: Node) -> bool:
 
 
 def _export(
-    flat: FlatModel, names: tuple[str, ...], tensors: tuple[Tensor, ...], inputs: ModelInputs, other: Any
+    flat: FlatModel,
+    names: tuple[str, ...],
+    tensors: tuple[Tensor, ...],
+    inputs: ModelInputs,
+    *,
+    fixed: Collection[tuple[str, int]],
+    other: Any,
 ) -> ExportedProgram:
     shapes = []
     for name, tensor in zip(names, tensors, strict=True):
         # Export fixes a size of 0 or 1 whatever it is told, but when it was told otherwise it warns.
-        sizes: dict[int, Any] = {index: other if size > 1 else Dim.STATIC for index, size in enumerate(tensor.shape)}
-        if name in inputs.batched:
+        sizes: dict[int, Any] = {
+            index: other if size > 1 and (name, index) not in fixed else Dim.STATIC
+            for index, size in enumerate(tensor.shape)
+        }
+        if name in inputs.batched and (name, 0) not in fixed:
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
     # On its way to an error, export prints pages; what matters of them is in the exception.
@@ -186,7 +206,7 @@ def _known_warnings_ignored() -> Iterator[None]:
         yield
 
 
-def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Trace:
+def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], blocks: OpaqueBlocks) -> Trace:
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -214,7 +234,15 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...]) ->
     _give_written_inputs_copies(program, [node for node, source in sources.items() if source.tensor is None])
     sizes = {name: tuple(_bounds(size, program) for size in shape) for name, shape in shapes.items()}
     output = next(iter(reversed(program.graph.nodes)))
-    return Trace(program.graph_module, sources, tuple(output.args[0]), sizes, _equal(shapes))
+    results = tuple(output.args[0])
+    return Trace(
+        graph=program.graph_module,
+        sources=sources,
+        results=results,
+        sizes=sizes,
+        equal=_equal(shapes),
+        blocks=blocks,
+    )
 
 
 def _equal(shapes: Mapping[str, tuple[int | torch.SymInt, ...]]) -> tuple[tuple[tuple[str, int], ...], ...]:

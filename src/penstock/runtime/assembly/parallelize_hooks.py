@@ -149,7 +149,7 @@ class InPlace:
         self._weights = weights
 
     def __call__(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        module = self._weights.module(0)
+        module = self._weights.stage
         modes = [(inner, inner.training) for inner in module.modules()]
         module.eval()
         try:

@@ -225,7 +225,7 @@ def build_stages(
             parameters,
             schedule.versions(index),
             {name: shared_weights[name] for name in parameters if name in shared_weights},
-            copied=not sharded_modules(module),
+            pointed=not sharded_modules(module),
             compute_weights=compute_weights[index],
         )
         # The first of the stages in a process that share a weight updates it.
@@ -284,7 +284,7 @@ def _reducer(
     now: Callable[[], Timestamp],
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
-    if modules := sharded_modules(weights.module(0)):
+    if modules := sharded_modules(weights.stage):
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
         return ShardedReducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
@@ -294,11 +294,15 @@ def _reducer(
 
 def _cuda_graphs(weights: VersionedWeights, stage: int, context: DeviceContext) -> CudaGraphStage | None:
     """None for a stage that is not captured as CUDA graphs."""
-    module = weights.module(0)
-    if not isinstance(module, CompiledStage) or not module.cuda_graphs:
+    if not isinstance(weights.stage, CompiledStage) or not weights.stage.cuda_graphs:
         return None
     device = context.device
-    return CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
+    # It notes the weights that it will read.
+    module = weights.module(0)
+    assert isinstance(module, CompiledStage)
+    graphs = CudaGraphStage(module, GRAPH_CAPTURERS[device.type](device), stage, device)
+    weights.rest()
+    return graphs
 
 
 def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:

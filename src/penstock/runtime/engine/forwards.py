@@ -35,7 +35,7 @@ class Forwards:
         self, stages: Mapping[int, LocalStage], heads: Mapping[int, LossHead], autocast: _Autocast | None
     ) -> None:
         self._stages, self._heads, self._autocast = stages, heads, autocast
-        self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.module(0).random))
+        self._random = frozenset(index for index, stage in stages.items() if any(stage.weights.stage.random))
         """The stages with layers that draw random numbers."""
         self._recomputations = {
             index: Recomputation(stage.recomputes, heads[index].loss_fn if index in heads else None)
@@ -67,7 +67,8 @@ class Forwards:
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
         recomputation = None if (index, k) in self._direct else self._recomputations.get(index)
-        layer_runner = recomputation.layer_runner if recomputation else None
+        point = partial(stage.weights.module, version)
+        layer_runner = recomputation.layer_runner(point) if recomputation else None
         metrics: dict[str, Tensor] = {}
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -78,7 +79,7 @@ class Forwards:
                 return layer_runner(None, partial(head.compute, microbatch, metrics), outputs)
             return head.compute(microbatch, metrics, *outputs)
 
-        context = recomputation.context_for(module, (*received, *microbatch.tensors)) if recomputation else None
+        context = recomputation.context_for(point, module, (*received, *microbatch.tensors)) if recomputation else None
         within = compute if self._autocast is None else _inside(self._autocast, compute)
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:

@@ -67,7 +67,7 @@ class Worker:
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
         self._updater, self._now = updater, now
-        modules = {index: stage.weights.module(0) for index, stage in stages.items()}
+        modules = {index: stage.weights.stage for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
         self._first = min(stages)
@@ -96,7 +96,9 @@ class Worker:
         self._mailbox.begin(schedule, self._microbatches, program)
 
     def end(self) -> list[ActionTiming]:
-        """The timings of the actions since `begin`."""
+        """The timings of the actions since `begin`. The user finds the newest weights in the model again."""
+        for stage in self.stages.values():
+            stage.weights.rest()
         if not self._training:
             self._microbatches.clear()
         timings, self._timings = self._timings, []
@@ -145,7 +147,7 @@ class Worker:
                     assert_never(action)
         except BaseException as found:
             error = explained(found, action.stage)
-            layers = self.stages[action.stage].weights.module(0).names
+            layers = self.stages[action.stage].weights.stage.names
             error.add_note(
                 f"penstock: this was action {action} of rank {self.rank}; stage {action.stage} holds the layers "
                 f"{layers[0]} to {layers[-1]}"

@@ -136,24 +136,29 @@ class Recomputation:
     _known: dict[nn.Module, tuple[tuple[Place, ...], frozenset[torch.device]]] = field(default_factory=dict)
 
     def context_for(
-        self, module: nn.Module, given: Sequence[Tensor]
+        self, point: Callable[[], object], module: nn.Module, given: Sequence[Tensor]
     ) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes the context in which the coming forward of `module` on the tensors `given` can be repeated.
 
-        None if its layers are repeated one by one.
+        `point` points the module at the weights of that forward. None if its layers are repeated one by one.
         """
         if self.granularity == "layers":
             return None
         modules = [module, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [module]
-        return self._observe(modules, given, checked=True).restored
+        return partial(_repeated, point, self._observe(modules, given, checked=True))
 
-    @property
-    def layer_runner(self) -> LayerRunner | None:
-        """Runs the layers of the stage, and the loss, one by one; None if the stage recomputes as a whole."""
-        return self._run_layer if self.granularity == "layers" else None
+    def layer_runner(self, point: Callable[[], object]) -> LayerRunner | None:
+        """Runs the layers of the stage, and the loss, one by one; None if the stage recomputes as a whole. `point`: as
+        in `context_for`.
+        """
+        return partial(self._run_layer, point) if self.granularity == "layers" else None
 
     def _run_layer(
-        self, module: nn.Module | None, compute: Callable[..., _Results], arguments: Sequence[Tensor]
+        self,
+        point: Callable[[], object],
+        module: nn.Module | None,
+        compute: Callable[..., _Results],
+        arguments: Sequence[Tensor],
     ) -> _Results:
         """Computes ``compute(*arguments)``, for which autograd keeps the arguments alone. `module`: None for
         the loss.
@@ -165,7 +170,7 @@ class Recomputation:
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_contexts, context),
+            context_fn=partial(_contexts, point, context),
         )
         return results
 
@@ -181,6 +186,15 @@ class Recomputation:
         return _ForwardContext.observe(writable, devices, given if checked else ())
 
 
-def _contexts(context: _ForwardContext) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    point: Callable[[], object], context: _ForwardContext
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the first forward and of the second."""
-    return nullcontext(), context.restored()
+    return nullcontext(), _repeated(point, context)
+
+
+@contextmanager
+def _repeated(point: Callable[[], object], context: _ForwardContext) -> Iterator[None]:
+    point()
+    with context.restored():
+        yield

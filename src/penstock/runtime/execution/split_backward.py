@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.runtime.execution.weight_gradients import OPERATORS
 from penstock.torch_internals.autograd import node_kinds, sequence_number
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
 __all__ = ["WeightBackward", "run_input_backward"]
 
@@ -97,7 +98,11 @@ class WeightBackward:
         accumulation = _GradientAccumulation(hooked)
         with torch.no_grad():
             for leaf, gradient in self._made:
-                accumulation.accumulate(leaf, gradient)
+                if gradient_hooks(leaf):
+                    # They have been run when autograd made the gradient.
+                    _add(leaf, gradient)
+                else:
+                    accumulation.accumulate(leaf, gradient)
             self._made = ()
             while self._deferred:
                 if self._deferred[-1].exclusive:
@@ -127,7 +132,8 @@ class _GradientAccumulation:
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         """Adds `gradient` to ``leaf.grad`` as autograd would, which takes six times as long."""
         own = leaf.grad
-        if self._hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
+        hooked = self._hooked or gradient_hooks(leaf) or accumulated_hooks(leaf)
+        if hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
             self.queue(leaf, gradient)
         elif own is None:
             # A copy that is laid out like the leaf: other tensors may share the memory of this gradient.
@@ -148,6 +154,16 @@ class _GradientAccumulation:
         if self._roots and self._size >= least_bytes:
             torch.autograd.backward(self._roots, self._gradients)  # type: ignore[arg-type]
             self._roots, self._gradients, self._size = [], [], 0
+
+
+def _add(leaf: Tensor, gradient: Tensor) -> None:
+    """Adds `gradient` to that of `leaf`, and runs the hooks that are run after that."""
+    if leaf.grad is None:
+        leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+    else:
+        leaf.grad.add_(gradient)
+    for hook in accumulated_hooks(leaf):
+        hook(leaf)
 
 
 def run_input_backward(

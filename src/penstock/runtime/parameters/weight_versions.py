@@ -1,17 +1,19 @@
 """The live versions of one stage's weights.
 
-A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a copy of
-the stage's module whose parameters are leaves of autograd over that slot; all copies share the buffers. A forward runs
-the copy of its version, so autograd saves exactly those tensors for the backward: stashing needs no copying and no
-swapping. The optimizer holds the model's own parameters, and their data is the newest slot.
+A stage whose schedule keeps n versions has n *slots*, each a full set of parameter tensors, and for each slot a set of
+leaves of autograd over it. There is one module, the user's own. Before a forward that reads another version than the
+last one, the tables of its modules are pointed at the leaves of that version. Autograd saves the leaves that a forward
+read, so that its backward needs no pointing. The optimizer holds the model's own parameters, and their data is the
+newest slot. Between steps the tables hold these again.
 
 Where forwards read other numbers than the optimizer steps (a lower precision, a prediction), a parameter has memory of
 its own: it is the *master* of its slots, and an update writes the numbers for forwards into the next slot.
 
 Parameters that are not trained are one tensor in all slots.
 
-Replicas of a stage that live in one process share its slots, since their weights are the same, and each has leaves and
-buffers of its own. The first of them to reach an update makes it; the others skip it.
+Replicas of a stage that live in one process share its slots, since their weights are the same. All but the first are
+copies of the module, with leaves, buffers and state of their own. The first of them to come to an update makes it; the
+others find it made.
 
 Laws of this file:
   1. Version x lives in slot x mod n. The schedule guarantees, and the verifier proves, that no slot is overwritten
@@ -24,7 +26,7 @@ Laws of this file:
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,8 +36,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
+from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like, set_local_shard
-from penstock.torch_internals.tensors import copy_each
+from penstock.torch_internals.modules import tensor_tables
+from penstock.torch_internals.tensors import accumulated_hooks, copy_each, gradient_hooks
 
 __all__ = ["ComputeWeights", "VersionedWeights"]
 
@@ -86,7 +90,8 @@ class VersionedWeights:
 
     `lent`: the parameters that another stage of this process uses too and updates, with the weights of that stage,
     which must have equally many versions.
-    `copied`: whether to run copies of `module`; one that cannot be copied runs itself, with one version and no replica.
+    `pointed`: whether the module's tables are pointed at leaves; if not, the module runs with the optimizer's
+    parameters, one version and no replica.
     `compute_weights`: the weights that forwards read instead of the optimizer's parameters.
     """
 
@@ -96,7 +101,7 @@ class VersionedWeights:
         parameters: Mapping[str, nn.Parameter],
         versions: int,
         lent: Mapping[str, "VersionedWeights"] | None = None,
-        copied: bool = True,
+        pointed: bool = True,
         compute_weights: ComputeWeights = AS_STEPPED,
     ) -> None:
         lenders = lent or {}
@@ -113,34 +118,38 @@ class VersionedWeights:
                     slot[name] = own if number == 0 or not parameter.requires_grad else torch.empty_like(own)
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, masters, slots), module
-        if copied:
-            self._copy_modules({id(buffer): buffer for buffer in module.buffers()})
+        self._contended = False
+        """Whether another stage of this process may point the same module at other weights."""
+        self._pointed: int | None = None
+        """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
+        if pointed:
+            for lender in lenders.values():
+                lender._contended = True
+            self._make(self._slots, module, contended=bool(lenders))
             return
-        assert versions == 1 and not masters, "a module that is not copied has one version, which the optimizer steps"
-        self._leaves, self._modules = [dict(parameters)], [module]
+        assert versions == 1 and not masters, "a module with one version of its weights, which the optimizer steps"
+        self._leaves, self._tables = [dict(parameters)], _Tables([], [])
 
     def replica(self) -> "VersionedWeights":
-        """Another replica of the stage in this process, with the same weights, and gradients and buffers of its own."""
-        other = copy.copy(self)
-        other._copy_modules({})
+        """Another replica of the stage in this process: the same weights, gradients, buffers and state of its own."""
+        self.rest()
+        other = VersionedWeights.__new__(VersionedWeights)
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
+        _copy_generated(self._module, memo)
+        other._make(self._slots, copy.deepcopy(self._module, memo))
         return other
 
-    def _copy_modules(self, buffers: Mapping[int, Tensor]) -> None:
-        """Makes leaves and a copy of the module for every slot; the copies use `buffers`, by the id of the original."""
-        slots = self._slots
+    def _make(self, slots: _Slots, module: StageModule, contended: bool = False) -> None:
+        self._slots, self._module, self._contended = slots, module, contended
         self._leaves = [
-            {
-                name: nn.Parameter(from_local_shard(slot[name], p), requires_grad=p.requires_grad)
-                for name, p in slots.parameters.items()
-            }
+            {name: _leaf_over(slot[name], parameter) for name, parameter in slots.parameters.items()}
             for slot in slots.tensors
         ]
         for leaves in self._leaves:
             for name in slots.masters:
                 cast(Any, leaves[name]).grad_dtype = slots.parameters[name].dtype
-        first = _copy(self._module, slots.parameters, self._leaves[0], buffers)
-        own = {id(buffer): buffer for buffer in first.buffers()}
-        self._modules = [first, *(_copy(first, self._leaves[0], leaves, own) for leaves in self._leaves[1:])]
+        self._tables = _Tables.of(module, slots.parameters)
+        self._pointed = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -155,11 +164,31 @@ class VersionedWeights:
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The module's buffers, of which there is one version only."""
-        return tuple(self._modules[0].buffers())
+        return tuple(self._module.buffers())
+
+    @property
+    def stage(self) -> StageModule:
+        """The stage's module, over whichever weights it was last pointed at."""
+        return self._module
 
     def module(self, version: int) -> StageModule:
-        """The stage's module over the weights of `version`."""
-        return self._modules[self._slots.slot_of(version)]
+        """The stage's module, pointed at the weights of `version`.
+
+        Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
+        """
+        slot = self._slots.slot_of(version)
+        if self._pointed != slot or self._contended:
+            if self._pointed is None:
+                self._tables.check(self._slots.parameters, self._leaves[slot])
+            self._tables.point(self._leaves[slot])
+            self._pointed = slot
+        return self._module
+
+    def rest(self) -> None:
+        """Puts the optimizer's parameters back into the module, where the user finds them."""
+        if self._pointed is not None and self._tables.entries:
+            self._tables.point(self._slots.parameters)
+            self._pointed = None
 
     def leaves(self, version: int) -> Mapping[str, nn.Parameter]:
         """The leaves of autograd that gradients taken at `version` are added to, by parameter name."""
@@ -224,7 +253,7 @@ class VersionedWeights:
 
         Only a module that is not copied accumulates them in the optimizer's own parameters.
         """
-        own = self._slots.parameters.values() if self._modules[0] is self._module else ()
+        own = () if self._tables.entries else self._slots.parameters.values()
         held = [(parameter, parameter.grad) for parameter in own]
         for parameter, _ in held:
             parameter.grad = None
@@ -241,19 +270,67 @@ class VersionedWeights:
         self._publish({})
 
 
-def _copy(
-    module: StageModule,
-    parameters: Mapping[str, nn.Parameter],
-    leaves: Mapping[str, nn.Parameter],
-    buffers: Mapping[int, Tensor],
-) -> StageModule:
-    """A copy of `module` with `leaves` for its parameters. The values of `buffers` take the place of the buffers with
-    these ids; the other buffers are copied.
-    """
-    memo: dict[int, Any] = {id(parameter): leaves[name] for name, parameter in parameters.items()}
-    memo.update(buffers)
-    _copy_generated(module, memo)
-    return copy.deepcopy(module, memo)
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Where a module holds its parameters."""
+
+    entries: list[tuple[MutableMapping[str, Any], str, str]]
+    """The table of a module, the key in it, and the name of the parameter."""
+    lists: list[tuple[list[Any], int, str]]
+    """Lists in attributes that hold parameters too, as those of recurrent modules do."""
+
+    @classmethod
+    def of(cls, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "_Tables":
+        """Finds the places in `module`. Raises `CaptureError` for a parameter in a place that cannot be pointed."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = cls([], [])
+        for path, inner in module.named_modules():
+            table, _ = tensor_tables(inner)
+            found.entries.extend((table, key, names[id(p)]) for key, p in table.items() if id(p) in names)
+            for key, value in vars(inner).items():
+                if isinstance(value, list):
+                    found.lists.extend((value, i, names[id(x)]) for i, x in enumerate(value) if id(x) in names)
+                elif isinstance(value, tuple | dict) and not any(value is own for own in tensor_tables(inner)):
+                    held = value.values() if isinstance(value, dict) else value
+                    for name in (names[id(each)] for each in held if id(each) in names):
+                        raise CaptureError(
+                            f"{path}.{key} ({type(inner).__name__}) holds the parameter {name} in a "
+                            f"{type(value).__name__}, which would keep one version of it: expected parameters in "
+                            "attributes, a ParameterList or a list. Look it up in the forward"
+                        )
+        return found
+
+    def point(self, leaves: Mapping[str, nn.Parameter]) -> None:
+        for table, key, name in self.entries:
+            table[key] = leaves[name]
+        for held, index, name in self.lists:
+            held[index] = leaves[name]
+
+    def check(self, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, nn.Parameter]) -> None:
+        for table, key, name in self.entries:
+            parameter = parameters[name]
+            if table[key] is not parameter:
+                raise PenstockError(
+                    f"parameter {name}: another tensor was assigned to it after the pipeline was built, which would "
+                    "not be trained. Expected the parameter that the pipeline was built with. Write in it instead "
+                    "(with torch.no_grad(): parameter.copy_(...)), or build a new Pipeline"
+                )
+            if parameter.requires_grad is not leaves[name].requires_grad:
+                raise PenstockError(
+                    f"parameter {name}: requires_grad is {parameter.requires_grad} and was "
+                    f"{leaves[name].requires_grad} when the pipeline was built. Expected no change. Freeze or unfreeze "
+                    "parameters before the pipeline is built, or build a new Pipeline"
+                )
+
+
+def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf over the memory of `slot`, with the hooks of `parameter`."""
+    leaf = nn.Parameter(from_local_shard(slot, parameter), requires_grad=parameter.requires_grad)
+    for hook in gradient_hooks(parameter):
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in accumulated_hooks(parameter):
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return leaf
 
 
 def _copy_generated(module: nn.Module, memo: dict[int, Any]) -> None:

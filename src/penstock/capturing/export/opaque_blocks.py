@@ -1,0 +1,247 @@
+"""Tracing a model with its blocks opaque: only the glue between blocks is traced.
+
+While the model is traced, each block's forward is replaced by one operator, ``penstock::block``, of which the tracer
+sees only the sizes of its results. These are known from runs of the model. In the layers that are cut from the trace,
+the operator is a call of the user's own module again, as the Python that it is.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.library import Library
+
+from penstock.capturing.export.block_calls import BlockCall, ModelRun, ResultTensor, Sizes, is_plain
+from penstock.capturing.samples import flatten
+from penstock.capturing.sequential import Anew, EagerLayer, Form
+from penstock.errors import CaptureError
+from penstock.torch_internals.modules import hooks_of, replaced_forward
+from penstock.torch_internals.pytrees import tree_unflatten
+
+__all__ = ["TRACING", "OpaqueBlocks", "TracedCall", "UnknownSize", "call_of", "is_block", "opaque", "opaque_paths"]
+
+_LIBRARY = Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("block(Tensor[] tensors, SymInt[] numbers, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+class UnknownSize(CaptureError):
+    """The sizes of what a block returns do not follow from those of its arguments."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedCall:
+    """One call of a block in the trace."""
+
+    path: str
+    takes: Form
+    returns: Form
+    recorded: BlockCall
+
+
+@dataclass(slots=True, eq=False)
+class OpaqueBlocks:
+    """The blocks of a model that are not traced, by path, and their calls in the trace."""
+
+    calls: Mapping[str, Sequence[BlockCall]]
+    model: nn.Module
+    evaluates: bool
+    """Whether they run in evaluation mode, whatever mode they are in."""
+    traced: list[TracedCall] = field(default_factory=list)
+    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def layer(self, call: int) -> EagerLayer:
+        """The block that `call` calls, between tensors."""
+        found = self.traced[call]
+        return EagerLayer(found.path, self.model.get_submodule(found.path), found.takes, found.returns, self.evaluates)
+
+    def result_name(self, call: int, index: int) -> str:
+        """The name of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
+        path = self.traced[call].path
+        before = sum(other.path == path for other in self.traced[:call]) % len(self.calls[path])
+        results = sum(constant is Tensor for constant in self.traced[call].returns.constants)
+        return f"{path}{f'@{before}' if before else ''}{f'[{index}]' if results > 1 else ''}"
+
+    def enter(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Stands for the call of a block in the trace."""
+        recorded = self.calls[path]
+        found = recorded[self._counts[path] % len(recorded)]
+        self._counts[path] += 1
+        takes, tensors, numbers = _open(args, kwargs, found)
+        call = len(self.traced)
+        constants = tuple(
+            Tensor if isinstance(leaf, ResultTensor) else leaf if is_plain(leaf) else object for leaf in found.leaves
+        )
+        self.traced.append(TracedCall(path, takes, Form(found.structure, constants), found))
+        results = iter(torch.ops.penstock.block(tensors, numbers, call))
+        leaves = [
+            next(results)
+            if isinstance(leaf, ResultTensor)
+            else _size(leaf, found, tensors, numbers, path)
+            if isinstance(leaf, tuple)
+            else leaf
+            for leaf in found.leaves
+        ]
+        return tree_unflatten(leaves, found.structure)
+
+
+TRACING: list[OpaqueBlocks] = []
+"""The blocks of the model that is being traced now."""
+
+
+@contextmanager
+def opaque(blocks: OpaqueBlocks) -> Iterator[None]:
+    """Replaces the forwards of `blocks` for its body. Their hooks are part of them and are not traced either."""
+    with ExitStack() as stack:
+        for path in blocks.calls:
+            stack.enter_context(replaced_forward(blocks.model.get_submodule(path), _stand_in(blocks, path)))
+        TRACING.append(blocks)
+        try:
+            yield
+        finally:
+            TRACING.pop()
+
+
+def is_block(node: Node) -> bool:
+    """Whether `node` of a trace is the call of a block."""
+    return node.target is torch.ops.penstock.block.default
+
+
+def call_of(node: Node) -> tuple[int, tuple[Node, ...]]:
+    """The number of the call of a block, and its arguments."""
+    tensors, numbers, call = cast("tuple[Sequence[Node], Sequence[Node], int]", node.args)
+    return call, (*tensors, *numbers)
+
+
+def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return blocks.enter(path, args, kwargs)
+
+    return forward
+
+
+def _open(args: Any, kwargs: Any, found: BlockCall) -> tuple[Form, list[Tensor], list[torch.SymInt]]:
+    """The form of a call, the tensors in it, and the sizes that follow from the model's inputs."""
+    leaves, structure = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+    constants = tuple(_constant(leaf, lasting) for leaf, lasting in zip(leaves, found.lasting, strict=True))
+    return Form(structure, constants), tensors, numbers
+
+
+def _constant(leaf: Any, lasting: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    if isinstance(leaf, torch.SymInt):
+        return torch.SymInt
+    return leaf if lasting or is_plain(leaf) else Anew(copy.deepcopy(leaf))
+
+
+@torch.library.impl(_LIBRARY, "block", "CompositeExplicitAutograd")
+def _never(tensors: Sequence[Tensor], numbers: Sequence[int], call: int) -> list[Tensor]:
+    raise AssertionError("the operator stands for a block in a trace and is never run")
+
+
+@torch.library.register_fake("penstock::block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> list[Tensor]:
+    traced = TRACING[-1].traced[call]
+    made = []
+    for leaf in traced.recorded.leaves:
+        if isinstance(leaf, ResultTensor):
+            sizes = [_size(size, traced.recorded, tensors, numbers, traced.path) for size in leaf.sizes]
+            memory = torch.empty([sizes[d] for d in leaf.order], dtype=leaf.dtype, device=leaf.device)
+            made.append(memory.permute([leaf.order.index(d) for d in range(len(sizes))]) if sizes else memory)
+    return made
+
+
+def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Sequence[Any], path: str) -> Any:
+    """What `size`, of which the value in each run is known, is in the trace."""
+    if len(set(size)) == 1:
+        return size[0]
+    known: dict[Sizes, Any] = {}
+    for dimensions, tensor in zip(found.arguments, tensors, strict=True):
+        for index, each in enumerate(dimensions):
+            known.setdefault(each, tensor.shape[index])
+    # Numbers that do not follow from sizes are constants of the trace.
+    varying = [each for each in found.numbers if len(set(each)) > 1]
+    for each, number in zip(varying, numbers, strict=False):
+        known.setdefault(each, number)
+    if size in known:
+        return known[size]
+    free = [each for each in known if len(set(each)) > 1]
+    for each in free:
+        # A multiple of it, or a part of it.
+        if (
+            all(whole % of == 0 for whole, of in zip(size, each, strict=True))
+            and len(factors := {whole // of for whole, of in zip(size, each, strict=True)}) == 1
+        ):
+            return known[each] * factors.pop()
+        if (
+            all(of % whole == 0 for whole, of in zip(size, each, strict=True))
+            and len(factors := {of // whole for whole, of in zip(size, each, strict=True)}) == 1
+        ):
+            return known[each] // factors.pop()
+    for one, other in combinations_with_replacement(free, 2):
+        if size == tuple(a * b for a, b in zip(one, other, strict=True)):
+            return known[one] * known[other]
+    raise UnknownSize(
+        f"block {path} returns a tensor with a size of {' or '.join(map(str, size))}, which does not follow from the "
+        "sizes of its arguments"
+    )
+
+
+def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:
+    """The paths of the `blocks` that are called as they are.
+
+    A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
+    computed again in any stage, so that it need not be sent. Raises `CaptureError` for what happens outside of these
+    blocks and is no operator on tensors: a trace would lose it.
+    """
+    paths = []
+    for path in sorted(blocks):
+        module = model.get_submodule(path)
+        state = any(_is_in(each, path) for each in (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere))
+        hooked = any(map(hooks_of, module.modules()))
+        if path and (state or hooked or any(True for _ in module.parameters())):
+            paths.append(path)
+    _refuse_outside(model, paths, run)
+    return tuple(paths)
+
+
+def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> None:
+    name = type(model).__name__
+    way = (
+        "Only blocks run as the Python that they are; the code between them is traced. Blocks are "
+        f"{', '.join(paths[:3]) or 'none'}{' and so on' if len(paths) > 3 else ''}"
+    )
+    buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
+    for attribute in sorted({*run.changed, *(run.written - buffers)}):
+        if not any(_is_in(attribute, path) for path in paths):
+            raise CaptureError(
+                f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. "
+                "Move what changes it into a block, or pass the model as nn.Sequential or as a list of layers"
+            )
+    for path in sorted(run.drawing_elsewhere):
+        if not any(_is_in(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy "
+                f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch.rand, or "
+                "in a block"
+            )
+    for path, module in model.named_modules():
+        hooks = hooks_of(module)
+        if hooks and not any(_is_in(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is "
+                f"not a block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
+            )
+
+
+def _is_in(attribute: str, path: str) -> bool:
+    return attribute == path or attribute.startswith((f"{path}.", f"{path}["))

@@ -1,0 +1,165 @@
+"""The state of modules in Python: attributes, containers and plain tensors, saved, compared and put back.
+
+A module may count its calls, keep a queue in a list, or assign a new tensor to a buffer. Capture runs the model several
+times, and the user's modules must be afterwards as they were. The same comparison shows which attributes a forward
+changes, and these cannot be kept where only operators on tensors are traced.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ModuleState", "same_content"]
+
+_DEEPEST = 8
+"""Objects that are nested deeper than this in an attribute are not looked at."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+_FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
+
+
+class ModuleState:
+    """A copy of all that modules hold in Python, apart from the contents of parameters."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._saved: list[tuple[str, Any, Any]] = []
+        """For every object that can change: how it is reached, the object, and a copy of its content."""
+        self._seen: set[int] = set()
+        for module in modules:
+            for path, inner in module.named_modules():
+                self._save(path, inner, 0)
+
+    def restore(self) -> None:
+        """Puts all content back, in the very objects that held it."""
+        for _, holder, content in self._saved:
+            _put_back(holder, content)
+
+    def changes(self) -> Iterator[tuple[str, bool]]:
+        """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
+        written in place.
+        """
+        for path, holder, content in self._saved:
+            if isinstance(content, dict):
+                now = _dict_of(holder)
+                for key in {**content, **now}:
+                    if key not in content or key not in now or not _same(content[key], now[key]):
+                        yield _joined(path, key), False
+            elif not _unchanged(holder, content):
+                yield path, isinstance(holder, Tensor)
+
+    def _save(self, path: str, holder: Any, depth: int) -> None:
+        if isinstance(holder, (*_PLAIN, *_FIXED)) or id(holder) in self._seen or depth > _DEEPEST:
+            return
+        # A tuple cannot change, but what is in it can.
+        if isinstance(holder, tuple | frozenset):
+            for index, inner in enumerate(holder):
+                self._save(f"{path}[{index}]", inner, depth + 1)
+            return
+        self._seen.add(id(holder))
+        if isinstance(holder, nn.Parameter):
+            return
+        content = _content_of(holder)
+        if content is None:
+            return
+        self._saved.append((path, holder, content))
+        if isinstance(content, dict):
+            for key, inner in content.items():
+                self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
+        elif isinstance(content, list):
+            for index, inner in enumerate(content):
+                self._save(f"{path}[{index}]", inner, depth + 1)
+
+
+def same_content(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places included; meta tensors hold none."""
+    if first.is_meta:
+        return True
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if first.is_quantized or first.is_sparse:
+        return torch.equal(first, second)
+    return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _dict_of(holder: Any) -> dict[Any, Any]:
+    return holder if isinstance(holder, dict) else vars(holder)
+
+
+def _content_of(holder: Any) -> Any:
+    """A copy of what `holder` holds; None for what is not looked into."""
+    match holder:
+        case Tensor():
+            return holder.detach().clone()
+        case numpy.ndarray():
+            return holder.copy()
+        case dict():
+            return dict(holder)
+        case list() | deque():
+            return list(holder)
+        case set() | bytearray():
+            return holder.copy()
+        case _ if isinstance(getattr(holder, "__dict__", None), dict):
+            return dict(vars(holder))
+        case _:
+            return None
+
+
+def _put_back(holder: Any, content: Any) -> None:
+    match holder:
+        case Tensor():
+            # BatchNorm writes its statistics without raising their version counter: only the contents tell.
+            if not same_content(holder, content):
+                # Uncounted as well, so that what autograd saved before is valid again.
+                holder.data.copy_(content) if holder.shape == content.shape else holder.set_(content)
+        case numpy.ndarray():
+            holder[...] = content
+        case list():
+            holder[:] = content
+        case bytearray():
+            holder[:] = content
+        case deque():
+            holder.clear()
+            holder.extend(content)
+        case set():
+            holder.clear()
+            holder.update(content)
+        case _:
+            now = _dict_of(holder)
+            if any(key not in now or now[key] is not value for key, value in content.items()) or len(now) != len(
+                content
+            ):
+                now.clear()
+                now.update(content)
+
+
+def _unchanged(holder: Any, content: Any) -> bool:
+    match holder:
+        case Tensor():
+            return same_content(holder, content)
+        case numpy.ndarray():
+            return bool(numpy.array_equal(holder, content))
+        case list() | deque():
+            return len(holder) == len(content) and all(map(_same, holder, content))
+        case _:
+            return bool(holder == content)
+
+
+def _same(before: Any, now: Any) -> bool:
+    return before is now or (isinstance(before, _PLAIN) and type(before) is type(now) and before == now)
+
+
+_TABLES = frozenset(f"_{kind}" for kind in ("parameters", "buffers", "modules"))
+"""Where a module holds what is named without the table, as in the state dict."""
+
+
+def _joined(path: str, key: Any) -> str:
+    """``layer.count`` for an attribute; registered tensors and modules are named as in the state dict."""
+    if not isinstance(key, str):
+        return f"{path}[{key!r}]"
+    if key in _TABLES:
+        return path
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,329 @@
+"""Models whose blocks do what no trace can keep: in a block it is right, and outside of the blocks it is refused."""
+
+import random
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.capturing import capture
+from penstock.errors import CaptureError
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A block with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Book(Block):
+    """Writes a buffer under no_grad, last of all, as codebooks and queues do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) + self.book
+        with torch.no_grad():
+            self.book.copy_(0.9 * self.book + 0.1 * y.mean((0, 1)))
+        return y
+
+
+class Reassigned(Book):
+    """Assigns the buffer anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Block.forward(self, x) + self.book
+        self.book = 0.9 * self.book + 0.1 * y.detach().mean((0, 1))
+        return y
+
+
+class Counted(Block):
+    """Counts its calls, and keeps a list and a tensor that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.memory, self.plain = 0, [0.0], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.memory.append(0.1 * self.calls)
+        self.plain = self.plain + 0.01
+        return super().forward(x) * min(self.calls, 7) + self.memory[-2] + self.plain.to(x)
+
+
+class Parity(Block):
+    """Depends on the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] % 2 == 0 else super().forward(x) * 10
+
+
+class Drawing(Block):
+    """Draws random numbers of Python's and of NumPy's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random() + float(numpy.random.rand())
+
+
+class Clamped(Block):
+    """Has hooks on a parameter and on its backward, which only large gradients show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.register_full_backward_hook(lambda _, inputs, __: tuple(each.clamp(-0.5, 0.5) for each in inputs))  # type: ignore[attr-defined]
+
+
+class Reversal(torch.autograd.Function):
+    """Turns gradients around."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+class Reversing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversal.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Sorting(Block):
+    """Decides by the data, and indexes by a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        chosen = y.sum(-1) > 0
+        if chosen.any():
+            y = y.clone()
+            y[chosen] = y[chosen] * 2
+        return y
+
+
+class Frozen(Block):
+    """A scripted module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+
+
+BLOCKS = (Book, Reassigned, Counted, Parity, Drawing, Clamped, Reversing, Sorting)
+
+
+class Model(nn.Module):
+    """Blocks of one kind, and a connection over all of them, which only a trace of the model finds."""
+
+    def __init__(self, kind: Callable[[], nn.Module], blocks: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x + early)
+
+
+def build(kind: Callable[[], nn.Module]) -> Model:
+    torch.manual_seed(5)
+    return Model(kind).double()
+
+
+def batches(lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    return [
+        (torch.randn(4, length, WIDTH, dtype=torch.float64, generator=generator), torch.zeros(4)) for length in lengths
+    ]
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def train_plainly(model: Model, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    optimizer, losses = sgd(list(model.parameters())), []
+    for x, target in data:
+        loss = squares(model(x), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
+def test_a_block_computes_what_it_computes_alone(kind: type[Block], schedule: str) -> None:
+    data = batches((6, 5, 8, 7) if kind is Parity else (6, 6, 6, 6))
+    plain, staged = build(kind), build(kind)
+    random.seed(3)
+    numpy.random.seed(3)
+    expected = train_plainly(plain, data)
+    with penstock.Pipeline(staged, (data[0][0],), squares, sgd, schedule=schedule, stages=3) as pipe:
+        random.seed(3)
+        numpy.random.seed(3)
+        losses = [pipe.step(x, target).loss.item() for x, target in data]
+        state = pipe.state_dict()["model"]
+
+    assert losses == expected
+    found = plain.state_dict()
+    assert {name: torch.equal(tensor, found[name]) for name, tensor in state.items()} == dict.fromkeys(found, True)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in staged.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Book, Counted, Clamped, Reassigned])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_a_block_with_several_versions_of_its_weights_equals_the_oracle(kind: type[Block], schedule: str) -> None:
+    data = batches((6, 6, 6, 6, 6))
+    pieces = {"microbatches": 2} if schedule == "2bw" else {}
+    sample = (data[0][0][:2],)
+    expected = penstock.reference_train(
+        build(kind), data, sample=sample, loss_fn=squares, optimizer=sgd, stages=2, schedule=schedule, **pieces
+    )
+    with penstock.Pipeline(build(kind), sample, squares, sgd, schedule=schedule, stages=2, **pieces) as pipe:
+        losses = tuple(pipe.step(x, target).loss.item() for x, target in data)
+        pipe.drain()
+        state = pipe.state_dict()["model"]
+
+    assert losses == expected.losses
+    assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_in_a_block_trains() -> None:
+    data = batches((6, 6))
+    expected = train_plainly(build(Frozen), data)
+    with penstock.Pipeline(build(Frozen), (data[0][0],), squares, sgd, stages=3) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:
+    class Dropping(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    data = batches((6, 6))
+    model = build(Dropping)
+    with penstock.Pipeline(model, (data[0][0],), squares, sgd, stages=2) as pipe:
+        pipe.step(*data[0])
+        before = [block.calls for block in model.blocks]
+        found = pipe.predict(data[1][0])
+        model.eval()
+        assert [block.calls for block in model.blocks] == [calls + 1 for calls in before]
+        for block in model.blocks:
+            block.calls, block.memory = block.calls - 1, block.memory[:-1]  # type: ignore[assignment]
+            block.plain = block.plain - 0.01  # type: ignore[assignment]
+        assert torch.allclose(model(data[1][0]), found, rtol=1e-6)
+    assert all(block.training is False for block in model.blocks)
+
+
+def test_capture_leaves_blocks_as_they_were() -> None:
+    model = build(Counted)
+    model.blocks[0].calls = 3  # type: ignore[assignment]
+    capture(model, (batches((6,))[0][0],))
+
+    assert [block.calls for block in model.blocks] == [3, 0, 0, 0]
+    assert all(block.memory == [0.0] and block.plain.item() == 0 for block in model.blocks)
+
+
+class CountingOutside(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x) * self.steps
+
+
+class DrawingOutside(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class ReassigningOutside(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.register_buffer("book", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.book = 0.9 * self.book + 0.1 * x.detach().mean((0, 1))
+        return super().forward(x + self.book)
+
+
+class HookedOutside(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.register_forward_hook(watch)
+
+
+def watch(module: nn.Module, inputs: object, output: Tensor) -> None:
+    """A hook that only looks."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (CountingOutside, r"its forward changes steps, which is outside of its blocks and would be lost"),
+        (ReassigningOutside, r"its forward changes book, which is outside of its blocks"),
+        (DrawingOutside, r"the forward of the model draws random numbers of Python's random or of NumPy outside"),
+        (HookedOutside, r"the model has the hook 'watch' and is not a block, so that the hook would not be run"),
+    ],
+)
+def test_what_happens_outside_of_blocks_is_refused(kind: Callable[[], Model], message: str) -> None:
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(kind().double(), (batches((6,))[0][0],))
+
+    assert "Blocks are blocks.0, blocks.1, blocks.2 and so on" in str(caught.value)
+
+
+def test_a_parameter_that_is_frozen_or_replaced_after_the_build_is_refused() -> None:
+    (data,) = batches((6,))
+    model = build(Block)
+    with penstock.Pipeline(model, (data[0],), squares, sgd, stages=2) as pipe:
+        pipe.step(*data)
+        model.first.weight.requires_grad_(False)
+        with pytest.raises(
+            penstock.PenstockError, match=r"parameter first.weight: requires_grad is False and was True"
+        ):
+            pipe.step(*data)
+
+
+def test_a_change_of_a_block_between_steps_counts() -> None:
+    """As in a plain loop: the block is the user's own module."""
+    data = batches((6, 6))
+    plain, staged = build(Counted), build(Counted)
+    expected = train_plainly(plain, data[:1])
+    plain.blocks[1].calls = 6  # type: ignore[assignment]
+    expected += train_plainly(plain, data[1:])
+    with penstock.Pipeline(staged, (data[0][0],), squares, sgd, stages=3) as pipe:
+        losses = [pipe.step(*data[0]).loss.item()]
+        staged.blocks[1].calls = 6  # type: ignore[assignment]
+        losses.append(pipe.step(*data[1]).loss.item())
+
+    assert losses == expected
