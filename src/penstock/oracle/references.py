@@ -216,7 +216,7 @@ class _Run:
         return self.training.scales.scale_of(k // self.guarantees.microbatches_per_update[-1] + 1)
 
     def _forward(self, k: int, part: ReferenceMicrobatch) -> list[tuple[Tensor, float]]:
-        """The loss of each last-stage replica for its share of a microbatch, and the amount that it is the mean over."""
+        """The loss of each last-stage replica for its share of a microbatch, and the amount it averages over."""
         with self.recipe.autocast_context(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)
