@@ -19,14 +19,11 @@ ALLOWED = """
     src/penstock/capturing/model_forms.py
     src/penstock/capturing/samples.py
     src/penstock/capturing/weightless.py
-    src/penstock/oracle/batches.py
     src/penstock/oracle/weights.py
     src/penstock/runtime/assembly/checkpoint.py
     src/penstock/runtime/assembly/failure_guard.py
     src/penstock/runtime/execution/split_backward.py
-    src/penstock/runtime/transport/backend_selection.py
     src/penstock/runtime/transport/failures.py
-    src/penstock/runtime/transport/tensor_parallel_transport.py
     src/penstock/scheduling/verification/message_invariants.py
     src/penstock/scheduling/verification/stage_invariants.py
     src/penstock/scheduling/verification/violations.py

@@ -1,4 +1,4 @@
-"""The oracle's own way to cut a batch, so that it shares no mistake with the runtime."""
+"""Cuts a batch into microbatches for the oracle, which shares no code with the runtime here, and so no mistakes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["ReferenceMicrobatch", "cut", "pieces_of", "sizes_of"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMicrobatch:
-    """Inputs by value name, the target, and how many samples they are of."""
+    """Holds the inputs of a microbatch by value name, its target, and its number of samples."""
 
     values: dict[str, Tensor]
     target: Any
@@ -22,7 +22,7 @@ class ReferenceMicrobatch:
 
 
 def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[ReferenceMicrobatch]:
-    """The batch in `count` microbatches."""
+    """The `count` microbatches of a batch."""
     tensors = chain.inputs.read(inputs)
     samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
     columns = {
@@ -37,7 +37,7 @@ def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Referen
 
 
 def pieces_of(target: Any, samples: int, count: int) -> list[Any]:
-    """`target` in `count` pieces; what does not count the samples goes whole to each."""
+    """`target` in `count` pieces; each piece has the whole of every leaf that is not one entry per sample."""
     leaves, structure = flatten(target)
     columns = [
         list(leaf.clone().tensor_split(count))
@@ -49,5 +49,5 @@ def pieces_of(target: Any, samples: int, count: int) -> list[Any]:
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
-    """So many samples in `count` parts; the first ones take the remainder."""
+    """The sizes of `count` pieces of `samples` samples; the first ones take the remainder."""
     return [samples // count + (index < samples % count) for index in range(count)]

@@ -1,8 +1,8 @@
 """The mathematics that a schedule guarantees, in one process and without the runtime.
 
-`reference_train` is what "correct" means: the runtime must equal it bit for bit (float64, CPU). It runs one microbatch
-after the other through the whole model, keeps every stage's weights of each version in a list, and reads them by the
-formulas of the papers. No stage module, no slots, no messages, and no order: of a schedule it takes only the version
+`reference_train` defines "correct": the runtime must equal it bit for bit (float64, CPU). It runs one microbatch after
+the other through the whole model, keeps every stage's weights of each version in a list, and reads them by the formulas
+of the papers. It has no stage modules, no slots, no messages and no order. From a schedule it takes only the version
 rule, the size of an update and the delays that the definition states.
 """
 
@@ -38,10 +38,10 @@ __all__ = ["Reference", "reference_train"]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What `reference_train` returns."""
+    """Holds the result of `reference_train`."""
 
     losses: tuple[float, ...]
-    """Of every minibatch, the mean over its samples."""
+    """The mean loss over the samples of every minibatch."""
     state: dict[str, Tensor]
     """The final parameters and buffers, by the keys of the model's state dict."""
 
@@ -71,9 +71,9 @@ def reference_train(
 ) -> Reference:
     """Trains a copy of `model` on `batches` of (inputs, target) as the schedule guarantees.
 
-    Arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the pipeline
-    is drained. With W(x) for version x, k for the microbatch and t for the minibatch since the last drain, s for the
-    stage:
+    The arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the
+    pipeline is drained. W(x) is version x, s the stage, and k and t count microbatches and minibatches since the last
+    drain:
 
     ==============================  =================================================================
     with a flush                    W(t+1) = W(t) - update of the mean gradient at W(t)
@@ -82,29 +82,29 @@ def reference_train(
     2bw                             W(t+1) = W(t) - update of the mean gradient at W(max(t-1, 0))
     ==============================  =================================================================
 
-    A schedule of your own is computed by its `VersionRule` and the numbers of its `Guarantees`: with n microbatches per
-    update of stage s, microbatch k is of round k // n. `NEWEST` reads version max(0, k // n - (versions - 1)), and
-    `INPUT_STAGE` what that is for stage 0; `ScheduleError` if the order reads other versions.
+    Your own schedule is computed from its `VersionRule` and the numbers of its `Guarantees`: with n microbatches per
+    update of stage s, microbatch k is in round k // n. `NEWEST` reads version max(0, k // n - (versions - 1)), and
+    `INPUT_STAGE` reads the version of stage 0; `ScheduleError` if the order reads other versions.
 
-    Where stage s has r replicas that take microbatches in turn, the updates of `pipedream` are of r microbatches, k
-    counts these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in
-    flight. The last round before a drain may be of fewer. Where replicas split microbatches, r counts as 1, and a stage
-    is computed part by part. Either way the gradients of replicas are summed in their order.
+    If stage s has r replicas that take microbatches in turn, an update of `pipedream` takes r microbatches, k counts
+    these rounds, and instead of p-s there are d(s) = ceil(replicas of this and all later stages / r) rounds in flight.
+    The last round before a drain may have fewer microbatches. If replicas split microbatches, r counts as 1, and the
+    replicas' shares are computed one by one. In both cases the gradients of replicas are summed in their order.
 
-    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `pipedream` stage s takes for
-    it the gradients of update k of the stages from s on, and of stage s-i those of update k-2i: what has come to it by
-    then.
+    `clip_grad_norm` clips the gradients of an update by the norm over all stages. Under `pipedream` stage s uses the
+    gradients that have reached it by then: those of update k from the stages from s on, and those of update k-2i from
+    stage s-i.
 
-    With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if it
-    has seen a gradient for it that is not finite: of any stage, or under `pipedream` of the stages from s on. The last
-    stage then lowers the scale, unless that was done since the losses of that update were scaled; norms of skipped
-    updates count for nothing. The scale of minibatch t follows from the updates of the minibatches before it, under
-    `2bw` on more than one stage from those before t-1; under `pipedream` it follows from what has reached the last
-    stage.
+    With `loss_scale`, losses are multiplied by a scale and the gradients divided by it. Stage s skips an update if a
+    gradient for it is not finite: in any stage, or under `pipedream` in the stages from s on. The last stage then
+    lowers the scale, unless it has done so since the losses of that update were scaled. Norms of skipped updates are
+    not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
+    stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
 
-    With `version_dtype`, W(x) is the optimizer's weights cast to it, where they are float32, trained and of two
-    dimensions or more, and each microbatch's gradient is cast back before it is added to the others. Of `update_hooks`
-    each stage has what it makes of its own updates; W(x) is what they predict, but for version 0.
+    With `version_dtype`, W(x) are the optimizer's weights, cast to that type if they are float32, trained, and of two
+    dimensions or more. Each microbatch's gradient is cast back before it is added to the others. Each stage has its own
+    state of `update_hooks`, made from its own updates. With hooks that predict weights, W(x) is their prediction,
+    except for version 0.
 
     Sources: [PipeDream 2019, sections 3.2 and 3.3], [PipeDream-2BW 2021, section 3.1], [SPP 2022, section III].
     """
@@ -125,7 +125,7 @@ def reference_train(
         chain = capture(copy.deepcopy(model), sample)
     definition = require_schedule(schedule) if plan is None else plan.definition
     if plan is None:
-        # Of Penstock's own schedules the ranks decide nothing; the functions of another one expect its own layout.
+        # For Penstock's own schedules the ranks do not matter; the functions of other definitions expect their layout.
         laid_out = DEFAULT_SCHEDULE if definition in METHODS else definition
         per_rank = require_schedule(laid_out).layout.default_stages_per_rank(stages, 1)
         plan = Plan.uniform(len(chain.layers), stages, laid_out, microbatches, per_rank, vertical_sync=vertical_sync)
@@ -152,7 +152,7 @@ def reference_train(
 
 @dataclass(slots=True)
 class _Run:
-    """One training: what is fixed, and how far it has come."""
+    """A training run: its fixed arguments, and how far it has come."""
 
     chain: LayerChain
     plan: Plan
@@ -163,26 +163,26 @@ class _Run:
     device: torch.device
     seed: int
     before: int = 0
-    """Microbatches before the present run of the schedule."""
+    """The number of microbatches before the current run of the schedule."""
     minibatch: int = 0
-    """Minibatches in it."""
+    """The number of minibatches in the current run."""
     updates: int = 0
-    """Updates since versions were counted from 0; of schedules that update once in a minibatch."""
+    """The number of updates since version 0, for schedules that update once per minibatch."""
     versions: Sequence[int] = ()
-    """Of each stage, at the last microbatch."""
+    """The version of each stage at the last microbatch."""
 
     def step(self, inputs: Any, target: Any) -> float:
-        """One minibatch; its loss."""
+        """Trains on one minibatch and returns its loss."""
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
         parts = cut(self.chain, inputs, target, self.plan.microbatches)
         amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
             self.versions = _versions(self.guarantees, k, self.minibatch)
             losses = self._forward(k, part)
-            # A microbatch weighs as much as its loss is the mean over; where an update takes one of each replica, one.
+            # A microbatch's weight is the amount that its loss is the mean over. It is 1 if updates are per microbatch.
             weighs = amount if per_microbatch else sum(amounts)
             scale = self._scale(k)
-            # Where everything is frozen no loss has a gradient.
+            # If everything is frozen, no loss has a gradient.
             trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
             if trained:
                 torch.autograd.backward(
@@ -195,14 +195,14 @@ class _Run:
                 self.training.settle_scale()
         if not per_microbatch:
             self.training.update(dict(enumerate(self.versions)))
-            # Where updates are deferred, that of minibatch t waits for the other stages until minibatch t + 2 needs it.
+            # If updates are deferred, the update of minibatch t waits for the other stages until minibatch t + 2.
             self.training.settle_scale(wait=int(self.schedule.defers_updates and len(self.plan.stages) > 1))
         self.minibatch += 1
         self.updates += 1
         return total
 
     def drain(self) -> None:
-        """The last updates of a run of the schedule; the next one begins with the newest weights."""
+        """Does the last updates of a run of the schedule; the next run begins with the newest weights."""
         seen = self.minibatch * self.plan.microbatches
         if self.schedule.updates_per_microbatch:
             self.training.update_rounds(self.versions, seen, last=True)
@@ -212,7 +212,7 @@ class _Run:
             self.before, self.minibatch, self.updates = self.before + seen, 0, 0
 
     def _scale(self, k: int) -> float:
-        """What the loss of microbatch k is multiplied with."""
+        """The scale that the loss of microbatch k is multiplied by."""
         if self.training.scales is None:
             return 1.0
         if not self.schedule.updates_per_microbatch:
@@ -220,7 +220,7 @@ class _Run:
         return self.training.scales.scale_of(k // self.guarantees.microbatches_per_update[-1] + 1)
 
     def _forward(self, k: int, part: ReferenceMicrobatch) -> list[tuple[Tensor, float]]:
-        """The loss of each part of a microbatch that a replica of the last stage has, and what it is the mean over."""
+        """The loss of each last-stage replica for its share of a microbatch, and the amount it averages over."""
         with self.recipe.autocast_context(self.device):
             seed = microbatch_seed(self.seed, self.before + k)
             outputs = self.training.forward(part.values, part.size, self.versions, k, seed)

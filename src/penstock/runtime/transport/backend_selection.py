@@ -2,11 +2,11 @@
 
   shared memory  between processes of one host that compute on CPUs
   NCCL           between processes with a GPU each: messages between stages, and sums over replicas
-  Gloo           everything else. Tensors of a GPU pass through host memory. NCCL refuses two processes on one GPU.
-                 Reports are read on the host, and buffers are shared rarely: neither is worth the memory of a
-                 communicator.
+  Gloo           everything else; tensors of a GPU pass through host memory. It also carries messages between two
+                 processes on one GPU, which NCCL refuses, and reports and buffers. Reports are read on the host, and
+                 buffers are shared rarely, so neither is worth the memory of a communicator.
 
-Invariant of this file: every rank chooses from what all ranks have gathered, so that all choose the same.
+Invariant of this file: every rank chooses by the same data, gathered from all ranks, so all choose the same backends.
 """
 
 import logging
@@ -38,41 +38,43 @@ __all__ = [
 ]
 
 SHARED_MEMORY = "PENSTOCK_SHARED_MEMORY"
-"""The environment variable that, if it is 0, makes the processes of one host use Gloo, like those of several hosts."""
+"""An environment variable. 0 makes the processes of one host use Gloo, like those of several hosts."""
 NCCL = "PENSTOCK_NCCL"
-"""The environment variable that, if it is 0, makes GPUs use Gloo. If it is 1, NCCL is also tried between processes that
-share a GPU, which NCCL may refuse.
+"""An environment variable. 0 makes GPUs use Gloo. 1 tries NCCL also between processes that share a GPU, which NCCL may
+refuse.
 """
 _CTAS = "PENSTOCK_NCCL_CTAS"
-"""The environment variable for the number of multiprocessors of a GPU that a message between stages may occupy. A sum
-over replicas may occupy twice as many.
+"""An environment variable: how many multiprocessors of a GPU a message between stages may occupy. A sum over replicas
+may occupy twice as many.
 """
 _FEW_CTAS = 2
-"""Two multiprocessors move some 40 GB/s over NVLink. A message then takes far less time than the microbatch that is
-computed beside it.
+"""Two multiprocessors move about 40 GB/s over NVLink. A message then takes far less time than the microbatch that is
+computed at the same time.
 """
 _OWN_STREAMS = 4
-"""The streams of computation, of updates, and of copies from and to the host."""
+"""The number of streams for computation, updates, and copies from and to the host."""
 _MANY_COMMUNICATORS = 24
-"""PyTorch has 32 streams of high priority for each GPU. NCCL's communicators take them round-robin."""
+"""More communicators than this cause a warning. PyTorch has 32 streams of high priority for each GPU, which NCCL's
+communicators take round-robin.
+"""
 _NCCL_CHANNELS = (Channel.STAGES, Channel.PROBE)
 """The channels whose messages are worth a communicator."""
 
 
 class Backend(Enum):
-    """Carries the messages of an edge."""
+    """Names the library that carries the messages of an edge."""
 
     MEMORY = "shared memory"
     NCCL = "NCCL"
-    """Or the library of another kind of accelerator."""
+    """NCCL, or the library of another kind of accelerator."""
     GLOO = "Gloo"
 
 
 class DeviceInfo(NamedTuple):
-    """The device of a process, as all processes gather it."""
+    """Describes the device of a process; all processes gather these."""
 
     gpu: str
-    """A globally unique identifier of the GPU; empty without a GPU that sends by itself."""
+    """A globally unique identifier of the GPU; empty if there is none that a ``torch.distributed`` backend supports."""
     nccl_setting: str = ""
     """The value of the environment variable `NCCL`: "0", "1", or "" if it is not set."""
     host: str = ""
@@ -108,8 +110,8 @@ def ctas_per_message() -> int:
 
 
 def warn_of_many_communicators(communicators: int, rank: int) -> None:
-    """Logs a warning if `rank` has so many `communicators` between GPUs that some of their streams may coincide, or
-    wait for each other in the queues by which CUDA feeds the GPU.
+    """Logs a warning if `rank` has too many `communicators` between GPUs: two may get the same stream, or streams may
+    share one of CUDA's queues to the GPU and wait for each other.
     """
     log = logging.getLogger("penstock")
     if communicators and communicators + _OWN_STREAMS > count_queues():
@@ -134,7 +136,7 @@ def warn_of_many_communicators(communicators: int, rank: int) -> None:
 
 
 def warn_of_shared_gpus(devices: Sequence[DeviceInfo], rank: int) -> None:
-    """Logs a warning if ranks share a GPU while their host has unused ones. Only the first of these ranks logs it."""
+    """Logs a warning if ranks share a GPU while other GPUs of their host are unused. Only the first of them logs it."""
     users: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for other, device in enumerate(devices):
         if device.gpu:
@@ -156,8 +158,8 @@ def warn_of_shared_gpus(devices: Sequence[DeviceInfo], rank: int) -> None:
 def select_backends(
     edges: Iterable[Edge], devices: Sequence[DeviceInfo], shared: Collection[Edge]
 ) -> dict[Edge, Backend]:
-    """The backend of each edge, in the order of `edges`. `devices`: of all ranks; `shared`: the edges whose two
-    processes have connected for shared memory.
+    """The backend of each edge, in the order of `edges`. `devices`: those of all ranks. `shared`: the edges whose two
+    processes have connected over shared memory.
     """
     chosen = {}
     for edge in edges:

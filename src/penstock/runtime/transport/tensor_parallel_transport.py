@@ -1,15 +1,15 @@
 """The transport between tensor-parallel stages: each rank of the schedule consists of several processes.
 
 Tensor-parallel rank i of one rank sends to tensor-parallel rank i of others. A tensor between stages is the same on all
-t tensor-parallel ranks, so each of them sends one slice, ``1/t`` of the elements, and the receiving ones gather the
-slices over their own, faster links. That is the scatter/gather optimization of [Narayanan 2021, section 4.5] and [PTD-P
+t tensor-parallel ranks, so each of them sends one slice, ``1/t`` of the elements. The receiving processes gather the
+slices over their own, faster links. This is the scatter/gather optimization of [Narayanan 2021, section 4.5] and [PTD-P
 2021, section 4.1]. Gradients are sent back in the same way.
 
 Invariants of this file:
-  1. Slices are gathered on the computing thread, when their message is waited for. All tensor-parallel ranks of a rank
-     wait for the same messages in the order of their program, whatever order the slices arrive in.
-  2. Reports and buffers are sent whole: one tensor-parallel rank may read them alone, and at any time.
-  3. That a tensor is the same on all tensor-parallel ranks is checked, at the first message of each kind.
+  1. Slices are gathered on the computing thread, when it waits for their message. All tensor-parallel ranks of a rank
+     wait for the same messages in the order of their program, in whatever order the slices arrive.
+  2. Reports and buffers are sent whole, since a single tensor-parallel rank may read them, and at any time.
+  3. The first message of each kind is checked: its tensors must be the same on all tensor-parallel ranks.
 """
 
 import math
@@ -29,8 +29,8 @@ from penstock.runtime.transport.worlds import World
 __all__ = ["TensorParallelTransport", "connect_tensor_parallel"]
 
 _CLOSE = 1e-3
-"""The relative difference that is allowed between tensor-parallel ranks. If they all-reduce alike, they differ by
-rounding at most. Slices of one tensor differ by as much as its elements do.
+"""The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
+of one tensor differ as much as its elements do.
 """
 
 _Shapes = tuple[torch.Size | None, ...]
@@ -44,7 +44,7 @@ def connect_tensor_parallel(
     groups: Iterable[tuple[int, ...]],
     tp_group: dist.ProcessGroup | None,
 ) -> Transport:
-    """Makes a transport between ranks of one or more processes each. Collective over all processes.
+    """Makes a transport between ranks of one or more processes each. All processes must call it.
 
     `tp_group`: the processes of this rank; None if a rank is one process.
     """
@@ -66,9 +66,9 @@ def _group_of(ranks: Sequence[int], tp_rank: int, size: int) -> tuple[int, ...]:
 
 
 class TensorParallelTransport:
-    """Carries the messages of one tensor-parallel rank.
+    """Carries the messages of one tensor-parallel rank, which computes on `device`.
 
-    `tp_group`: all processes of the same rank, which compute on `device`. `inner` carries messages between processes.
+    `tp_group`: all processes of the same rank. `inner` carries messages between processes.
     """
 
     def __init__(self, inner: Transport, tp_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -149,9 +149,7 @@ class TensorParallelTransport:
         return own.requires_grad_(tensor.requires_grad)
 
     def _check(self, edge: Edge, message: Sequence[Tensor | None]) -> None:
-        """Raises `PenstockError`, on all tensor-parallel ranks, if a tensor of `message` is not the same on all of
-        them.
-        """
+        """Raises `PenstockError` on all tensor-parallel ranks unless the tensors of `message` are the same on all."""
         for tensor in message:
             if isinstance(tensor, DTensor):
                 raise PenstockError(
@@ -178,7 +176,7 @@ class TensorParallelTransport:
 
 @dataclass(slots=True, eq=False)
 class _AgreedShapes:
-    """The whole shapes of the messages of one kind, which travel ahead of the first one."""
+    """Holds the unsliced shapes of the messages of one kind, which are sent before the first one."""
 
     receive: PendingMessage
     shapes: _Shapes | None = None
@@ -193,7 +191,7 @@ class _AgreedShapes:
 
 @dataclass(slots=True, eq=False)
 class _SlicedMessage:
-    """A message of which each tensor-parallel rank receives a slice."""
+    """A message whose slices the tensor-parallel ranks receive and gather."""
 
     receive: PendingMessage
     agreed: _AgreedShapes
@@ -211,7 +209,7 @@ class _SlicedMessage:
         )
 
     def _gather(self, own: Tensor, shape: torch.Size) -> Tensor:
-        # As bytes, since not every dtype can be gathered by every backend.
+        # The slices are gathered as bytes, since not every backend can gather every dtype.
         sent = own.detach().view(torch.uint8)
         gathered = sent.new_empty(self.size * sent.numel())
         dist.all_gather(list(gathered.chunk(self.size)), sent, group=self.tp_group)
@@ -224,7 +222,7 @@ def _slice_size(elements: int, size: int) -> int:
 
 
 def _encoded(shapes: _Shapes) -> Tensor:
-    """For every tensor its number of dimensions and their sizes; -1 for None."""
+    """The number of dimensions of every tensor and their sizes; -1 for None."""
     numbers: list[int] = []
     for shape in shapes:
         numbers += [-1] if shape is None else [len(shape), *shape]
@@ -239,7 +237,7 @@ def _decoded(code: Tensor) -> _Shapes:
 
 
 def _fingerprint(tensor: Tensor | None) -> Tensor:
-    """Four numbers to compare tensors by: the number of elements, and three sums of them."""
+    """Four numbers that identify a tensor: the number of its elements, and three sums over them."""
     if tensor is None:
         return torch.full((4,), -1.0, dtype=torch.float64)
     values = tensor.detach().reshape(-1)
@@ -255,6 +253,6 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
         return False
     size = max(abs(one[2]), abs(other[2]))
     if not math.isfinite(size):
-        # A transport does not judge overflow.
+        # Overflow is no fault of the transport.
         return True
     return all(abs(a - b) <= _CLOSE * size for a, b in zip(one[1:], other[1:], strict=True))
