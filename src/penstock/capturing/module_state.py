@@ -14,11 +14,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from penstock.torch_internals.modules import TENSOR_TABLES
+
 __all__ = ["ModuleState", "same_content"]
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+_PLAIN_TYPES = frozenset(_PLAIN)
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
 
 
@@ -68,6 +71,8 @@ class ModuleState:
         self._saved.append((path, holder, content))
         if isinstance(content, dict):
             for key, inner in content.items():
+                if type(inner) in _PLAIN_TYPES:
+                    continue
                 self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
         elif isinstance(content, list):
             for index, inner in enumerate(content):
@@ -152,14 +157,10 @@ def _same(before: Any, now: Any) -> bool:
     return before is now or (isinstance(before, _PLAIN) and type(before) is type(now) and before == now)
 
 
-_TABLES = frozenset(f"_{kind}" for kind in ("parameters", "buffers", "modules"))
-"""Where a module holds what is named without the table, as in the state dict."""
-
-
 def _joined(path: str, key: Any) -> str:
     """``layer.count`` for an attribute; registered tensors and modules are named as in the state dict."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
-    if key in _TABLES:
+    if key in TENSOR_TABLES:
         return path
     return f"{path}.{key}" if path else key

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
-from penstock.capturing.preservation import same_content
+from penstock.capturing.module_state import same_content
 from penstock.torch_internals.tensors import times_written
 
 __all__ = ["Observation", "observe", "observed"]

@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock.capturing.module_state import ModuleState, same_content
+from penstock.capturing.module_state import ModuleState
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = ["SavedBuffers", "evaluating", "preserved", "same_content"]
+__all__ = ["SavedBuffers", "evaluating", "preserved"]
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class EagerLayer(nn.Module):
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
-        body: Any = vars(self)["_modules"]["body"]
+        body: Any = self._modules["body"]
         if self._takes_tensors:
             result = body(*tensors)
         else:

@@ -24,7 +24,7 @@ def export_refusals() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def traced_by(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """In its body a trace runs each operator of `kernels` by the Python function that is given for it.
+    """Has traces in this block run each operator of `kernels` by the Python function that is given for it.
 
     Public: `torch.library`, which changes what operators compute outside of traces, too, until the process ends.
     Without the private names this does nothing: the operators are traced as PyTorch traces them.

@@ -10,6 +10,7 @@ from torch.nn.modules import batchnorm
 from penstock.torch_internals.availability import missing
 
 __all__ = [
+    "TENSOR_TABLES",
     "hooks_of",
     "is_batch_norm",
     "is_compiled",
@@ -23,14 +24,13 @@ __all__ = [
 ]
 
 
+TENSOR_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+"""The attributes of a module that hold what is registered with it, under names that are those of the state dict."""
+
+
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something runs around the forward or the backward of `module` itself. No public name lists hooks."""
-    try:
-        before, after = module._forward_pre_hooks, module._forward_hooks
-        backward = module._backward_pre_hooks, module._backward_hooks
-    except AttributeError as error:
-        raise missing("torch.nn.Module._forward_hooks", "to see what a module runs besides its children") from error
-    return any((before, after, *backward))
+    """Whether something runs around the forward or the backward of `module` itself."""
+    return bool(hooks_of(module))
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ these are the modules that blocks are chosen from.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,6 +32,7 @@ __all__ = [
     "ModelRun",
     "RecordedCalls",
     "ResultTensor",
+    "failures_explained",
     "is_plain",
     "record_calls",
     "run_on_sample",
@@ -92,6 +93,10 @@ class _Shape:
     stride: tuple[int, ...]
 
 
+_Calls: TypeAlias = dict[str, list[_Call]]
+"""The calls in one run, by path of the module."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRun:
     """What two consecutive runs of a model on the sample showed."""
@@ -106,22 +111,32 @@ class ModelRun:
     """Attributes that the second run changed, such as ``encoder.count``."""
     written: frozenset[str]
     """Tensors in attributes that the second run wrote in place."""
+    calls: tuple[_Calls, _Calls]
+    """All calls of modules in the two runs."""
+
+
+@contextmanager
+def failures_explained(model: nn.Module) -> Iterator[None]:
+    """Raises `CaptureError` if `model` fails on the sample in this block."""
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
+            "arguments that the model accepts"
+        ) from error
 
 
 def run_on_sample(model: nn.Module, call: Call) -> ModelRun:
     """Runs `model` on the sample. Raises `CaptureError` if it fails on it."""
-    watch = _Watch(model, None)
+    watch, again = _Watch(model), _Watch(model)
     with preserved([model]), torch.no_grad():
-        try:
-            watch.run(call.copied())
+        with failures_explained(model):
+            with _Dependence(list(model.parameters()), watch.note_computation):
+                watch.run(call.copied())
             # What is changed by the first run only is a cache.
             state = ModuleState([model])
-            model(*call.copied().args, **call.copied().kwargs)
-        except Exception as error:
-            raise CaptureError(
-                f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
-                "arguments that the model accepts"
-            ) from error
+            again.run(call.copied())
         changes = list(state.changes())
     return ModelRun(
         working=frozenset(watch.working),
@@ -129,6 +144,7 @@ def run_on_sample(model: nn.Module, call: Call) -> ModelRun:
         drawing_elsewhere=frozenset(watch.drawing_elsewhere),
         changed=frozenset(path for path, written in changes if not written),
         written=frozenset(path for path, written in changes if written),
+        calls=(watch.calls, again.calls),
     )
 
 
@@ -144,10 +160,12 @@ class RecordedCalls:
     """Groups of dimensions of inputs that may only have one size together."""
 
 
-def record_calls(model: nn.Module, call: Call, inputs: ModelInputs, paths: Collection[str]) -> RecordedCalls:
-    """The calls of the modules `paths` in runs on the sample, and with other sizes of each of its dimensions."""
-    first = _record(model, call.copied(), paths)
-    runs, fixed, equal = [first, _record(model, call.copied(), paths)], set[Dimension](), []
+def record_calls(
+    model: nn.Module, call: Call, inputs: ModelInputs, paths: Collection[str], run: ModelRun
+) -> RecordedCalls:
+    """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample."""
+    first, again = ({path: calls[path] for path in paths} for calls in run.calls)
+    runs, fixed, equal = [first, again], set[Dimension](), []
     groups = list(_size_groups(call, inputs))
     while groups:
         group = groups.pop(0)
@@ -171,12 +189,12 @@ def is_plain(leaf: Any) -> bool:
 
 
 class _Watch:
-    """One run of a model, watched. `paths`: the modules whose calls are noted; None for all, and what they compute."""
+    """Watches one run of a model. `paths`: the modules whose calls are noted; None for all."""
 
-    def __init__(self, model: nn.Module, paths: Collection[str] | None) -> None:
+    def __init__(self, model: nn.Module, paths: Collection[str] | None = None) -> None:
         self.model = model
         self.paths = paths
-        self.calls: dict[str, list[_Call]] = defaultdict(list)
+        self.calls: _Calls = defaultdict(list)
         self.working: set[str] = set()
         self.drawing: set[str] = set()
         self.drawing_elsewhere: set[str] = set()
@@ -184,10 +202,7 @@ class _Watch:
         self._generators = _python_generators()
 
     def run(self, call: Call) -> None:
-        parameters = list(self.model.parameters())
         with ExitStack() as hooks:
-            if self.paths is None:
-                hooks.enter_context(_Dependence(parameters, self._computes))
             for path, module in self.model.named_modules():
                 # A scripted module takes no hooks and runs none of its modules: what it does its parent does.
                 if isinstance(module, torch.jit.ScriptModule) or (self.paths is not None and path not in self.paths):
@@ -215,7 +230,8 @@ class _Watch:
         leaves, made.structure = flatten(result)
         made.leaves = [_shape_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def _computes(self, depends: bool, draws: bool) -> None:
+    def note_computation(self, depends: bool, draws: bool) -> None:
+        """Notes that the innermost module computes something that `depends` on parameters, or `draws` numbers."""
         path = self._stack[-1][0] if self._stack else ""
         if depends or draws:
             self.working.add(path)
@@ -281,7 +297,7 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in zip(inputs.names, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
-def _record(model: nn.Module, call: Call, paths: Collection[str]) -> dict[str, list[_Call]]:
+def _record(model: nn.Module, call: Call, paths: Collection[str]) -> _Calls:
     watch = _Watch(model, paths)
     with preserved([model]), torch.no_grad():
         watch.run(call)
@@ -296,7 +312,7 @@ def _record_resized(
     *,
     paths: Collection[str],
     expected: Mapping[str, Sequence[_Call]],
-) -> dict[str, list[_Call]] | None:
+) -> _Calls | None:
     """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
     samples = any(name in inputs.batched and index == 0 for name, index in group)
     for resize in (_grow,) if samples else (_shrink, _halve):

@@ -12,7 +12,13 @@ from torch import nn
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
-from penstock.capturing.export.block_calls import Dimension, RecordedCalls, record_calls, run_on_sample
+from penstock.capturing.export.block_calls import (
+    Dimension,
+    RecordedCalls,
+    failures_explained,
+    record_calls,
+    run_on_sample,
+)
 from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
@@ -57,7 +63,7 @@ def _capture(
     run = run_on_sample(model, call)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
-    recorded = record_calls(model, call, inputs, own)
+    recorded = record_calls(model, call, inputs, own, run)
     with preserved([model]):
         blocks = OpaqueBlocks(recorded.calls, model, partition is not None)
         traced = trace(model, call, inputs, blocks, recorded.fixed)
@@ -110,14 +116,8 @@ def _run_eagerly(model: nn.Module, call: Call, inputs: ModelInputs) -> tuple[Fla
     flat = FlatModel(model, inputs)
     own = call.copied()
     leaves, _ = flatten((own.args, own.kwargs))
-    with torch.no_grad(), observed(model, ()) as observation:
-        try:
-            flat(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-        except Exception as error:
-            raise CaptureError(
-                f"{type(model).__name__} fails on the sample: {type(error).__name__}: {error}. sample= must hold "
-                "arguments that the model accepts"
-            ) from error
+    with torch.no_grad(), observed(model, ()) as observation, failures_explained(model):
+        flat(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
     return flat, {id(buffer) for buffer in observation.mutated_buffers}
 
 

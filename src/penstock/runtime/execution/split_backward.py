@@ -101,6 +101,8 @@ class WeightBackward:
                 if gradient_hooks(leaf):
                     # They have been run when autograd made the gradient.
                     _add(leaf, gradient)
+                    for hook in accumulated_hooks(leaf):
+                        hook(leaf)
                 else:
                     accumulation.accumulate(leaf, gradient)
             self._made = ()
@@ -135,11 +137,8 @@ class _GradientAccumulation:
         hooked = self._hooked or gradient_hooks(leaf) or accumulated_hooks(leaf)
         if hooked or gradient.layout is not torch.strided or gradient.dtype is not leaf.grad_dtype:
             self.queue(leaf, gradient)
-        elif own is None:
-            # A copy that is laid out like the leaf: other tensors may share the memory of this gradient.
-            leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
-        elif own.layout is torch.strided:
-            own.add_(gradient)
+        elif own is None or own.layout is torch.strided:
+            _add(leaf, gradient)
         else:
             self.queue(leaf, gradient)
 
@@ -157,13 +156,12 @@ class _GradientAccumulation:
 
 
 def _add(leaf: Tensor, gradient: Tensor) -> None:
-    """Adds `gradient` to that of `leaf`, and runs the hooks that are run after that."""
+    """Adds `gradient` to that of `leaf`, without the hooks."""
     if leaf.grad is None:
+        # A copy that is laid out like the leaf: other tensors may share the memory of this gradient.
         leaf.grad = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
     else:
         leaf.grad.add_(gradient)
-    for hook in accumulated_hooks(leaf):
-        hook(leaf)
 
 
 def run_input_backward(
