@@ -327,3 +327,55 @@ def test_a_change_of_a_block_between_steps_counts() -> None:
         losses.append(pipe.step(*data[1]).loss.item())
 
     assert losses == expected
+
+
+class Masked(Block):
+    """Takes a mask or None, and computes something else without one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y.cumsum(1) if mask is None else mask.to(y) @ y
+
+
+class SkippingMasks(Model):
+    """Passes a mask where it cannot see that it hides nothing: in a trace, tensors are of another class."""
+
+    def __init__(self) -> None:
+        super().__init__(Masked)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        seen = type(x) is Tensor and (keep is None or bool(keep.all()))
+        mask = None
+        if not seen:
+            mask = torch.ones(x.shape[1], x.shape[1]).tril()
+            if keep is not None:
+                mask = mask * keep[:, None]
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.last(x)
+
+
+def test_a_mask_that_only_a_trace_passes_is_left_out() -> None:
+    torch.manual_seed(5)
+    model = SkippingMasks().double()
+    x = batches((6,))[0][0]
+    chain = capture(model, (x,))
+
+    for length in (6, 4):
+        own = x[:, :length]
+        found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((own,), {}))
+        assert torch.equal(found[0], model(own))
+
+
+def test_a_mask_that_follows_from_values_is_computed() -> None:
+    torch.manual_seed(5)
+    model = SkippingMasks().double()
+    x = batches((6,))[0][0]
+    keep = torch.ones(4, 6, dtype=torch.bool)
+    chain = capture(model, (x, keep))
+    keep[:, 4:] = False
+
+    found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x, keep), {}))
+    torch.testing.assert_close(found[0], model(x, keep))
+    assert not torch.allclose(model(x), found[0])
