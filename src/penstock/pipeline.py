@@ -17,6 +17,7 @@ from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
+from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -229,6 +230,15 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._stats_source = StatsSource(
+                self._chain,
+                sample,
+                self.plan,
+                schedule=self.schedule,
+                device=self._device,
+                world=self._world,
+                countable=not self._parallel_stages.modules,
+            )
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -386,6 +396,30 @@ class Pipeline:
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
+
+    def stats(
+        self,
+        *,
+        tokens_per_sample: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        all_ranks: bool = False,
+    ) -> Stats:
+        """Speed, utilization, bubble and memory in the last steps (at most 8), as this rank has measured them.
+
+        It waits for nothing and sends nothing, unless `all_ranks` asks for the numbers of all ranks; it is then
+        collective. `tokens_per_sample` makes tokens of samples; by default they are the items that ``loss_weight``
+        counts, on ranks that read targets. `flops_per_sample`: the floating-point operations of forward and backward;
+        by default counted at the first call, unless `parallelize` spreads the layers. `peak_flops`: what one device can
+        do in a second; by default from a table of GPUs. docs/observability.md explains the numbers.
+        """
+        return self._stats_source.stats(
+            self._engine.speed(),
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=flops_per_sample,
+            peak_flops=peak_flops,
+            all_ranks=all_ranks,
+        )
 
     @property
     def gradient_norm(self) -> float | None:
