@@ -20,7 +20,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 def labels_of(work: Callable[[], object]) -> list[str]:
     """The labels of Penstock's, in the order in which they begin."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         work()
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("penstock ")]
