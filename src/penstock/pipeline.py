@@ -212,7 +212,7 @@ class Pipeline:
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_split_backwards(self.schedule, compiled, parallelized, granularities)
+                check_split_backwards(self.schedule, compiled, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)

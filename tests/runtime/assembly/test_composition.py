@@ -19,7 +19,7 @@ ROUNDING = 1e-14
 
 @cache
 def reference(run: Run) -> Reference:
-    return penstock.reference_train(jobs.build_model(), jobs.BATCHES, **run.options)
+    return penstock.reference_train(jobs.build_model(run.traced), jobs.BATCHES, **run.options)
 
 
 def train(pool: Pool, run: Run) -> list[Outcome]:
@@ -98,6 +98,49 @@ LANES_AND_REPLICAS = (
 @pytest.mark.parametrize("run", LANES_AND_REPLICAS, ids=str)
 def test_replicas_of_several_tp_ranks_sum_their_shards(pool: Pool, run: Run) -> None:
     assert farthest(run, train(pool, run)) < ROUNDING
+
+
+TRACED = (
+    Run("split_own_blocks", tp=2, traced=True),
+    Run("split_own_blocks", "2bw", tp=2, recompute=True, traced=True),
+    Run("split_own_blocks", "zb-h1", tp=2, traced=True),
+)
+
+
+@pytest.mark.parametrize("run", TRACED, ids=str)
+def test_the_blocks_of_a_traced_model_are_split(pool: Pool, run: Run) -> None:
+    outcomes = train(pool, run)
+
+    assert farthest(run, outcomes) < ROUNDING
+    for outcome in outcomes[1:]:
+        assert outcome.evaluated == outcomes[0].evaluated
+
+
+@pytest.mark.parametrize("recompute", [None, True])
+def test_the_blocks_of_a_traced_model_are_fully_sharded(pool: Pool, recompute: bool | None) -> None:
+    run = Run("shard_own_blocks", replicas=2, recompute=recompute, traced=True)
+
+    assert farthest(run, train(pool, run)) == 0
+
+
+DIVIDED = (
+    Run("split_columns_and_rows", "zb-h1", tp=2),
+    Run("split_sequence", "zb-h1", tp=2, most=0.5, scales=True),
+    Run("split_logits", "zb-h1", tp=2, recompute=True),
+    Run("split_sequence", "zb-h1", stages=1, tp=2, replicas=2),
+)
+
+
+@pytest.mark.parametrize("run", DIVIDED, ids=str)
+def test_backwards_of_split_layers_are_divided(pool: Pool, run: Run) -> None:
+    assert farthest(run, train(pool, run)) < ROUNDING
+
+
+def test_weight_backwards_compute_the_gradients_of_shards(pool: Pool) -> None:
+    """And the input backward does not."""
+    for left, shares in pool.run(2, jobs.divide_backward):
+        assert left == {"attention.query", "attention.key", "attention.value", "attention.out", "up", "down"}
+        assert set(shares) == {True}
 
 
 CLIPPED = (

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "half a weight": ("expected a DTensor", (TWO_TP_RANKS, "slice_by_hand"), {}),
     "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
-    "traced": ("layer blocks.0 is traced", (TWO_TP_RANKS, "nothing", "traced"), {}),
+    "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
     "predicted": (
         "leave the one or the other out",
         (TWO_TP_RANKS, "nothing"),
@@ -46,6 +46,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "sharded over all": ("expected dp or tp", (TWO_REPLICAS, "shard_over_all"), {}),
     "sharded with versions": ("keeps several versions", (Run("", "2bw", replicas=2), "shard"), {}),
+    "sharded, divided backwards": ("expected whole backwards", (Run("", "zb-h1", replicas=2), "shard"), {}),
     "sharded, odd microbatches": ("expected a multiple", (Run("", replicas=2, microbatches=3), "shard"), {}),
     "sharded, unequal replicas": ("of a pipeline with 3-1 replicas", (Run(""), "shard"), {"counts": (3, 1)}),
 }

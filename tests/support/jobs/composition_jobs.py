@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models
 
@@ -30,6 +31,7 @@ __all__ = [
     "Outcome",
     "Run",
     "build_model",
+    "divide_backward",
     "load",
     "look_around",
     "loss_fn",
@@ -84,9 +86,29 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.second(x)))))
 
 
-def build_model() -> nn.Sequential:
+class Transformer(nn.Module):
+    """The same layers with a connection over all of them, which takes a trace: the code between blocks has a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.share = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        early = x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x + self.share * early)
+        return result
+
+
+def build_model(traced: bool = False) -> nn.Module:
     """Six layers."""
     torch.manual_seed(3)
+    if traced:
+        return Transformer().double()
     return nn.Sequential(Embedding(), *(Block() for _ in range(4)), nn.Linear(WIDTH, WORDS)).double()
 
 
@@ -158,9 +180,29 @@ def split_and_shard(stage: StageModule, mesh: DeviceMesh) -> None:
     shard_blocks(stage, mesh)
 
 
+def split_own_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Megatron's layer, for the blocks by their names in the model."""
+    for name, block in stage.blocks.items():
+        if name.startswith("blocks."):
+            columns = ("attention.query", "attention.key", "attention.value", "up")
+            styles: dict[str, Any] = {part: ColwiseParallel() for part in columns}
+            parallelize_module(
+                block, mesh["tp"], {**styles, "attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+            )
+
+
+def shard_own_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """FSDP2 for each block, and what is left in the stage, the weight between blocks included."""
+    for name, block in stage.blocks.items():
+        if name.startswith("blocks."):
+            fully_shard(block, mesh=mesh["dp"])
+    fully_shard(stage, mesh=mesh["dp"])
+
+
 HOOKS = (split_columns_and_rows, split_logits, split_sequence, shard_blocks, shard_some, split_and_shard)
+OWN_HOOKS = (split_own_blocks, shard_own_blocks)
 HOOKS_AT_UPDATES = (penstock.ErrorFeedback(), penstock.LookAhead(0.5), penstock.WeightAverage(0.5))
-BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in HOOKS}
+BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in (*HOOKS, *OWN_HOOKS)}
 
 
 @dataclass(frozen=True)
@@ -183,6 +225,7 @@ class Run:
     """Whether losses are scaled, by so much at first that some updates are skipped."""
     hooked: bool = False
     """Whether hooks see the updates."""
+    traced: bool = False
 
     @property
     def plan(self) -> penstock.Plan:
@@ -222,7 +265,7 @@ class Run:
     def make(self, **options: Any) -> penstock.Pipeline:
         """The pipeline; no hook of the name means no hook."""
         own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute}
-        return penstock.Pipeline(build_model(), **{**self.options, **own, **options})
+        return penstock.Pipeline(build_model(self.traced), **{**self.options, **own, **options})
 
 
 @dataclass(frozen=True)
@@ -292,3 +335,35 @@ def _finish(pipe: penstock.Pipeline) -> list[float]:
     pipe.drain()
     pipe.close()
     return losses
+
+
+def divide_backward() -> tuple[set[str], list[bool]]:
+    """A divided backward of a block that is split: the layers whose weights have no gradient after the input backward,
+    and whether the weight backward makes the gradients of a whole one.
+    """
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(3)
+    block = Block().double().eval()
+    columns = ("attention.query", "attention.key", "attention.value", "up")
+    styles: dict[str, Any] = {part: ColwiseParallel() for part in columns}
+    parallelize_module(block, mesh["tp"], {**styles, "attention.out": RowwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    block(x).sum().backward()
+    whole = {name: parameter.grad for name, parameter in block.named_parameters()}
+    block.zero_grad()
+    output = block(x)
+    _, pending = run_input_backward([output], [torch.ones_like(output)], [x])
+    deferred = {id(use.leaf) for work in pending._deferred for use in work.uses}
+    left = {name.rpartition(".")[0] for name, weight in block.named_parameters() if id(weight) in deferred}
+    assert all(parameter.grad is None for parameter in block.parameters())
+    pending.run()
+    pairs = [(whole[name], parameter.grad) for name, parameter in block.named_parameters()]
+    return left, [_alike(one, other) for one, other in pairs]
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    assert one is not None
+    assert other is not None
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return one.placements == other.placements and torch.equal(one.to_local(), other.to_local())
+    return torch.equal(one, other)
