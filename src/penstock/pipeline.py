@@ -109,7 +109,7 @@ class Pipeline:
         init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
-            ``stage_module.layers``, in place. Supported combinations: docs/composition.md.
+            the model's modules in ``stage_module.blocks``, in place. Supported combinations: docs/composition.md.
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
         skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
@@ -224,7 +224,7 @@ class Pipeline:
                 plan=self.plan,
                 schedule=self.schedule,
                 timeout_seconds=timeout_seconds,
-                masters=recipe.keeps_masters,
+                masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
             self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)

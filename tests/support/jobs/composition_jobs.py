@@ -225,6 +225,10 @@ class Run:
     """Whether losses are scaled, by so much at first that some updates are skipped."""
     hooked: bool = False
     """Whether hooks see the updates."""
+    predicted: bool = False
+    """Whether forwards read predicted weights."""
+    low: bool = False
+    """Whether forwards read bfloat16 versions of float32 weights."""
     traced: bool = False
 
     @property
@@ -258,14 +262,20 @@ class Run:
             "plan": self.plan,
             "seed": 9,
             "clip_grad_norm": self.most,
-            "update_hooks": HOOKS_AT_UPDATES if self.hooked else (),
+            "update_hooks": HOOKS_AT_UPDATES if self.hooked else (penstock.WeightPrediction(),) * self.predicted,
+            **({"autocast": torch.bfloat16, "version_dtype": torch.bfloat16} if self.low else {}),
             "loss_scale": penstock.LossScale(initial=2.0**1023, interval=2) if self.scales else None,
         }
+
+    def build(self) -> nn.Module:
+        """The model."""
+        model = build_model(self.traced)
+        return model.float() if self.low else model
 
     def make(self, **options: Any) -> penstock.Pipeline:
         """The pipeline; no hook of the name means no hook."""
         own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute}
-        return penstock.Pipeline(build_model(self.traced), **{**self.options, **own, **options})
+        return penstock.Pipeline(self.build(), **{**self.options, **own, **options})
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ class ParallelStages:
     """The number of replicas that gather weights together, and so must do equally many forwards in every stage."""
 
 
-def _check_hook(
-    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int, masters: bool
-) -> None:
+def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int) -> None:
     """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
         if plan.tensor_parallel > 1:
@@ -70,11 +68,6 @@ def _check_hook(
             "or leave parallelize= out, which gives the same numbers"
         )
     _check_evaluation(chain)
-    if masters:
-        raise PlanError(
-            "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and a "
-            "parallelize= hook leaves modules that read the optimizer's: leave the one or the other out"
-        )
     if schedule.ties:
         names = ", ".join(map(str, schedule.ties))
         raise PlanError(
@@ -97,7 +90,7 @@ def parallelize_stages(
     Collective. `masters`: whether some stage reads other weights than the optimizer steps.
     """
     with agreed(world, "while it checked parallelize= against its plan"):
-        _check_hook(hook, plan, schedule, chain, processes=world.processes, masters=masters)
+        _check_hook(hook, plan, schedule, chain, processes=world.processes)
     if hook is None:
         return ParallelStages(chain, {})
     tensor_parallel_size = plan.tensor_parallel
@@ -106,7 +99,14 @@ def parallelize_stages(
     mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
-    sharded = any(sharded_modules(module) for module in modules.values())
+        sharded = any(sharded_modules(module) for module in modules.values())
+        if sharded and masters:
+            raise PlanError(
+                "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and "
+                "fully_shard makes what forwards read of the optimizer's: leave the one or the other out. "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) computes in a low "
+                "precision, too"
+            )
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
     return ParallelStages(result, modules, mesh.get_group("tp") if tensor_parallel_size > 1 else None, in_step)
 

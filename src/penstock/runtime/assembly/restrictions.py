@@ -36,7 +36,9 @@ def check_split_backwards(schedule: Schedule, compiled: bool, granularities: Map
 
 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
-    """Whether `check_split_backwards` would refuse every schedule that splits backwards."""
+    """Whether schedules that split backwards are refused by `check_split_backwards`, or may be because a hook of
+    `parallelize=` shards modules.
+    """
     return compiled or parallelized or recompute == "layers"
 
 
