@@ -24,10 +24,11 @@ from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
+from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
@@ -43,6 +44,8 @@ class Source:
     """The value name of an input; the original name of a parameter or buffer; a made-up one for a constant."""
     tensor: Tensor | None
     """The model's own tensor; None for an input."""
+    is_constant: bool = False
+    """Whether it is a tensor that the model's code makes of nothing but constants."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +62,8 @@ class Trace:
     """Groups of dimensions of inputs, by name and index, that the trace takes for equal, as the model's code asked."""
     blocks: OpaqueBlocks
     """What its calls of blocks stand for."""
+    guards: tuple[SizeGuard, ...]
+    """What else the model's code asked about sizes."""
 
 
 class FlatModel(nn.Module):
@@ -221,7 +226,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
             case InputKind.BUFFER:
                 sources[node] = Source(target, buffers[target])
             case InputKind.CONSTANT_TENSOR:
-                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target])
+                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target], True)
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)
@@ -242,6 +247,8 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
         sizes=sizes,
         equal=_equal(shapes),
         blocks=blocks,
+        # How an input lies in memory changes no number.
+        guards=tuple(SizeGuard.of(code, names) for code in shape_guards(program) if "stride()" not in code),
     )
 
 
