@@ -211,6 +211,10 @@ def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
     assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING
 
 
+def test_a_hook_sees_a_shared_module_once(pool: Pool) -> None:
+    assert pool.run(2, jobs.name_blocks) == [["0", "1"]] * 2
+
+
 def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:
     plan = replace(Run("").plan, stages=(penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))))
     found = pool.run(3, jobs.look_around, Run(""), plan)

@@ -35,6 +35,7 @@ __all__ = [
     "load",
     "look_around",
     "loss_fn",
+    "name_blocks",
     "save",
     "split_columns_and_rows",
     "train",
@@ -309,7 +310,7 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
     told: list[tuple[Any, ...]] = []
 
     def listen(stage: StageModule, mesh: DeviceMesh) -> None:
-        told.append((stage.names, mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
+        told.append((tuple(stage.blocks), mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
         if run.hook:
             BY_NAME[run.hook](stage, mesh)
 
@@ -322,6 +323,21 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
     outcome = Outcome(losses, evaluated, predicted, pipe.state_dict()["model"], 0)
     pipe.close()
     return told, spans, outcome
+
+
+def name_blocks() -> list[str]:
+    """The names of the blocks in a stage that has one module twice."""
+    shared = nn.Linear(4, 4)
+    named: list[str] = []
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": models.plain, "stages": 1, "tensor_parallel": 2}
+    pipe = penstock.Pipeline(
+        [shared, nn.Tanh(), shared],
+        (torch.zeros(2, 4),),
+        parallelize=lambda stage, mesh: named.extend(stage.blocks),  # type: ignore[func-returns-value]
+        **options,
+    )
+    pipe.close()
+    return named
 
 
 def save(run: Run, directory: str) -> list[float]:

@@ -119,7 +119,7 @@ def _apply(
     modules = {}
     for index in stages:
         module = chain.stage(plan.stages[index].start, plan.stages[index].stop)
-        module.blocks = {inner.name: inner.body for inner in module.modules() if isinstance(inner, EagerLayer)}
+        module.blocks = _blocks_of(module)
         # A hook may change the shape of a parameter that stays the same object.
         before = {name: (p, p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
         returned = hook(module, mesh)
@@ -172,6 +172,15 @@ def _tensors_outside_blocks(layer: GraphModule) -> dict[str, Tensor]:
     names = {str(node.target) for node in layer.graph.find_nodes(op="get_attr")}
     tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in tensors if name in names}
+
+
+def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
+    """The model's own modules in `stage`, each once, under its first name: a hook must not change one twice."""
+    names: dict[nn.Module, str] = {}
+    for inner in stage.modules():
+        if isinstance(inner, EagerLayer):
+            names.setdefault(inner.body, inner.name)
+    return {name: body for body, name in names.items()}
 
 
 class InPlace:
