@@ -61,9 +61,9 @@ def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
 ) -> tuple[LayerChain, Partition]:
     sampled = SampledModel(model, call, inputs)
+    run = run_on_sample(sampled)
     with sampled.preserved():
         flat, written = _run_eagerly(model, call, inputs)
-    run = run_on_sample(sampled)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
     recorded = record_calls(sampled, own, run)

@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.explanations import explained
+from penstock.capturing.export.gradient_modes import open_regions
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
@@ -212,6 +213,7 @@ def _known_warnings_ignored() -> Iterator[None]:
 
 
 def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], blocks: OpaqueBlocks) -> Trace:
+    open_regions(program, blocks)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
