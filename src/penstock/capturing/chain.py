@@ -69,6 +69,8 @@ class StageModule(nn.Module):
         self.targets = (1,) * len(sent)
         """How many stages behind this one each sent value goes to."""
         self.names = tuple(layer.name for layer in layers)
+        self.blocks: Mapping[str, nn.Module] = {}
+        """The model's own modules in the layers, by their names in the model: filled for a ``parallelize`` hook."""
         self.reads = tuple(layer.inputs for layer in layers)
         self.writes = tuple(layer.outputs for layer in layers)
         self.random = tuple(layer.random for layer in layers)
