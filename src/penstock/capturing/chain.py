@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
+from penstock.capturing.operators import Operator
 from penstock.capturing.randomness import seeded
 
 __all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
@@ -46,6 +47,8 @@ class Layer:
     """Those of `inputs` that it writes in place."""
     output_bytes: tuple[float, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where nobody has looked."""
+    operators: tuple[Operator, ...] = ()
+    """That its forward runs on the captured sample."""
 
 
 class StageModule(nn.Module):

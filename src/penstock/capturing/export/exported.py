@@ -28,6 +28,7 @@ from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
+from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -135,8 +136,9 @@ def _observe(
 ) -> tuple[Layer, ...]:
     own = call.copied()
     values = inputs.bind(own.args, own.kwargs)
+    counter = OperatorCounter()
     with preserved([model]), torch.no_grad():
-        pairs = [observe(layer, values) for layer in layers]
+        pairs = [observe(layer, values, counter) for layer in layers]
     return join_layers([layer for layer, _ in pairs], output.values, [observation for _, observation in pairs])
 
 

@@ -1,0 +1,145 @@
+"""The operators that a layer runs on the sample: what each computes and how many bytes it moves.
+
+They are counted in the run of a capture that looks at every layer, so counting needs no run of its own. A dispatch mode
+sees the operators below autograd; it changes no tensor and no state of a module.
+
+Floating-point operations are those of PyTorch's own counter (`torch.utils.flop_counter`), which also has the formulas
+of `register_flop_formula` for operators of the user's own. An operator without a formula only moves bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.torch_internals.dispatch import TorchDispatchMode
+
+__all__ = ["Operator", "OperatorCounter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator in a forward."""
+
+    flops: int
+    """Floating-point operations; a multiplication and an addition are two. 0 where they are not known or not many."""
+    moved_bytes: int
+    """The bytes that it reads and writes."""
+    element_bytes: int
+    """The size of an element of its result, which decides how fast a device computes."""
+    backwards: int
+    """How many times as much as this forward its backward takes.
+
+    A product of two matrices has another product in its backward for each factor that needs a gradient. Any other
+    operator counts as two if it needs one.
+    """
+
+
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators of its body, layer after layer of one run of a model."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._noted: list[Operator] = []
+        self._trained = WeakIdKeyDictionary()
+        """Tensors whose gradient a backward computes. Capture runs without autograd, so nothing else says so."""
+        self._formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
+
+    def take(self) -> tuple[Operator, ...]:
+        """The operators since the last call."""
+        noted, self._noted = tuple(self._noted), []
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func is torch.ops.aten.detach.default:
+            return
+        given, made = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        trained = [tensor for tensor in given if tensor.requires_grad or tensor in self._trained]
+        if trained:
+            for tensor in made:
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._trained[tensor] = True
+        name = str(func).rpartition(".")[0] or str(func)
+        # A view computes nothing.
+        if not made or name in _FREE or getattr(func, "is_view", False):
+            return
+        element_bytes = made[0].element_size()
+        if name in _GATHERS:
+            # It reads what it selects; the gradient of what it selects from is filled with zeros first, as a whole.
+            moved_bytes = sum(map(_bytes, given[1:])) + 2 * sum(map(_bytes, made))
+            if any(tensor is given[0] for tensor in trained):
+                self._noted.append(Operator(0, _bytes(given[0]), element_bytes, 0))
+        else:
+            moved_bytes = sum(map(_bytes, given)) + sum(map(_bytes, made))
+        flops = self._count(name, args, kwargs, result)
+        if flops:
+            # A bias needs no product.
+            backwards = min(2, sum(tensor.dim() > 1 for tensor in trained))
+        else:
+            backwards = 2 if trained else 0
+        self._noted.append(Operator(flops, moved_bytes, element_bytes, backwards))
+
+    def _count(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+        formula = self._formulas.get(name)
+        if formula is None:
+            return 0
+        try:
+            return int(formula(*args, **kwargs, out_val=result))
+        except Exception:
+            # A formula refuses arguments that it does not know, such as fewer heads of keys than of queries.
+            return 0
+
+
+def _attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 4 * query.numel() * key.shape[-2]
+
+
+def _grouped_products(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _recurrence(steps: Tensor, *weights: Any, **kwargs: Any) -> int:
+    """A row of `steps` is multiplied with every weight."""
+    held = sum(weight.numel() for weight in _tensors(weights) if weight.dim() == 2)
+    return 2 * (steps.numel() // max(steps.shape[-1], 1)) * held
+
+
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten._grouped_mm": _grouped_products,
+    "aten._cudnn_rnn": _recurrence,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten.mkldnn_rnn_layer": _recurrence,
+}
+"""Operators that PyTorch's counter has no formula for."""
+_GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
+_FREE = frozenset({"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.lift_fresh"})
+"""Operators that neither read nor write."""
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes that the elements of `tensor` take in memory; those that `expand` repeats count once."""
+    if tensor.layout != torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
