@@ -7,15 +7,14 @@ Floating-point operations are those of PyTorch's own counter (`torch.utils.flop_
 of `register_flop_formula` for operators of the user's own. An operator without a formula only moves bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.torch_internals.dispatch import TorchDispatchMode
 
@@ -48,9 +47,9 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted: list[Operator] = []
-        self._trained = WeakIdKeyDictionary()
-        """Tensors whose gradient a backward computes. Capture runs without autograd, so nothing else says so."""
-        self._formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
+        self._trained: dict[int, ref[Tensor]] = {}
+        """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
+        self._kinds: dict[Any, _Kind] = {}
 
     def take(self) -> tuple[Operator, ...]:
         """The operators since the last call."""
@@ -60,47 +59,84 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind.works:
+            self._note(kind, args, kwargs, result)
+        elif kind.has_gradient and args and isinstance(args[0], Tensor) and self._is_trained(args[0]):
+            self._mark([result] if isinstance(result, Tensor) else _tensors((result,)))
         return result
 
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        if func is torch.ops.aten.detach.default:
+    def _mark(self, made: Sequence[Tensor]) -> None:
+        for tensor in made:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._trained[id(tensor)] = ref(tensor)
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        if tensor.requires_grad:
+            return True
+        found = self._trained.get(id(tensor))
+        # Another tensor may have had the id.
+        return found is not None and found() is tensor
+
+    def _note(self, kind: "_Kind", args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        given = _tensors(args)
+        if kwargs:
+            given += _tensors(kwargs.values())
+        made = [result] if isinstance(result, Tensor) else _tensors((result,))
+        if not made:
             return
-        given, made = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
-        trained = [tensor for tensor in given if tensor.requires_grad or tensor in self._trained]
+        trained = [tensor for tensor in given if self._is_trained(tensor)]
         if trained:
-            for tensor in made:
-                if tensor.is_floating_point() or tensor.is_complex():
-                    self._trained[tensor] = True
-        name = str(func).rpartition(".")[0] or str(func)
-        # A view computes nothing.
-        if not made or name in _FREE or getattr(func, "is_view", False):
-            return
+            self._mark(made)
+        flops = kind.count(args, kwargs, result)
         element_bytes = made[0].element_size()
-        if name in _GATHERS:
+        moved_bytes = sum(map(_bytes, made))
+        if kind.gathers:
             # It reads what it selects; the gradient of what it selects from is filled with zeros first, as a whole.
-            moved_bytes = sum(map(_bytes, given[1:])) + 2 * sum(map(_bytes, made))
+            moved_bytes += moved_bytes + sum(map(_bytes, given[1:]))
             if any(tensor is given[0] for tensor in trained):
                 self._noted.append(Operator(0, _bytes(given[0]), element_bytes, 0))
         else:
-            moved_bytes = sum(map(_bytes, given)) + sum(map(_bytes, made))
-        flops = self._count(name, args, kwargs, result)
+            moved_bytes += sum(map(_bytes, given))
+        backwards = 2 if trained else 0
         if flops:
             # A bias needs no product.
             backwards = min(2, sum(tensor.dim() > 1 for tensor in trained))
-        else:
-            backwards = 2 if trained else 0
         self._noted.append(Operator(flops, moved_bytes, element_bytes, backwards))
 
-    def _count(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        formula = self._formulas.get(name)
-        if formula is None:
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known of an operator before it is called."""
+
+    works: bool
+    """Whether it reads or writes elements; a view does not."""
+    has_gradient: bool
+    gathers: bool
+    formula: Callable[..., int] | None
+
+    def count(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+        """The floating-point operations of a call; 0 if they are not known."""
+        if self.formula is None:
             return 0
         try:
-            return int(formula(*args, **kwargs, out_val=result))
+            return int(self.formula(*args, **kwargs, out_val=result))
         except Exception:
             # A formula refuses arguments that it does not know, such as fewer heads of keys than of queries.
             return 0
+
+
+def _kind_of(operator: Any) -> _Kind:
+    name = str(operator).rpartition(".")[0] or str(operator)
+    formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
+    return _Kind(
+        works=name not in _FREE and not getattr(operator, "is_view", False),
+        has_gradient=name != "aten.detach",
+        gathers=name in _GATHERS,
+        formula=formulas.get(name),
+    )
 
 
 def _attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -129,17 +165,20 @@ _FREE = frozenset({"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.e
 """Operators that neither read nor write."""
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:
     """The bytes that the elements of `tensor` take in memory; those that `expand` repeats count once."""
-    if tensor.layout != torch.strided:
-        return tensor.numel() * tensor.element_size()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    if size and tensor.layout is torch.strided and 0 in tensor.stride():
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size //= 1 if stride else length
+    return size
