@@ -110,6 +110,8 @@ def test_an_operator_of_the_users_may_have_a_formula() -> None:
 class Restless(nn.Module):
     """Has state in Python, draws numbers, and does what its data says."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -49,6 +49,8 @@ class Layer:
     """Of each of `outputs`, for the captured sample; empty where nobody has looked."""
     operators: tuple[Operator, ...] = ()
     """That its forward runs on the captured sample."""
+    volatile: tuple[str, ...] = ()
+    """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
 
 
 class StageModule(nn.Module):
@@ -74,6 +76,7 @@ class StageModule(nn.Module):
         self.writes = tuple(layer.outputs for layer in layers)
         self.random = tuple(layer.random for layer in layers)
         self.written = tuple(layer.mutates for layer in layers)
+        self._volatile = frozenset(name for layer in layers for name in layer.volatile)
         written = {name for layer in layers for name in layer.outputs}
         self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
@@ -110,6 +113,7 @@ class StageModule(nn.Module):
         """Of each layer: the places that it reads, that it writes in, and that nobody reads after it; and how many
         values it returns."""
         self._results = tuple(places[name] for name in self.sent)
+        self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
 
     def forward(
         self,
@@ -141,6 +145,8 @@ class StageModule(nn.Module):
             for place in dead:
                 values[place] = None
             values += results
+        for place in self._copied:
+            values[place] = values[place].clone()
         return tuple([values[place] for place in self._results])
 
     def _run(self, index: int, call: Results, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
