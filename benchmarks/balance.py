@@ -49,7 +49,7 @@ def gpt2() -> nn.Module:
 
     config = GPT2Config(
         vocab_size=TOKENS, n_embd=256, n_layer=12, n_head=8, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-        use_cache=False, attn_implementation="eager",
+        use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -59,7 +59,7 @@ def llama() -> nn.Module:
 
     config = LlamaConfig(
         vocab_size=TOKENS, hidden_size=256, intermediate_size=688, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False, attn_implementation="eager",
+        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

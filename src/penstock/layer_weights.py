@@ -36,7 +36,7 @@ def weigh_layers(
 ) -> Sequence[float]:
     """What each layer of `chain` weighs by `balance`, the same on all ranks. Collective.
 
-    `planned`: there is a plan, so nobody reads the weights, and `PlanError` if `balance` is not the default. An error
+    `planned`: there is a plan, so the weights are not read, and `PlanError` if `balance` is not the default. An error
     on one rank is raised on all.
     """
 

@@ -12,14 +12,14 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from penstock.capturing import LayerChain, capture
 from penstock.capturing.estimates import estimate_seconds
-from penstock.capturing.operators import Operator
+from penstock.capturing.operators import OperatorCall
 from penstock.capturing.weightless import capture_weightless
 
 FLOAT = 4
 CPU = torch.device("cpu")
 
 
-def operators(*layers: nn.Module, sample: Tensor) -> list[tuple[Operator, ...]]:
+def operators(*layers: nn.Module, sample: Tensor) -> list[tuple[OperatorCall, ...]]:
     return [layer.operators for layer in capture(list(layers), (sample,)).layers]
 
 
@@ -27,8 +27,8 @@ def test_a_matrix_product_counts_its_flops_its_bytes_and_its_backwards() -> None
     first, second = operators(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), sample=torch.randn(2, 3))
 
     # The sample needs no gradient, so the first layer has one product in its backward.
-    assert first == (Operator(2 * 2 * 3 * 5, FLOAT * (5 + 2 * 3 + 3 * 5 + 2 * 5), FLOAT, 1),)
-    assert second == (Operator(2 * 2 * 5 * 7, FLOAT * (2 * 5 + 5 * 7 + 2 * 7), FLOAT, 2),)
+    assert first == (OperatorCall(2 * 2 * 3 * 5, FLOAT * (5 + 2 * 3 + 3 * 5 + 2 * 5), FLOAT, 1),)
+    assert second == (OperatorCall(2 * 2 * 5 * 7, FLOAT * (2 * 5 + 5 * 7 + 2 * 7), FLOAT, 2),)
 
 
 def test_what_is_frozen_has_no_backward_or_passes_the_gradient_only() -> None:
@@ -43,8 +43,8 @@ def test_an_embedding_reads_its_rows_and_fills_the_gradient_of_its_table() -> No
     (found,) = operators(nn.Embedding(100, 4), sample=torch.tensor([[1, 2, 3]]))
 
     assert found == (
-        Operator(0, FLOAT * 100 * 4, FLOAT, 0),
-        Operator(0, 3 * 8 + 2 * FLOAT * 3 * 4, FLOAT, 2),
+        OperatorCall(0, FLOAT * 100 * 4, FLOAT, 0),
+        OperatorCall(0, 3 * 8 + 2 * FLOAT * 3 * 4, FLOAT, 2),
     )
 
 
@@ -62,7 +62,7 @@ def test_other_operators_move_bytes_and_views_do_nothing() -> None:
     views, spread = operators(Views(), Spread(), sample=torch.randn(2, 4))
 
     assert views == ()
-    assert spread == (Operator(0, FLOAT * (2 + 400), FLOAT, 0),)
+    assert spread == (OperatorCall(0, FLOAT * (2 + 400), FLOAT, 0),)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -99,7 +99,7 @@ def formula() -> Iterator[None]:
 
 
 def test_an_operator_of_the_users_moves_bytes() -> None:
-    assert operators(Doubled(), sample=torch.randn(3, 2)) == [(Operator(0, FLOAT * 2 * 6, FLOAT, 0),)]
+    assert operators(Doubled(), sample=torch.randn(3, 2)) == [(OperatorCall(0, FLOAT * 2 * 6, FLOAT, 0),)]
 
 
 @pytest.mark.usefixtures("formula")

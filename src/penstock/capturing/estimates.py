@@ -5,10 +5,10 @@ its memory traffic, whichever is longer (the roofline of [Williams 2009]), and t
 
     seconds = start + max(flops / peak, bytes / bandwidth)
 
-A backward takes as long as the forward times `Operator.backwards`: twice as long where everything is trained. To it
-come the sums of gradients: every trained parameter's new gradient and the sum so far are read and the sum is written.
-The loss is not run by a capture; it counts as six times the bytes of the model's output, of which a cross-entropy moves
-three in its forward (log-softmax) and three in its backward. It belongs to the last layer.
+A backward takes as long as the forward times `OperatorCall.backwards`: twice as long where everything is trained.
+Then gradients are summed over microbatches: of every trained parameter the new gradient and the sum so far are read,
+and the sum is written. The loss is not run by a capture. It belongs to the last layer and counts as six times the bytes
+of the model's output, of which a cross-entropy moves three in its forward (log-softmax) and three in its backward.
 
 A cut depends on ratios only, above all on that of peak to bandwidth: on a GPU it takes a hundred operations per byte
 until arithmetic takes longer than memory, on a CPU about ten. Rates:
@@ -20,16 +20,18 @@ CPU     100e9 (4 bytes or fewer), 50e9 (8)                   10e9            3e-
 others  312e12 (2 or fewer), 19.5e12 (4), 9.7e12 (8)         2.0e12          5e-6 s
 ======  ===================================================  ==============  =========
 
-A CPU's are those of one core of a server with AVX2: 2 vectors of 8 float32, multiplied and added, at 3 GHz, and its
-share of the memory. Those of a GPU are the A100's [A100 2021], of which one process has a whole one.
+A CPU's are those of one core of a server with AVX2, which multiplies and adds two vectors of 8 float32 at 3 GHz, and
+its share of the memory. Those of all other devices are the A100's [A100 2021].
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain as concatenated
 
 import torch
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.operators import Operator
+from penstock.capturing.operators import OperatorCall
 
 __all__ = ["estimate_seconds"]
 
@@ -37,19 +39,21 @@ _PASSES_OF_A_SUM = 3
 _PASSES_OF_A_LOSS = 6
 
 
+@dataclass(frozen=True, slots=True)
 class _Rates:
-    """What a device computes and moves in a second, and the seconds that it takes to start an operator."""
+    """What a device does in a second."""
 
-    def __init__(self, flops: dict[int, float], moved_bytes: float, start: float) -> None:
-        self.flops = flops
-        self.moved_bytes = moved_bytes
-        self.start = start
+    flops: Mapping[int, float]
+    """By the largest size of an element, in bytes, that is computed at this rate."""
+    moved_bytes: float
+    start_seconds: float
+    """That it takes to start an operator."""
 
-    def seconds(self, operator: Operator) -> float:
+    def seconds(self, operator: OperatorCall) -> float:
         """Forward and backward."""
         size = min((size for size in self.flops if size >= operator.element_bytes), default=max(self.flops))
         busy = max(operator.flops / self.flops[size], operator.moved_bytes / self.moved_bytes)
-        return (1 + operator.backwards) * (self.start + busy)
+        return (1 + operator.backwards) * (self.start_seconds + busy)
 
 
 _CPU = _Rates({4: 100e9, 8: 50e9}, 10e9, 3e-6)

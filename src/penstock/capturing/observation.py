@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.module_state import same_content
-from penstock.capturing.operators import Operator, OperatorCounter
+from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
 __all__ = ["Observation", "memory_of", "observe", "observed"]
@@ -29,7 +29,7 @@ class Observation:
     mutated: tuple[int, ...] = ()
     """Positions of the `arguments` that it wrote in place."""
     mutated_buffers: tuple[Tensor, ...] = field(default=())
-    operators: tuple[Operator, ...] = ()
+    operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
         """The layer with what was seen of it."""

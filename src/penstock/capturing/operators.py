@@ -18,11 +18,11 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.torch_internals.dispatch import TorchDispatchMode
 
-__all__ = ["Operator", "OperatorCounter"]
+__all__ = ["OperatorCall", "OperatorCounter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OperatorCall:
     """One call of an operator in a forward."""
 
     flops: int
@@ -46,12 +46,12 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._noted: list[Operator] = []
+        self._noted: list[OperatorCall] = []
         self._trained: dict[int, ref[Tensor]] = {}
         """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
         self._kinds: dict[Any, _Kind] = {}
 
-    def take(self) -> tuple[Operator, ...]:
+    def take(self) -> tuple[OperatorCall, ...]:
         """The operators since the last call."""
         noted, self._noted = tuple(self._noted), []
         return noted
@@ -97,14 +97,14 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # It reads what it selects; the gradient of what it selects from is filled with zeros first, as a whole.
             moved_bytes += moved_bytes + sum(map(_bytes, given[1:]))
             if any(tensor is given[0] for tensor in trained):
-                self._noted.append(Operator(0, _bytes(given[0]), element_bytes, 0))
+                self._noted.append(OperatorCall(0, _bytes(given[0]), element_bytes, 0))
         else:
             moved_bytes += sum(map(_bytes, given))
         backwards = 2 if trained else 0
         if flops:
             # A bias needs no product.
             backwards = min(2, sum(tensor.dim() > 1 for tensor in trained))
-        self._noted.append(Operator(flops, moved_bytes, element_bytes, backwards))
+        self._noted.append(OperatorCall(flops, moved_bytes, element_bytes, backwards))
 
 
 @dataclass(frozen=True, slots=True)
