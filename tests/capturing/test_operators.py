@@ -107,6 +107,13 @@ def test_an_operator_of_the_users_may_have_a_formula() -> None:
     assert operators(Doubled(), sample=torch.randn(3, 2))[0][0].flops == 3000
 
 
+def test_compiled_layers_are_counted() -> None:
+    """PyTorch refuses to compile a whole graph under a dispatch mode."""
+    compiled = torch.compile(nn.Linear(3, 5), backend="eager", fullgraph=True)
+
+    assert operators(compiled, sample=torch.randn(2, 3))[0][0].flops == 2 * 2 * 3 * 5
+
+
 class Restless(nn.Module):
     """Has state in Python, draws numbers, and does what its data says."""
 

@@ -71,7 +71,7 @@ def observed(
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
     states = [generator.get_state() for generator in generators]
     observation = Observation(tuple(arguments))
-    with counter or nullcontext():
+    with counter.counting() if counter else nullcontext():
         yield observation
     observation.operators = counter.take() if counter else ()
     moved = [not torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)]

@@ -7,7 +7,8 @@ Floating-point operations are those of PyTorch's own counter (`torch.utils.flop_
 of `register_flop_formula` for operators of the user's own. An operator without a formula only moves bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -50,6 +51,16 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trained: dict[int, ref[Tensor]] = {}
         """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
         self._kinds: dict[Any, _Kind] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts the operators of its body.
+
+        What is compiled runs eagerly: `torch.compile` runs nothing under a dispatch mode, and with ``fullgraph=True`` it
+        takes that for a failure.
+        """
+        with torch.compiler.set_stance("force_eager"), self:
+            yield
 
     def take(self) -> tuple[OperatorCall, ...]:
         """The operators since the last call."""
