@@ -67,7 +67,7 @@ def llama() -> nn.Module:
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg]
         vocab_size=TOKENS, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, decoder_start_token_id=0,
         use_cache=False,
     )  # fmt: skip
@@ -77,7 +77,7 @@ def t5() -> nn.Module:
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
+    config = ViTConfig(  # type: ignore[call-arg]
         hidden_size=256, num_hidden_layers=12, num_attention_heads=8, intermediate_size=1024, image_size=112,
         patch_size=8, num_labels=1000,
     )  # fmt: skip
@@ -88,11 +88,12 @@ def resnet50() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     # The default sizes are those of ResNet-50.
-    return ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    config = ResNetConfig(num_labels=1000)  # type: ignore[call-arg]
+    return ResNetForImageClassification(config)
 
 
 def unet() -> nn.Module:
-    from diffusers import UNet2DModel
+    from diffusers import UNet2DModel  # type: ignore[import-not-found]
 
     made: nn.Module = UNet2DModel(
         sample_size=32, in_channels=3, out_channels=3, layers_per_block=2, block_out_channels=(32, 64, 128, 128),

@@ -110,6 +110,7 @@ def test_an_operator_of_the_users_may_have_a_formula() -> None:
 def test_compiled_layers_are_counted() -> None:
     """PyTorch refuses to compile a whole graph under a dispatch mode."""
     compiled = torch.compile(nn.Linear(3, 5), backend="eager", fullgraph=True)
+    assert isinstance(compiled, nn.Module)
 
     assert operators(compiled, sample=torch.randn(2, 3))[0][0].flops == 2 * 2 * 3 * 5
 

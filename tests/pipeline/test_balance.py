@@ -51,7 +51,7 @@ def test_a_large_vocabulary_is_a_stage_of_its_own_and_a_small_one_is_not() -> No
     """By numbers of layers they are cut alike."""
     assert cuts(make(30, stages=2)) == [5, 10]
     assert cuts(make(8000, stages=2)) == [9, 10]
-    assert cuts(make(8000, stages=3)) == [3, 9, 10]
+    assert cuts(make(8000, stages=3)) == [4, 9, 10]
     assert cuts(make(8000, stages=3, balance="layers")) == cuts(make(30, stages=3, balance="layers")) == [4, 7, 10]
 
 

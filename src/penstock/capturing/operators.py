@@ -56,8 +56,8 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def counting(self) -> Iterator[None]:
         """Counts the operators of its body.
 
-        What is compiled runs eagerly: `torch.compile` runs nothing under a dispatch mode, and with ``fullgraph=True`` it
-        takes that for a failure.
+        What is compiled runs eagerly: nothing is compiled under a dispatch mode, and with ``fullgraph=True`` that would
+        be an error.
         """
         with torch.compiler.set_stance("force_eager"), self:
             yield
