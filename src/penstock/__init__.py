@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.timelines.timelines import Timeline
+    from penstock.training.losses import model_loss, token_count
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
     from penstock.training.update_hooks import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         WeightUpdate,
     )
+    from penstock.training.user_microbatches import Microbatches
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
@@ -56,6 +58,7 @@ __all__ = [
     "LayerProfile",
     "LookAhead",
     "LossScale",
+    "Microbatches",
     "NamedParameters",
     "PenstockError",
     "Pipeline",
@@ -79,6 +82,7 @@ __all__ = [
     "initialize",
     "loader",
     "local_device",
+    "model_loss",
     "plan",
     "prefetch",
     "probe",
@@ -89,6 +93,7 @@ __all__ = [
     "schedule",
     "shapes_of",
     "simulate",
+    "token_count",
     "verify",
 ]
 
@@ -102,6 +107,7 @@ _HOMES = {
     "LayerProfile": "values.profiles",
     "LookAhead": "training.update_hooks",
     "LossScale": "training.scaling",
+    "Microbatches": "training.user_microbatches",
     "NamedParameters": "training.optimizers",
     "PenstockError": "errors",
     "Pipeline": "pipeline",
@@ -125,6 +131,7 @@ _HOMES = {
     "initialize": "capturing.initialization",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
+    "model_loss": "training.losses",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",
@@ -135,6 +142,7 @@ _HOMES = {
     "schedule": "values.plans",
     "shapes_of": "data",
     "simulate": "simulating.simulator",
+    "token_count": "training.losses",
     "verify": "scheduling.verification.verifier",
 }
 

@@ -69,7 +69,8 @@ class Pipeline:
             `init_fn`. It is trained in place: its parameters on this rank are always the newest weights.
         sample: example inputs of one microbatch: a tuple of arguments or a dict of keywords.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples. It may also return a dict
-            of other means (accuracy, terms of the loss), which become ``result.metrics``.
+            of other means (accuracy, terms of the loss), which become ``result.metrics``. `model_loss` takes the loss
+            that the model computes from labels among its inputs: docs/huggingface.md.
         optimizer: called once with the trained parameters of this process, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
@@ -264,7 +265,7 @@ class Pipeline:
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
         in_step = self._parallel_stages.in_step
-        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe.loss_weight, in_step)
+        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe, in_step)
         context = self._context
         workers = make_workers(
             recipe,
@@ -310,12 +311,13 @@ class Pipeline:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
 
-    def step(self, inputs: Any, target: Any) -> StepResult:
+    def step(self, inputs: Any, target: Any = None) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
         `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
-        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous
-        schedule some backwards of this minibatch are left to the next step, or to `drain`.
+        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. None with `model_loss`.
+        A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
+        backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_step(inputs, target)
@@ -332,7 +334,7 @@ class Pipeline:
         with self._guarded("in a drain"):
             self._engine.drain()
 
-    def evaluate(self, inputs: Any, target: Any) -> StepResult:
+    def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
         Drains first. The loss is the mean over the batch's samples.
@@ -351,7 +353,7 @@ class Pipeline:
         """
         self.drain()
         with self._guarded("reading a batch", harmless=True):
-            microbatches = self._splitter.for_evaluation(inputs, None)
+            microbatches = self._splitter.for_prediction(inputs)
         with self._guarded("in a prediction"):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]

@@ -70,11 +70,11 @@ PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale NamedParameters PenstockError
-    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Subject Timeline
-    Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialize loader
-    local_device plan prefetch probe profile reference_train render reset_parameters schedule shapes_of
-    simulate verify
+    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
+    PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Subject
+    Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialize
+    loader local_device model_loss plan prefetch probe profile reference_train render reset_parameters schedule
+    shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
@@ -86,7 +86,7 @@ METHODS = {
     "averages": "(self)",
     "close": "(self)",
     "drain": "(self)",
-    "evaluate": "(self, inputs, target)",
+    "evaluate": "(self, inputs, target=None)",
     "gradient_norm": "property",
     "load": "(self, directory)",
     "load_state_dict": "(self, state)",
@@ -101,7 +101,7 @@ METHODS = {
     "rank": "property",
     "save": "(self, directory)",
     "state_dict": "(self)",
-    "step": "(self, inputs, target)",
+    "step": "(self, inputs, target=None)",
     "timeline": "(self, minibatches=1)",
 }
 """What a pipeline has, with the parameters of its methods."""
@@ -131,7 +131,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.planning.spp.mappings": 2,
     "penstock.planning.two_bw.orientations": 1,
     "penstock.runtime.assembly.stages": 1,
-    "penstock.runtime.batches.batch_splitter": 1,
     "penstock.runtime.batches.microbatches": 2,
     "penstock.runtime.engine.engine": 2,
     "penstock.runtime.engine.worker": 1,

@@ -71,7 +71,8 @@ def reference_train(
 ) -> Reference:
     """Trains a copy of `model` on `batches` of (inputs, target) as the schedule guarantees.
 
-    The arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the
+    The arguments are those of `Pipeline`, and `batches` are what its `step` takes; a target that is left out is None.
+    `drain_after`: the numbers of the minibatches (from 0) after which the
     pipeline is drained. W(x) is version x, s the stage, and k and t count microbatches and minibatches since the last
     drain:
 
@@ -174,7 +175,8 @@ class _Run:
     def step(self, inputs: Any, target: Any) -> float:
         """Trains on one minibatch and returns its loss."""
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
-        parts = cut(self.chain, inputs, target, self.plan.microbatches)
+        own_target = self.recipe.reads_model_loss
+        parts = cut(self.chain, inputs, target, self.plan.microbatches, own_target=own_target)
         amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
             self.versions = _versions(self.guarantees, k, self.minibatch)
