@@ -60,7 +60,7 @@ class SafetensorsWriter:
         """Writes the next tensor, which is on the CPU in the type and shape of its entry."""
         values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         assert values.nbytes == self._left.pop(), "as its entry says"
-        self._file.write(values)
+        self._file.write(values.data)
 
     def __enter__(self) -> Self:
         return self

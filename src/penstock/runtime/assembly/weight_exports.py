@@ -101,7 +101,7 @@ def _plan(form: HubForm, held: HeldTensors, entries: Mapping[str, StoredEntry], 
 
 
 def _form(model: Any, held: HeldTensors) -> HubForm | None:
-    """Of rank 0 only: to find it, PEFT may ask a server."""
+    """Only rank 0 looks for it, since PEFT may ask a server."""
     return hub_form(model, held.every) if held.world.rank == 0 else None
 
 
