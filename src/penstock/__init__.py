@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.capturing import capture
     from penstock.capturing.initialization import initialize, reset_parameters
+    from penstock.capturing.weight_files import load_weights
     from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
@@ -80,6 +81,7 @@ __all__ = [
     "WeightUpdate",
     "capture",
     "initialize",
+    "load_weights",
     "loader",
     "local_device",
     "model_loss",
@@ -129,6 +131,7 @@ _HOMES = {
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
     "initialize": "capturing.initialization",
+    "load_weights": "capturing.weight_files",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
     "model_loss": "training.losses",

@@ -21,6 +21,7 @@ from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -32,6 +33,7 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
+from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
@@ -174,7 +176,7 @@ class Pipeline:
         )
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
-        self._guarded, self._sample = FailureGuard(self._world), sample
+        self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
@@ -461,6 +463,30 @@ class Pipeline:
         with self._guarded("in a load", harmless=True):
             state = read(directory, self._model_state(), self._parameters(), self._world)
             self.load_state_dict(state)
+
+    def save_weights(
+        self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes the whole model to `directory` for ``from_pretrained`` of transformers. Drains first. Collective.
+
+        The files are ``model.safetensors``, or shards of at most `max_shard_size` (bytes, or a text such as "5GB") with
+        an index, and the model's configurations if it has any. Every process writes its own tensors. `dtype`: of
+        floating-point values in the files; by default that of the model. Of a PEFT model the adapter is written, as
+        PEFT does. Weights that were in `directory` are replaced after everything is written; other files stay. Several
+        hosts must share the file system. There is no state of the optimizer: `save` writes that.
+        """
+        self.drain()
+        # Not guarded: an error reaches all processes here, and the training can go on after it.
+        held = hold(self._chain, self._model_state(), self._world)
+        export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
+
+    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
+        """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
+
+        The other ranks return an empty dict. Drains first. Collective. `save_weights` needs no memory for all of them.
+        """
+        self.drain()
+        return hold(self._chain, self._model_state(), self._world).state_dict(rank)
 
     def close(self) -> None:
         """Ends the transport's threads and undoes the hooks of the process. A second call does nothing.
