@@ -63,6 +63,7 @@ FLOW = {
         runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine
         runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
+    "integrations": "errors training pipeline",
     "cli": "errors commands",
     "__main__": "cli",
 }

@@ -128,7 +128,8 @@ class PipelineTrainer(Trainer):
         loss = torch.tensor(float(pipe.evaluate(batch).loss), device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
-        ignored = {"loss", *(ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", ()))}
+        config = getattr(self.model, "config", None)
+        ignored = {"loss", *(ignore_keys or getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))}
         output = pipe.predict(batch)
         named = dict(output) if isinstance(output, Mapping) else dict(enumerate(output[1:]))
         outputs = tuple(value for name, value in named.items() if name not in ignored and value is not None)
@@ -183,8 +184,6 @@ class PipelineTrainer(Trainer):
         """The pipeline; built anew with `batch` as the sample of a microbatch if there is none."""
         if self._pipeline is None:
             args = self.args
-            # Dimensions of one would be taken to be always so.
-            sample = {name: _at_least_two(value) for name, value in batch.items()}
             options: dict[str, Any] = {
                 "microbatches": None if "plan" in self._options else args.gradient_accumulation_steps,
                 "loss_weight": self._loss_weight(),
@@ -195,8 +194,8 @@ class PipelineTrainer(Trainer):
                 "seed": args.seed,
                 **self._options,
             }
-            self.model.train()
-            self._pipeline = Pipeline(self.model, sample, model_loss, self._make_optimizer, **options)
+            whole: Any = self.model
+            self._pipeline = Pipeline(whole.train(), _sample_of(batch), model_loss, self._make_optimizer, **options)
             if self._resumes_from is not None and training:
                 self._pipeline.load(self._resumes_from)
         return self._pipeline
@@ -208,7 +207,8 @@ class PipelineTrainer(Trainer):
             self._pipeline.close()
             self._pipeline = None
             # Each process has trained its own stages only.
-            self.model.load_state_dict(state)
+            whole: Any = self.model
+            whole.load_state_dict(state)
 
     def _loss_weight(self) -> LossWeight:
         """The number of labels that count, where the Trainer divides by it, else of samples."""
@@ -217,12 +217,13 @@ class PipelineTrainer(Trainer):
         return _count_samples
 
     def _make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        decayed = frozenset(self.get_decay_parameter_names(self.model))
+        whole: Any = self.model
+        decayed = frozenset(self.get_decay_parameter_names(whole))
         groups = [
             {"params": parameters.where(lambda name, _: name in decayed), "weight_decay": self.args.weight_decay},
             {"params": parameters.where(lambda name, _: name not in decayed), "weight_decay": 0.0},
         ]
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, whole)
         if set(options) & {"params", "model", "optimizer_dict"}:
             raise PenstockError(
                 f"optim={self.args.optim} takes the whole model, of which a process trains a part: expected an "
@@ -252,10 +253,8 @@ def _check(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
         "fsdp=": (args.fsdp, "pass pipeline_options={'parallelize': ...}"),
         "deepspeed=": (args.deepspeed, "leave it out"),
         "label_smoothing_factor=": (args.label_smoothing_factor, "let the model compute its loss"),
-        "gradient_checkpointing=": (
-            args.gradient_checkpointing or getattr(args, "activation_checkpointing", False),
-            "pass pipeline_options={'recompute': True}",
-        ),
+        # The older name of activation_checkpointing, which mirrors it.
+        "activation_checkpointing=": (args.gradient_checkpointing, "pass pipeline_options={'recompute': True}"),
         "torch_compile=": (args.torch_compile, "pass pipeline_options={'compile': True}"),
         "neftune_noise_alpha=": (args.neftune_noise_alpha, "leave it out"),
         "auto_find_batch_size=": (args.auto_find_batch_size, "leave it out"),
@@ -281,8 +280,22 @@ def _count_samples(batch: Mapping[str, Any]) -> int:
     return len(next(value for value in batch.values() if isinstance(value, Tensor) and value.ndim))
 
 
-def _at_least_two(value: Any) -> Any:
-    return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim and len(value) == 1 else value
+def _sample_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch` as a sample for capture, which stands for all other batches."""
+    sample = dict(batch)
+    if _count_samples(batch) == 1:
+        # A dimension of one would be taken to be always so.
+        sample = {
+            name: torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim and len(value) == 1 else value
+            for name, value in batch.items()
+        }
+    mask = sample.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > 2:
+        # Models leave out a mask that hides nothing, and would be captured without it. The hole is near the start,
+        # since capture also tries shorter sequences.
+        sample["attention_mask"] = mask.clone()
+        sample["attention_mask"][0, 1] = 0
+    return sample
 
 
 def _in_pieces(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
