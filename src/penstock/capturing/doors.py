@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.exported import capture_exported
-from penstock.capturing.samples import read_sample
+from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.reminders import lifted
+from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
 
@@ -41,6 +43,11 @@ def capture(
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
     call, inputs = read_sample(sample, microbatch_size)
+    with lifted(model):
+        return _capture(model, call, inputs, check)
+
+
+def _capture(model: object, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
     match model:
         case nn.ModuleList() | list() | tuple():
             return capture_list(list(model), call, inputs)
