@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
+from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.runtime.assembly.captured_models import capture_for_training
@@ -22,6 +23,7 @@ from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -232,6 +234,7 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._reminder = remind(model, self._chain, self.required_inputs.stages)
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -342,9 +345,9 @@ class Pipeline:
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True):
+        with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"):
+        with self._guarded("in an evaluation"), lifted(self._model):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
@@ -354,9 +357,9 @@ class Pipeline:
         concatenated, and others are stacked.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True):
+        with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_prediction(inputs)
-        with self._guarded("in a prediction"):
+        with self._guarded("in a prediction"), lifted(self._model):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
@@ -489,12 +492,14 @@ class Pipeline:
         return hold(self._chain, self._model_state(), self._world).state_dict(rank)
 
     def close(self) -> None:
-        """Ends the transport's threads and undoes the hooks of the process. A second call does nothing.
+        """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
 
         It does not drain. A pipeline that lives as long as its process need not be closed.
         """
         if not self._closed:
             self._closed = True
+            if self._reminder is not None:
+                self._reminder.remove()
             self._engine.transport.close()
             self._world.leave()
 

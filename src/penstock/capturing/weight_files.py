@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
 from penstock.errors import CheckpointError, PenstockError
 from penstock.torch_internals.modules import is_persistent
+from penstock.torch_internals.tensors import times_written
 
-__all__ = ["INDEX", "SINGLE", "TYPE_CODES", "Rename", "load_weights", "persistent_names"]
+__all__ = ["INDEX", "SINGLE", "TYPE_CODES", "Rename", "load_weights"]
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
@@ -63,7 +64,7 @@ def load_weights(path: str | Path, *, rename: Rename | None = None, missing: Ini
     Each process reads the tensors of its own stages only, and its memory never holds more than them and the one that
     is being read. Values take the type of the parameter; to train in bfloat16, say ``model.to(torch.bfloat16)`` while
     the model is on the meta device. A weight with several names may have any of them in the files. Buffers outside
-    the state dict are not in files; they get what `reset_parameters` makes.
+    the state dict are not in files; they get what `reset_parameters` makes, or `missing` where it makes nothing.
 
     Args:
         path: a file, or a directory with ``model.safetensors`` or ``model.safetensors.index.json``.
@@ -107,7 +108,7 @@ class _WeightFiles(WeightSource):
 
     def examine(self, model: nn.Module, given: Collection[str]) -> None:
         names = _names(model)
-        persistent = persistent_names(model)
+        persistent = _persistent_names(model)
         self._computed = frozenset(first for first, known in names.items() if not persistent.intersection(known))
         self._reset = reset_parameters(model)
         self._homes = {
@@ -122,8 +123,7 @@ class _WeightFiles(WeightSource):
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         if name in self._computed:
-            assert self._reset is not None
-            self._reset(name, tensor)
+            self._compute(name, tensor)
             return
         homes = self._homes.get(name) or self._find([name])
         if homes:
@@ -135,6 +135,14 @@ class _WeightFiles(WeightSource):
                 f"{self.path}: expected {self.rename(name)!r}, the weights of {name}, found no such tensor. Pass "
                 "rename= with the names of the files, or missing= with what makes weights that they do not have"
             )
+
+    def _compute(self, name: str, tensor: Tensor) -> None:
+        """Has the model write a buffer, or `missing` if the model does not."""
+        assert self._reset is not None, "it is after `examine`"
+        version = times_written(tensor)
+        self._reset(name, tensor)
+        if times_written(tensor) == version and self.missing is not None:
+            self.missing(name, tensor)
 
     def _find(self, known: Collection[str]) -> tuple[_StoredTensor, ...]:
         """The tensors in the files under the names `known` of one tensor of the model."""
@@ -170,7 +178,7 @@ class _WeightFiles(WeightSource):
         return first if list(places) == [first] else f"{first} (as {' or '.join(map(repr, places))})"
 
 
-def persistent_names(model: nn.Module) -> frozenset[str]:
+def _persistent_names(model: nn.Module) -> frozenset[str]:
     """All names of the parameters, and of the buffers that are in the state dict."""
     buffers = (
         f"{path}.{name}" if path else name

@@ -3,7 +3,12 @@
 Also jobs for the processes of the pool. Everything is in float64, so that sums over microbatches differ in no bit.
 """
 
+import copy
+import pickle
+import resource
+import signal
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock
+from penstock.errors import TransportError
 from support import models
 
 __all__ = [
@@ -24,8 +30,12 @@ __all__ = [
     "class_of",
     "config_of",
     "export",
+    "export_lora",
+    "fail_to_write",
     "load_and_train",
+    "lora",
     "make_pipeline",
+    "use_the_model",
     "written",
 ]
 
@@ -121,3 +131,75 @@ def load_and_train(
     found.held = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     pipe.close()
     return found
+
+
+def use_the_model(kind: str) -> dict[str, list[str]]:
+    """What this process is warned of, by what it does with a model of which it trains a part."""
+    model = build(kind)
+    found: dict[str, list[str]] = {}
+
+    def watch(name: str, work: Callable[[], object]) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        found[name] = [str(each.message) for each in caught]
+
+    pipe = make_pipeline(model)
+    batch = {"input_ids": TOKENS}
+    watch("step", lambda: pipe.step(batch, torch.zeros_like(TOKENS)))
+    watch("evaluate", lambda: pipe.evaluate(batch, torch.zeros_like(TOKENS)))
+    watch("predict", lambda: pipe.predict(batch))
+    watch("state_dict", pipe.state_dict)
+    watch("full_state_dict", pipe.full_state_dict)
+    copied, pickled = copy.deepcopy(model), pickle.dumps(model)
+    model.load_state_dict(pipe.full_state_dict(rank=None))
+    second = make_pipeline(model)
+    pipe.close()
+    watch("call", lambda: model(**batch))
+    watch("call again", lambda: model(**batch))
+    watch("call of a copy", lambda: copied(**batch))
+    watch("state dict of a pickle", lambda: pickle.loads(pickled).state_dict())
+    second.close()
+    watch("after close", model.state_dict)
+    return found
+
+
+def lora(kind: str = "llama") -> Any:
+    """A PEFT model over the model, whose small matrices are not zero."""
+    import peft  # takes seconds, which most runs need not wait for
+
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing` is deprecated")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(build(kind), config)
+
+
+def export_lora(target: Path, stages: int) -> Exported:
+    """Trains a step and writes the adapter."""
+    pipe = make_pipeline(lora(), stages=stages)
+    found = export(pipe, target, max_shard_size="1KB")
+    pipe.close()
+    return found
+
+
+def fail_to_write(target: Path) -> tuple[str, float, list[str]]:
+    """The error of an export to a directory in which rank 1 cannot write, what a step after it loses, and the files
+    that a good export then writes.
+    """
+    pipe = make_pipeline(build("llama"))
+    if pipe.rank == 1:
+        # As a full disk does.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        pipe.save_weights(target, max_shard_size="10KB")
+        text = "no error"
+    except (OSError, TransportError) as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        if pipe.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    loss = float(pipe.step({"input_ids": TOKENS}, torch.zeros_like(TOKENS)).loss)
+    pipe.save_weights(target, max_shard_size="10KB")
+    pipe.close()
+    return text, loss, sorted(path.name for path in target.iterdir())

@@ -13,7 +13,7 @@ Laws of this file:
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,11 @@ from torch import Tensor
 from penstock.capturing.weight_files import INDEX, SINGLE, TYPE_CODES
 from penstock.errors import CheckpointError
 
-__all__ = ["NEW", "PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
+__all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
 
-PARTIAL, NEW = ".weights.partial", ".weights.new"
-"""In the directory: where files are while they are written, and where a whole set is before it is published."""
+PARTIAL, NEW, REPLACED = ".weights.partial", ".weights.new", ".weights.replaced.json"
+"""In the directory: where files are while they are written, where a whole set is before it is published, and the index
+of the weights that it replaces while these are removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,20 @@ def publish(directory: Path, last: str) -> None:
     """
     for path in (directory / PARTIAL).iterdir():
         _write_through(path)
-    new = directory / NEW
+    new, index, replaced = directory / NEW, directory / INDEX, directory / REPLACED
+    # An interruption may have left shards that no index in the directory names any more.
+    left = _shards_of(new / INDEX) + _shards_of(replaced)
     shutil.rmtree(new, ignore_errors=True)
     (directory / PARTIAL).rename(new)
-    for path in _replaced(directory, last):
-        path.unlink(missing_ok=True)
+    if last in (SINGLE, INDEX):
+        (directory / SINGLE).unlink(missing_ok=True)
+        if index.exists():
+            index.replace(replaced)
+        for name in (*left, *_shards_of(replaced)):
+            (directory / name).unlink(missing_ok=True)
+        replaced.unlink(missing_ok=True)
+    else:
+        (directory / last).unlink(missing_ok=True)
     for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
         path.replace(directory / path.name)
     new.rmdir()
@@ -130,20 +140,13 @@ def _header(entries: Sequence[StoredEntry]) -> dict[str, Any]:
     return header
 
 
-def _replaced(directory: Path, last: str) -> Iterator[Path]:
-    """The weights in `directory`, first what a reader looks for. `last` tells whether they are a model's."""
-    yield directory / last
-    if last not in (SINGLE, INDEX):
-        return
-    yield directory / SINGLE
-    index = directory / INDEX
+def _shards_of(index: Path) -> list[str]:
+    """The files that `index` names, in its own directory; none if it is no index."""
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError):
-        # No index of ours. What it names stays.
-        shards = set()
-    yield index
-    yield from (directory / name for name in sorted(shards) if Path(name).name == name)
+        return []
+    return [name for name in sorted(names) if Path(name).name == name]
 
 
 def _write_through(path: Path) -> None:
