@@ -1,5 +1,6 @@
 """Losses that the model computes from labels among its inputs: the numbers of one device, or an error."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -170,3 +171,73 @@ def test_every_form_of_an_output(form: str) -> None:
 
     assert found.losses[0] == pytest.approx(loss.item(), rel=1e-12)
     assert found.losses[1] < found.losses[0]
+
+
+class Routed(nn.Module):
+    """Experts in every block, and a loss that asks all their routers to use the experts evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        chosen = []
+        for block in self.blocks:
+            x, logits = block(x)
+            chosen.append(logits)
+        balance = torch.cat(chosen).softmax(-1).mean(0).square().sum()
+        return {"loss": (self.head(x) - y).square().mean() + 0.5 * balance, "balance": balance}
+
+
+class RoutedBlock(nn.Module):
+    """Sends each sample to one of two experts, in a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        weights, result = logits.softmax(-1), x.clone()
+        for index, expert in enumerate(self.experts):
+            rows = (logits.argmax(-1) == index).nonzero().flatten()
+            if len(rows):
+                result[rows] = result[rows] + weights[rows, index, None] * expert(x[rows])
+        return result, logits
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_losses_of_routers_in_all_stages(stages: int) -> None:
+    """As in a plain loop, which accumulates the gradients of the same microbatches."""
+    torch.manual_seed(4)
+    start = Routed().double()
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64))
+    model = copy.deepcopy(start)
+    optimizer = models.momentum(list(model.parameters()))
+    losses = []
+    for _ in range(2):
+        parts = [model(x, y)["loss"] / 3 for x, y in zip(*(tensor.chunk(3) for tensor in batch), strict=True)]
+        sum(parts, torch.zeros(())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(sum(part.item() for part in parts)))
+    options = labelled_options("1f1b-flush", sample=tuple(t[:2] for t in batch), loss_weight=None, stages=stages)
+    found = train(lambda: copy.deepcopy(start), [batch, batch], options)
+
+    assert found.losses == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(found.state, model.state_dict(), rtol=1e-12, atol=1e-14)
+    gradients = {name for name, tensor in found.state.items() if not torch.equal(tensor, start.state_dict()[name])}
+    assert {f"blocks.{index}.router.weight" for index in range(4)} <= gradients
+
+
+def test_router_losses_that_hooks_collect_are_refused() -> None:
+    """Transformers collects the logits of routers by hooks inside of blocks, which no block returns."""
+    config = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True, experts_implementation="eager",
+    )  # fmt: skip
+    sample = {name: SENTENCES[0][name][:2] for name in ("input_ids", "labels")}
+    with pytest.raises(penstock.CaptureError, match="MixtralForCausalLM cannot be traced"):
+        penstock.Pipeline(transformers.MixtralForCausalLM(config), **labelled_options("1f1b-flush", sample=sample))
