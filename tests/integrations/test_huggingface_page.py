@@ -24,6 +24,7 @@ def names(folder: Path) -> dict[str, Any]:
     sentences = torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": sentences, "labels": sentences}
     padding = torch.arange(8) > torch.arange(4)[:, None] + 3
+    batches: Any = [batch, batch]
     quiet = {"use_cpu": True, "dataloader_pin_memory": False, "report_to": [], "disable_tqdm": True, "max_steps": 1}
     return {
         "torch": torch,
@@ -31,8 +32,8 @@ def names(folder: Path) -> dict[str, Any]:
         "TrainingArguments": transformers.TrainingArguments,
         "model": make_model(),
         "batch": batch,
-        "batches": [batch, batch],
-        "loader": torch.utils.data.DataLoader([batch, batch], batch_size=None),
+        "batches": batches,
+        "loader": torch.utils.data.DataLoader(batches, batch_size=None),
         "padded": {**batch, "labels": sentences.masked_fill(padding, -100)},
         "short": {name: tensor[:2, :4] for name, tensor in batch.items()},
         "long": {name: tensor[2:] for name, tensor in batch.items()},

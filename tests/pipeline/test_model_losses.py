@@ -15,6 +15,7 @@ from support.jobs.model_loss_jobs import (
     build,
     labelled,
     labelled_options,
+    refuse_uneven_labels,
     replicated,
     run_labelled,
     train,
@@ -111,6 +112,15 @@ def test_uneven_labels_without_a_weight_are_refused() -> None:
         pipe.evaluate(SENTENCES[0])
 
     torch.testing.assert_close(pipe.state_dict()["model"], before, rtol=0, atol=0)
+
+
+def test_uneven_labels_end_every_process(pool: Pool) -> None:
+    """The last stage reads the labels, and the other processes must not wait for it."""
+    first, last = pool.run(2, refuse_uneven_labels)
+
+    assert "penstock.token_count" in last
+    assert first.startswith("TransportError")
+    assert "penstock.token_count" in first
 
 
 def test_even_labels_need_no_weight() -> None:
@@ -234,7 +244,7 @@ def test_losses_of_routers_in_all_stages(stages: int) -> None:
 
 def test_router_losses_that_hooks_collect_are_refused() -> None:
     """Transformers collects the logits of routers by hooks inside of blocks, which no block returns."""
-    config = transformers.MixtralConfig(
+    config = transformers.MixtralConfig(  # type: ignore[call-arg]
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=2, output_router_logits=True, experts_implementation="eager",
     )  # fmt: skip

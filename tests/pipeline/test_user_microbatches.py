@@ -91,3 +91,11 @@ def test_a_prediction_takes_one_batch() -> None:
     pipe = penstock.Pipeline(loss_weight_jobs.build(), **ragged_options("1f1b-flush"))
     with pytest.raises(penstock.PenstockError, match="predict takes one batch"):
         pipe.predict(BATCHES[0])
+
+
+def test_prefetching_keeps_the_microbatches() -> None:
+    (found,) = penstock.prefetch([BATCHES[0]], "cpu")
+
+    assert isinstance(found, penstock.Microbatches)
+    assert [x.shape for x in found.inputs] == [x.shape for x in BATCHES[0].inputs]
+    assert all(x.is_meta for x in penstock.shapes_of(BATCHES[0]).inputs)

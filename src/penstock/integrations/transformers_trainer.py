@@ -59,6 +59,8 @@ class PipelineTrainer(Trainer):
         _check(args, kwargs)
         _join_as_one(args)
         super().__init__(model=model, args=args, **kwargs)
+        # The pipeline scales its losses itself.
+        self.accelerator.scaler = None
         self._options = dict(pipeline_options or {})
         self._pipeline: Pipeline | None = None
         self._steps = 1
@@ -183,9 +185,9 @@ class PipelineTrainer(Trainer):
     def _built(self, batch: Mapping[str, Any], training: bool = False) -> Pipeline:
         """The pipeline; built anew with `batch` as the sample of a microbatch if there is none."""
         if self._pipeline is None:
-            args = self.args
+            args, plan = self.args, self._options.get("plan")
             options: dict[str, Any] = {
-                "microbatches": None if "plan" in self._options else args.gradient_accumulation_steps,
+                "microbatches": args.gradient_accumulation_steps if plan in (None, "auto") else None,
                 "loss_weight": self._loss_weight(),
                 "clip_grad_norm": args.max_grad_norm or None,
                 "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
@@ -196,6 +198,11 @@ class PipelineTrainer(Trainer):
             }
             whole: Any = self.model
             self._pipeline = Pipeline(whole.train(), _sample_of(batch), model_loss, self._make_optimizer, **options)
+            if self._pipeline.plan.microbatches != args.gradient_accumulation_steps:
+                raise PenstockError(
+                    f"the plan has {self._pipeline.plan.microbatches} microbatches, and the Trainer passes "
+                    f"gradient_accumulation_steps={args.gradient_accumulation_steps}: expected as many"
+                )
             if self._resumes_from is not None and training:
                 self._pipeline.load(self._resumes_from)
         return self._pipeline

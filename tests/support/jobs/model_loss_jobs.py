@@ -23,6 +23,7 @@ __all__ = [
     "labelled",
     "labelled_options",
     "ragged_options",
+    "refuse_uneven_labels",
     "replicated",
     "run_labelled",
     "run_ragged",
@@ -108,6 +109,17 @@ def train(make: Callable[[], Any], batches: list[Any], options: dict[str, Any]) 
 def run_labelled(schedule: str, padded: bool) -> Outcome:
     """A Llama with labels, whose microbatches have one length or lengths of their own."""
     return train(build, PADDED if padded else SENTENCES, labelled_options(schedule))
+
+
+def refuse_uneven_labels() -> str:
+    """The error that a process meets if nothing weighs microbatches with other numbers of labels."""
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush", loss_weight=None, timeout_seconds=60.0))
+    try:
+        pipe.step(SENTENCES[0])
+        pipe.drain()
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def run_ragged(schedule: str) -> Outcome:

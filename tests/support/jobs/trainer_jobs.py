@@ -2,6 +2,7 @@
 in those of the pool.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,18 @@ def accuracy(found: transformers.EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right.sum() / (following != -100).sum())}
 
 
-def make_trainer(folder: Path, *, plain: bool = False, samples: int = 28, best: bool = False, **options: Any) -> Any:
-    """A Trainer; unless `plain`, through a pipeline with `options`. `best`: it ends with the best weights."""
+def make_trainer(
+    folder: Path, *, plain: bool = False, samples: int = 28, given: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """A Trainer with the arguments `given`; unless `plain`, through a pipeline with `options`."""
     from penstock.integrations import PipelineTrainer
 
-    given: dict[str, Any] = {"train_dataset": rows(samples), "eval_dataset": rows(9), "data_collator": collate}
-    given["compute_metrics"] = accuracy
-    own = arguments(folder, load_best_model_at_end=best)
+    data: dict[str, Any] = {"train_dataset": rows(samples), "eval_dataset": rows(9), "data_collator": collate}
+    data["compute_metrics"] = accuracy
+    own = arguments(folder, **(given or {}))
     if plain:
-        return transformers.Trainer(make_model(), own, **given)
-    return PipelineTrainer(make_model(), own, pipeline_options=options, **given)
+        return transformers.Trainer(make_model(), own, **data)
+    return PipelineTrainer(make_model(), own, pipeline_options=options, **data)
 
 
 def history(trainer: Any) -> History:
@@ -105,6 +108,6 @@ def train_and_resume(folder: Path) -> tuple[History, History, float]:
     weights at its end.
     """
     whole = train(folder)
-    resumed = make_trainer(folder, best=True)
+    resumed = make_trainer(folder, given={"load_best_model_at_end": True})
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     return whole, history(resumed), resumed.evaluate()["eval_loss"]
