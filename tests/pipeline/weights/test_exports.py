@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
@@ -100,15 +100,20 @@ def test_processes_read_and_write_their_own_tensors(
 def test_a_tensor_is_written_once(
     tmp_path: Path, pool: Pool, stages: tuple[penstock.Stage, ...], schedule: str
 ) -> None:
-    """By the first of the processes that hold it, in its newest version."""
+    """By the first of the processes that hold it, in its newest version. And rank 0 warns of what the model has not."""
     written("llama", tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file({**load_file(file), "extra": torch.zeros(1)}, file, metadata={"format": "pt"})
     options = {"plan": penstock.Plan(stages, schedule=schedule, microbatches=2), "stages": None, "microbatches": None}
     target = tmp_path / "target"
 
     results = pool.run(3, load_and_train, "llama", tmp_path / "source", target, {}, SHARDED, options)
 
     assert_loads("llama", target, results[0])
-    assert names_in(target) == names_in(tmp_path / "source")
+    assert ["extra", *names_in(target)] == names_in(tmp_path / "source")
+    (warned,) = results[0].warned
+    assert "which are not read: extra. If" in warned
+    assert results[1].warned == results[2].warned == []
 
 
 def test_values_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
