@@ -61,9 +61,9 @@ def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
 ) -> tuple[LayerChain, Partition]:
     sampled = SampledModel(model, call, inputs)
+    run = run_on_sample(sampled)
     with sampled.preserved():
         flat, written = _run_eagerly(model, call, inputs)
-    run = run_on_sample(sampled)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
     recorded = record_calls(sampled, own, run)
@@ -89,7 +89,11 @@ def _capture(
     chain = LayerChain(
         layers=joined,
         inputs=replace(
-            inputs, sizes=traced.sizes, equal=_equal(traced, recorded, inputs), dtypes=_dtypes(call, inputs)
+            inputs,
+            sizes=traced.sizes,
+            equal=_equal(traced, recorded, inputs),
+            dtypes=_dtypes(call, inputs),
+            guards=traced.guards,
         ),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
