@@ -45,7 +45,7 @@ def capture(
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
     call, inputs = read_sample(sample, microbatch_size)
-    with _without_garbage_collection(), lifted(model):
+    with lifted(model), _without_garbage_collection():
         return _capture(model, call, inputs, check)
 
 

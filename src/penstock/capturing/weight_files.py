@@ -27,12 +27,14 @@ from penstock.errors import CheckpointError, PenstockError
 from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
 
-__all__ = ["INDEX", "SINGLE", "TYPE_CODES", "Rename", "load_weights"]
+__all__ = ["INDEX", "NEW", "SINGLE", "TYPE_CODES", "Rename", "load_weights"]
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NEW = ".weights.new"
+"""In a directory: the whole set of files that `Pipeline.save_weights` is moving into it."""
 
 TYPE_CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -74,7 +76,7 @@ def load_weights(path: str | Path, *, rename: Rename | None = None, missing: Ini
 
     Before anything is read, the files are compared with the whole model. Raises `CheckpointError` with all names that
     are missing or differ in shape or type. It warns once, on rank 0, of tensors in the files that the model has not.
-    Needs the package ``safetensors``: ``pip install penstock[hub]``.
+    Needs the package ``safetensors`` (the extra ``hub``).
     """
     return _WeightFiles(Path(path), rename, missing)
 
@@ -229,6 +231,11 @@ def _files_of(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
         return _indexed(path / INDEX)
     found = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    if NEW in found:
+        raise CheckpointError(
+            f"{path}: expected {SINGLE} or {INDEX}, found {', '.join(found)}. A process was killed while it published "
+            f"weights here. They are whole: move the files of {NEW} up into this directory"
+        )
     raise CheckpointError(
         f"{path}: expected a safetensors file, or a directory with {SINGLE} or {INDEX}, found "
         f"{', '.join(found) if found else 'an empty directory' if path.is_dir() else 'nothing'}. Download a model of "
@@ -268,8 +275,8 @@ def _opened(file: Path) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise PenstockError(
-            "load_weights reads its files with the package safetensors, which is not installed: "
-            "pip install penstock[hub], or pip install safetensors"
+            "load_weights reads its files with the package safetensors, which is not installed: pip install "
+            "safetensors, or Penstock with its extra hub"
         ) from error
     try:
         with safe_open(file, framework="pt") as opened:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, PenstockError
@@ -27,7 +27,6 @@ from support.jobs.weight_jobs import (
 )
 from support.processes import Pool
 
-KINDS = ["llama", "llama-tied", "gpt2", "bert"]
 SHARDED = {"max_shard_size": "10KB"}
 
 
@@ -51,8 +50,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "sharded"), [("llama", False), ("llama-tied", True), ("gpt2", True), ("bert", False)])
 def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: str, sharded: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     options = SHARDED if sharded else {}
@@ -72,22 +70,23 @@ def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: 
         assert ours["weight_map"].keys() == theirs["weight_map"].keys()
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
-def test_processes_read_and_write_their_own_tensors(tmp_path: Path, kind: str, pool: Pool) -> None:
-    source = tmp_path / "source"
+@pytest.mark.parametrize(("kind", "save"), [("llama", {}), ("llama-tied", SHARDED)], ids=["single", "sharded"])
+def test_processes_read_and_write_their_own_tensors(
+    tmp_path: Path, kind: str, save: dict[str, str], pool: Pool
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
     expected = export(make_pipeline(written(kind, source, **SHARDED)), tmp_path / "plain")
 
-    for name, save in (("single", {}), ("sharded", SHARDED)):
-        target = tmp_path / name
-        results = pool.run(3, load_and_train, kind, source, target, {}, save, {"stages": 3})
-        for found in results:
-            assert torch.equal(found.logits, expected.logits)
-            assert found.state.keys() == expected.state.keys()
-            assert all(torch.equal(tensor, expected.state[name]) for name, tensor in found.state.items())
-            assert found.warned == []
-        assert all(len(found.held) < 12 for found in results)
-        assert_loads(kind, target, results[0])
-        assert names_in(target) == names_in(source)
+    results = pool.run(3, load_and_train, kind, source, target, {}, save, {"stages": 3})
+
+    for found in results:
+        assert torch.equal(found.logits, expected.logits)
+        assert found.state.keys() == expected.state.keys()
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in found.state.items())
+        assert found.warned == []
+        assert len(found.held) < 12
+    assert_loads(kind, target, results[0])
+    assert names_in(target) == names_in(source)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +100,20 @@ def test_processes_read_and_write_their_own_tensors(tmp_path: Path, kind: str, p
 def test_a_tensor_is_written_once(
     tmp_path: Path, pool: Pool, stages: tuple[penstock.Stage, ...], schedule: str
 ) -> None:
-    """By the first of the processes that hold it, in its newest version."""
+    """By the first of the processes that hold it, in its newest version. And rank 0 warns of what the model has not."""
     written("llama", tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file({**load_file(file), "extra": torch.zeros(1)}, file, metadata={"format": "pt"})
     options = {"plan": penstock.Plan(stages, schedule=schedule, microbatches=2), "stages": None, "microbatches": None}
     target = tmp_path / "target"
 
     results = pool.run(3, load_and_train, "llama", tmp_path / "source", target, {}, SHARDED, options)
 
     assert_loads("llama", target, results[0])
-    assert names_in(target) == names_in(tmp_path / "source")
+    assert ["extra", *names_in(target)] == names_in(tmp_path / "source")
+    (warned,) = results[0].warned
+    assert "which are not read: extra. If" in warned
+    assert results[1].warned == results[2].warned == []
 
 
 def test_values_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
@@ -188,12 +192,28 @@ def test_peft_loads_an_adapter(tmp_path: Path, pool: Pool) -> None:
         directory = tmp_path / name
         assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         assert names_in(directory) == names_in(tmp_path / "own")
-        ours, theirs = (
-            json.loads((each / "adapter_config.json").read_text()) for each in (directory, tmp_path / "own")
-        )
+        ours, theirs = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in (name, "own"))
+        # It was a set.
+        assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
         assert ours == theirs
         loaded = peft.PeftModel.from_pretrained(build("llama"), directory).eval()
         assert all(torch.equal(loaded(input_ids=TOKENS).logits, each.logits) for each in found)
+
+
+def test_an_adapter_goes_over_a_model_from_files(tmp_path: Path) -> None:
+    """As the docs show it: the base model from files, under the names that it has without PEFT."""
+    pytest.importorskip("peft")
+    plain = written("llama", tmp_path).eval()
+
+    def make_adapter(name: str, tensor: Tensor) -> None:
+        assert "lora_" in name
+        tensor.zero_()
+
+    names = {r"^base_model\.model\.": "", r"\.base_layer\.": "."}
+    init_fn = penstock.load_weights(tmp_path, rename=names, missing=make_adapter)
+    pipe = make_pipeline(lora("meta"), init_fn=init_fn)
+
+    assert torch.equal(pipe.predict({"input_ids": TOKENS}).logits, plain(input_ids=TOKENS).logits)
 
 
 def test_an_adapter_inside_a_model_of_transformers_is_refused(tmp_path: Path) -> None:

@@ -164,14 +164,15 @@ def use_the_model(kind: str) -> dict[str, list[str]]:
     return found
 
 
-def lora(kind: str = "llama") -> Any:
-    """A PEFT model over the model, whose small matrices are not zero."""
+def lora(device: str = "cpu") -> Any:
+    """A PEFT model over Llama, whose small matrices are not zero."""
     import peft  # takes seconds, which most runs need not wait for
 
     warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing` is deprecated")
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(build(kind), config)
+    with torch.device(device):
+        return peft.get_peft_model(build("llama", device), config)
 
 
 def export_lora(target: Path, stages: int) -> Exported:

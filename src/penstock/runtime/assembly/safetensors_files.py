@@ -22,14 +22,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from penstock.capturing.weight_files import INDEX, SINGLE, TYPE_CODES
+from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES
 from penstock.errors import CheckpointError
 
 __all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
 
-PARTIAL, NEW, REPLACED = ".weights.partial", ".weights.new", ".weights.replaced.json"
-"""In the directory: where files are while they are written, where a whole set is before it is published, and the index
-of the weights that it replaces while these are removed."""
+PARTIAL, REPLACED = ".weights.partial", ".weights.replaced.json"
+"""In the directory: where files are while they are written, and the index of the weights that they replace while these
+are removed."""
 
 
 @dataclass(frozen=True, slots=True)
