@@ -75,7 +75,10 @@ def refused(microbatches: penstock.Microbatches, target: Any = None, **options: 
 
 
 def test_lengths_that_differ_need_a_weight() -> None:
-    assert "pass for instance loss_weight=" in refused(BATCHES[0], loss_weight=None)
+    assert "pass loss_weight=lambda target: (target != -100).sum()" in refused(BATCHES[0], loss_weight=None)
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush", loss_weight=None))
+    with pytest.raises(penstock.PenstockError, match=r"pass loss_weight=penstock\.token_count"):
+        pipe.step(PADDED[0])
 
 
 def test_other_numbers_of_microbatches_are_refused() -> None:

@@ -98,10 +98,15 @@ class BatchSplitter:
         batched = [name for name in tensors[0] if name in chain.inputs.batched]
         shapes = {name: sorted({tuple(each[name].shape[1:]) for each in tensors}) for name in batched}
         if other := {name: found for name, found in shapes.items() if len(found) > 1}:
+            over_tokens, over_samples = (
+                ("penstock.token_count('labels', shifted=True or False)", "lambda batch: len(batch['labels'])")
+                if self.recipe.reads_model_loss
+                else ("lambda target: (target != -100).sum()", "lambda target: len(target)")
+            )
             raise PenstockError(
                 f"the microbatches have different shapes behind the samples, {other}, and no loss_weight= says what "
-                "the loss is a mean over: pass for instance loss_weight=lambda target: (target != -100).sum() for a "
-                "mean over tokens, or loss_weight=len for a mean over samples"
+                f"the loss is a mean over: pass loss_weight={over_tokens} for a mean over tokens, or "
+                f"loss_weight={over_samples} for a mean over samples"
             )
         if counts:
             sizes = [len(span) for microbatch in made for span in even_spans(microbatch.samples, slices)]
