@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
+    from penstock.reporting.stats import Stats
+    from penstock.reporting.writers import log_stats
     from penstock.runtime.devices.local_devices import local_device
     from penstock.scheduling.definitions import ScheduleDefinition
     from penstock.scheduling.schedules import Schedule
@@ -68,6 +70,7 @@ __all__ = [
     "ScheduleDefinition",
     "ScheduleError",
     "Stage",
+    "Stats",
     "Subject",
     "Timeline",
     "Transformer",
@@ -81,6 +84,7 @@ __all__ = [
     "load_weights",
     "loader",
     "local_device",
+    "log_stats",
     "plan",
     "prefetch",
     "probe",
@@ -115,6 +119,7 @@ _HOMES = {
     "ScheduleDefinition": "scheduling.definitions",
     "ScheduleError": "errors",
     "Stage": "values.plans",
+    "Stats": "reporting.stats",
     "Subject": "profiling.subjects",
     "Timeline": "timelines.timelines",
     "Transformer": "values.transformers",
@@ -128,6 +133,7 @@ _HOMES = {
     "load_weights": "capturing.weight_files",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
+    "log_stats": "reporting.writers",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",

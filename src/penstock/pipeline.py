@@ -18,6 +18,7 @@ from penstock.capturing.initialization import InitFn
 from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError, TransportError
 from penstock.profiling.profiler import profile as profile_layers
+from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -112,7 +113,7 @@ class Pipeline:
         init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
-            ``stage_module.layers``, in place. Supported combinations: docs/composition.md.
+            the model's modules in ``stage_module.blocks``, in place. Supported combinations: docs/composition.md.
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
         skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
@@ -215,7 +216,7 @@ class Pipeline:
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_split_backwards(self.schedule, compiled, parallelized, granularities)
+                check_split_backwards(self.schedule, compiled, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
@@ -227,12 +228,21 @@ class Pipeline:
                 plan=self.plan,
                 schedule=self.schedule,
                 timeout_seconds=timeout_seconds,
-                masters=recipe.keeps_masters,
+                masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
             self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._stats_source = StatsSource(
+                self._chain,
+                sample,
+                self.plan,
+                schedule=self.schedule,
+                device=self._device,
+                world=self._world,
+                countable=not self._parallel_stages.modules,
+            )
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -391,6 +401,30 @@ class Pipeline:
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
+
+    def stats(
+        self,
+        *,
+        tokens_per_sample: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        all_ranks: bool = False,
+    ) -> Stats:
+        """Speed, utilization, bubble and memory in the last steps (at most 8), as this rank has measured them.
+
+        It waits for nothing and sends nothing, unless `all_ranks` asks for the numbers of all ranks; it is then
+        collective. `tokens_per_sample` makes tokens of samples; by default they are the items that ``loss_weight``
+        counts, on ranks that read targets. `flops_per_sample`: the floating-point operations of forward and backward;
+        by default counted at the first call, unless `parallelize` spreads the layers. `peak_flops`: what one device can
+        do in a second; by default from a table of GPUs. docs/observability.md explains the numbers.
+        """
+        return self._stats_source.stats(
+            self._engine.speed(),
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=flops_per_sample,
+            peak_flops=peak_flops,
+            all_ranks=all_ranks,
+        )
 
     @property
     def gradient_norm(self) -> float | None:

@@ -213,6 +213,39 @@ def test_a_block_with_several_versions_of_its_weights_equals_the_oracle(kind: ty
     assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state.items())
 
 
+def compile_in_place(model: Model) -> None:
+    for block in model.blocks:
+        block.compile(backend="eager")
+
+
+def compile_blocks(model: Model) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+
+
+COMPILED: dict[str, tuple[Callable[[Model], None], dict[str, Any]]] = {
+    "stages": (lambda model: None, {"compile": {"backend": "eager"}}),
+    "blocks in place": (compile_in_place, {}),
+    "blocks": (compile_blocks, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [pytest.param("stages", Counted, marks=pytest.mark.slow), ("blocks in place", Book), ("blocks", Counted)],
+)
+def test_compiled_blocks_keep_their_state(what: str, kind: type[Block]) -> None:
+    data = batches((6, 6, 6))
+    change, options = COMPILED[what]
+    shared: dict[str, Any] = {"sample": (data[0][0][:2],), "loss_fn": squares, "optimizer": sgd}
+    shared |= {"schedule": "2bw", "stages": 2, "microbatches": 2}
+    expected = penstock.reference_train(build(kind), data, **shared)
+    model = build(kind)
+    change(model)
+    with penstock.Pipeline(model, **shared, **options) as pipe:
+        assert tuple(pipe.step(x, target).loss.item() for x, target in data) == expected.losses
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_in_a_block_trains() -> None:
     data = batches((6, 6))

@@ -52,15 +52,16 @@ FLOW = {
     "runtime.execution": "errors torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
-    "runtime.engine": """errors values timelines scheduling capturing training runtime.devices runtime.transport
-        runtime.execution runtime.parameters runtime.batches""",
+    "runtime.engine": """errors torch_internals values timelines scheduling capturing training runtime.devices
+        runtime.transport runtime.execution runtime.parameters runtime.batches""",
     "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
+    "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
     "pipeline": """errors values timelines autoplans scheduling scheduling.verification capturing profiling training
-        runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine
+        reporting runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine
         runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
@@ -71,9 +72,9 @@ ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale NamedParameters PenstockError
-    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Subject Timeline
+    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats Subject Timeline
     Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialize load_weights
-    loader local_device plan prefetch probe profile reference_train render reset_parameters schedule shapes_of
+    loader local_device log_stats plan prefetch probe profile reference_train render reset_parameters schedule shapes_of
     simulate verify
 """
 METHODS = {
@@ -103,6 +104,7 @@ METHODS = {
     "save": "(self, directory)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "state_dict": "(self)",
+    "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target)",
     "timeline": "(self, minibatches=1)",
 }
@@ -112,8 +114,8 @@ NAMESAKES: set[str] = set()
 
 
 MOST_LINES = 500
-LONGER = {"penstock.pipeline": 600}
-"""It has a method and a long docstring for each thing that a user does."""
+ALLOWED_LONG = {"penstock.pipeline": 600}
+"""Files that may be longer, and how long."""
 MOST_WAYS = 15
 """Ways through one function, by McCabe's complexity."""
 MOST_POSITIONAL = 5
@@ -396,8 +398,9 @@ def test_two_public_classes_of_one_name_are_found() -> None:
 
 
 def test_files_stay_small() -> None:
-    assert laws.long_files({name: SOURCES[name] for name in SOURCES.keys() - LONGER}, MOST_LINES) == {}
-    assert [name for name, most in LONGER.items() if laws.long_files({name: SOURCES[name]}, most)] == []
+    long = laws.long_files(SOURCES, MOST_LINES)
+
+    assert {module: lines for module, lines in long.items() if lines > ALLOWED_LONG.get(module, MOST_LINES)} == {}
 
 
 def test_a_long_file_is_found() -> None:

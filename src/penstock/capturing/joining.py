@@ -50,7 +50,7 @@ def join_layers(
 
 
 def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:
-    """For every cut, the values that are read after it."""
+    """The values that are read after each cut."""
     needed = [frozenset(returned)]
     for layer in reversed(layers):
         needed.append(needed[-1] | set(layer.inputs))

@@ -29,7 +29,7 @@ class ListsInAList(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
-        for norm, attention, perceptron in self.layers:
+        for norm, attention, perceptron in self.layers:  # type: ignore[misc]
             x = x + attention(norm(x))
             x = x + perceptron(x)
         return self.head(x)  # type: ignore[no-any-return]

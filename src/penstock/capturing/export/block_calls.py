@@ -285,14 +285,14 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[nn.Parameter] = []
         self._dependent = WeakIdKeyDictionary({parameter: True for parameter in parameters})
-        self._parameters = {memory_of(p): p for p in parameters if is_plain_memory(p)}
+        self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
         self._note, self._save = note, save
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         mutable = schema_of(func).is_mutable
         for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():
-            if is_plain_memory(tensor) and (found := self._parameters.get(memory_of(tensor))) is not None:
+            if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
                 self._save(found)
                 self.written.append(found)
         result = func(*args, **(kwargs or {}))
