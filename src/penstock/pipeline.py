@@ -17,6 +17,7 @@ from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError, TransportError
+from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
@@ -86,6 +87,9 @@ class Pipeline:
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
             per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
             is for batches of `microbatches` microbatches. In a single process links are instant.
+        balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
+            little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
+            move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
         vertical_sync: with ``pipedream``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast. The weights, their gradients and the optimizer's state keep their types.
@@ -146,6 +150,7 @@ class Pipeline:
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,
+        balance: Balance = "work",
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
         version_dtype: torch.dtype | None = None,
@@ -186,6 +191,15 @@ class Pipeline:
                     model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
                 )
                 self._chain, self._device = captured.chain, captured.device
+            weights = weigh_layers(
+                balance,
+                planned=plan is not None,
+                world=self._world,
+                chain=self._chain,
+                sample=sample,
+                device=self._device,
+                autocast=autocast,
+            )
             if isinstance(plan, str):
                 choices = Choices(
                     schedule=schedule,
@@ -202,7 +216,7 @@ class Pipeline:
             with agreed(self._world, "while it read its plan"):
                 chosen = choose_plan(
                     plan,
-                    layers=len(self._chain.layers),
+                    weights=weights,
                     processes=self._world.processes,
                     schedule=schedule,
                     stages=stages,
@@ -220,6 +234,8 @@ class Pipeline:
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
+            if plan is None and self._world.rank == 0:
+                log_shares(self.plan, weights, balance)
             self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
             self._parallel_stages = parallelize_stages(
                 parallelize,
@@ -234,15 +250,7 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
-            self._stats_source = StatsSource(
-                self._chain,
-                sample,
-                self.plan,
-                schedule=self.schedule,
-                device=self._device,
-                world=self._world,
-                countable=not self._parallel_stages.modules,
-            )
+            self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
 
     def _connect(self, timeout_seconds: float) -> Transport:

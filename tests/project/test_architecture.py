@@ -60,9 +60,10 @@ FLOW = {
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
     "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
-    "pipeline": """errors values timelines autoplans scheduling scheduling.verification capturing profiling training
-        reporting runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine
-        runtime.assembly""",
+    "layer_weights": "errors values capturing profiling runtime.transport",
+    "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
+        profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
+        runtime.batches runtime.engine runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "cli": "errors commands",
     "__main__": "cli",
@@ -79,9 +80,10 @@ PUBLIC = """
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
-    "plan=None, vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, loss_scale=None, "
-    "clip_grad_norm=None, lr_scheduler=None, update_hooks=(), scale_learning_rates=False, recompute=None, "
-    "compile=False, init_fn=None, parallelize=None, tensor_parallel=None, skips='auto', seed=0, timeout_seconds=600.0)",
+    "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
+    "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), scale_learning_rates=False, "
+    "recompute=None, compile=False, init_fn=None, parallelize=None, tensor_parallel=None, skips='auto', seed=0, "
+    "timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",
@@ -114,8 +116,8 @@ NAMESAKES: set[str] = set()
 
 
 MOST_LINES = 500
-ALLOWED_LONG = {"penstock.pipeline": 600}
-"""Files that may be longer, and how long."""
+LONG_FILES = {"penstock.pipeline": 600}
+"""The most lines of files that may be longer: a docstring of all options takes a fifth of this one."""
 MOST_WAYS = 15
 """Ways through one function, by McCabe's complexity."""
 MOST_POSITIONAL = 5
@@ -398,9 +400,9 @@ def test_two_public_classes_of_one_name_are_found() -> None:
 
 
 def test_files_stay_small() -> None:
-    long = laws.long_files(SOURCES, MOST_LINES)
+    found = laws.long_files(SOURCES, MOST_LINES)
 
-    assert {module: lines for module, lines in long.items() if lines > ALLOWED_LONG.get(module, MOST_LINES)} == {}
+    assert {module: lines for module, lines in found.items() if lines > LONG_FILES.get(module, MOST_LINES)} == {}
 
 
 def test_a_long_file_is_found() -> None:

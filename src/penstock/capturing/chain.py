@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
+from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 
 __all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
@@ -46,6 +47,8 @@ class Layer:
     """Those of `inputs` that it writes in place."""
     output_bytes: tuple[float, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where this is not known."""
+    operators: tuple[OperatorCall, ...] = ()
+    """That its forward runs on the captured sample."""
     volatile: tuple[str, ...] = ()
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
 

@@ -102,6 +102,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         random=any(layer.random for layer in layers),
         mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
         output_bytes=tuple(sizes[name] for name in outputs),
+        operators=tuple(operator for layer in layers for operator in layer.operators),
         volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
     )
 

@@ -18,6 +18,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
+from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -241,9 +242,10 @@ def _run_once(
     observations: list[Observation] = []
     result: Any = None
     returns, tensors = Form.of(None)
+    counter = OperatorCounter()
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
-        with observed(body, arguments) as observation:
+        with observed(body, arguments, counter) as observation:
             try:
                 result = body(*args, **kwargs)
             except Exception as error:
