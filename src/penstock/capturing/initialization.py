@@ -79,9 +79,10 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
 
 
 def examined(init_fn: InitFn, model: nn.Module, given: Collection[str]) -> frozenset[str]:
-    """Those of `given`, the first names of the tensors of `model` that have values, which `init_fn` is to replace.
+    """Returns the names in `given` whose tensors `init_fn` is to replace.
 
-    Only a `WeightSource` replaces values. It is compared with the whole of `model` before, and may raise.
+    `given`: the first names of the tensors of `model` that have values. Only a `WeightSource` replaces any;
+    it is compared with the whole of `model` before, and may raise.
     """
     if not isinstance(init_fn, WeightSource):
         return frozenset()
