@@ -101,7 +101,8 @@ def test_private_names_of_torch_are_touched_in_one_room() -> None:
     broken = [
         f"{module}:{line}: {text}"
         for module, tree in TREES.items()
-        if room_of(module, FLOW) != ROOM
+        # A subclass of another library's class overrides and calls the private methods of that one.
+        if room_of(module, FLOW) not in (ROOM, "integrations")
         for line, text in touched(tree)
     ]
 

@@ -114,19 +114,6 @@ class ModelInputs:
         """Raises `CaptureError` if the capture does not hold for a microbatch of `samples` out of the batch `tensors`,
         by value name.
         """
-        if self.guards and tensors is not None:
-            shapes = {
-                name: (samples, *tensor.shape[1:]) if name in self.batched else tuple(tensor.shape)
-                for name, tensor in tensors.items()
-            }
-            for guard in self.guards:
-                if not guard.holds(shapes):
-                    found = ", ".join(f"{name}.shape[{index}] = {shapes[name][index]}" for name, index in guard.sizes)
-                    raise CaptureError(
-                        f"the model's code asked, outside of its blocks, whether {guard.text}, which held for sample= "
-                        f"and does not hold for a microbatch with {found}: the trace would compute something else than "
-                        "the model. Pass such sizes, move this code into a block, or capture again"
-                    )
         for name in self.names:
             bounds = self.sizes.get(name, ())
             if name in self.batched and bounds and not _fits(samples, *bounds[0]):
@@ -143,6 +130,19 @@ class ModelInputs:
                     f"{_size_text(*bounds[0])}: for other numbers the model's code may do something else. Pass larger "
                     "or smaller batches, or use other microbatches="
                 )
+        if self.guards and tensors is not None:
+            shapes = {
+                name: (samples, *tensor.shape[1:]) if name in self.batched else tuple(tensor.shape)
+                for name, tensor in tensors.items()
+            }
+            for guard in self.guards:
+                if not guard.holds(shapes):
+                    found = ", ".join(f"{name}.shape[{index}] = {shapes[name][index]}" for name, index in guard.sizes)
+                    raise CaptureError(
+                        f"the model's code asked, outside of its blocks, whether {guard.text}, which held for sample= "
+                        f"and does not hold for a microbatch with {found}: the trace would compute something else than "
+                        "the model. Pass such sizes, move this code into a block, or capture again"
+                    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
