@@ -643,3 +643,51 @@ def test_a_block_that_returns_fewer_steps_trains() -> None:
     expected = train_plainly(made(), data)
     with penstock.Pipeline(made(), (data[0][0],), squares, sgd, stages=3) as pipe:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+
+
+class Leaving(Block):
+    """Leaves a loss in an attribute, which the model reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+class Collecting(Model):
+    """Adds up what its blocks leave."""
+
+    def __init__(self) -> None:
+        super().__init__(Leaving)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + sum(block.loss for block in self.blocks)  # type: ignore[misc]
+
+
+class Gathering(Model):
+    """Gathers what hooks inside of its blocks see, in a list of each call, as libraries do for router losses."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            block.linear.register_forward_hook(lambda module, inputs, output: seen.append(output))  # type: ignore[union-attr]
+        self.gathered = lambda: seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gathered().clear()
+        y = super().forward(x)
+        return y + sum(each.mean() for each in self.gathered())
+
+
+def test_what_leaves_a_block_by_a_hook_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"blocks.0.linear has the hook .* so that the hook would not be run in steps"
+    ):
+        capture(Gathering().double(), (batches((6,))[0][0],))
+
+
+def test_what_leaves_a_block_in_an_attribute_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"its forward changes blocks.0.loss, which is outside of its blocks"):
+        capture(Collecting().double(), (batches((6,))[0][0],))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from penstock.capturing.export.escapes import TensorOwners
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.observation import memory_of
@@ -116,6 +117,8 @@ class ModelRun:
     """Tensors in attributes that the second run wrote in place."""
     calls: tuple[_Calls, _Calls]
     """All calls of modules in the two runs."""
+    escapes: frozenset[tuple[str, str]]
+    """Modules that a tensor escaped from, each with one that used it."""
 
 
 @contextmanager
@@ -152,6 +155,7 @@ def run_on_sample(sampled: SampledModel) -> ModelRun:
         changed=frozenset(path for path, written in changes if not written),
         written=frozenset(path for path, written in changes if written),
         calls=(watch.calls, again.calls),
+        escapes=frozenset(watch.owners.escapes),
     )
 
 
@@ -220,6 +224,7 @@ class _Watch:
         self.working: set[str] = set()
         self.drawing: set[str] = set()
         self.drawing_elsewhere: set[str] = set()
+        self.owners = TensorOwners()
         self._stack: list[tuple[str, _Call]] = []
         self._generators = _python_generators() if draws else ()
 
@@ -248,13 +253,21 @@ class _Watch:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         self._note_draws()
-        _, made = self._stack.pop()
+        path, made = self._stack.pop()
         leaves, made.structure = flatten(result)
+        if self._draws:
+            self.owners.returned(path, self._path, (leaf for leaf in leaves if isinstance(leaf, Tensor)))
         made.leaves = [_shape_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def note_computation(self, depends: bool, draws: bool) -> None:
+    @property
+    def _path(self) -> str:
+        """The innermost module that runs."""
+        return self._stack[-1][0] if self._stack else ""
+
+    def note_computation(self, depends: bool, draws: bool, used: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Notes that the innermost module computes something that `depends` on parameters, or `draws` numbers."""
-        path = self._stack[-1][0] if self._stack else ""
+        path = self._path
+        self.owners.note(path, used, made)
         if depends or draws:
             self.working.add(path)
         if draws:
@@ -266,7 +279,7 @@ class _Watch:
             return
         now = _python_generators()
         if now != self._generators:
-            path = self._stack[-1][0] if self._stack else ""
+            path = self._path
             self.drawing_elsewhere.add(path)
             self.working.add(path)
         self._generators = now
@@ -278,7 +291,7 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        note: Callable[[bool, bool], None],
+        note: Callable[[bool, bool, Sequence[Tensor], Sequence[Tensor]], None],
         save: Callable[[nn.Parameter], None],
     ) -> None:
         """`save` is called with a parameter before it is written."""
@@ -298,9 +311,9 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         depends = any(tensor in self._dependent for tensor in given)
-        self._note(depends, draws)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._note(depends, draws, given, made)
         if depends or draws:
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if mutable:
                 made += given[:1]
             for tensor in made:

@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch.library import Library
 
 from penstock.capturing.export.block_calls import BlockCall, ModelRun, ResultTensor, Sizes, is_plain
+from penstock.capturing.export.escapes import leaky
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import Anew, EagerLayer, Form
 from penstock.errors import CaptureError
@@ -258,7 +259,8 @@ def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tu
     """The paths of the `blocks` that are called as they are.
 
     A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
-    computed again in any stage, so that it need not be sent. Raises `CaptureError` for what happens outside of these
+    computed again in any stage, so that it need not be sent. Nor is a block called as it is if a tensor escapes from
+    it. Raises `CaptureError` for what happens outside of these
     blocks and is no operator on tensors: a trace would lose it.
     """
     paths = []
@@ -266,7 +268,9 @@ def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tu
         module = model.get_submodule(path)
         state = any(_is_in(each, path) for each in (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere))
         hooked = any(map(hooks_of, module.modules()))
-        if path and (state or hooked or any(True for _ in module.parameters())):
+        if not path or leaky(path, run.escapes):
+            continue
+        if state or hooked or any(True for _ in module.parameters()):
             paths.append(path)
     _refuse_outside(model, paths, run)
     return tuple(paths)
