@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.capturing import capture
@@ -327,3 +329,137 @@ def test_a_change_of_a_block_between_steps_counts() -> None:
         losses.append(pipe.step(*data[1]).loss.item())
 
     assert losses == expected
+
+
+class Masked(Block):
+    """Takes a mask or None, and computes something else without one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y.cumsum(1) if mask is None else mask.to(y) @ y
+
+
+class SkippingMasks(Model):
+    """Passes a mask where it cannot see that it hides nothing: in a trace, tensors are of another class."""
+
+    def __init__(self) -> None:
+        super().__init__(Masked)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        seen = type(x) is Tensor and (keep is None or bool(keep.all()))
+        mask = None
+        if not seen:
+            mask = torch.ones(x.shape[1], x.shape[1]).tril()
+            if keep is not None:
+                mask = mask * keep[:, None]
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.last(x)
+
+
+def test_a_mask_that_only_a_trace_passes_is_left_out() -> None:
+    torch.manual_seed(5)
+    model = SkippingMasks().double()
+    x = batches((6,))[0][0]
+    chain = capture(model, (x,))
+
+    for length in (6, 4):
+        own = x[:, :length]
+        found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((own,), {}))
+        assert torch.equal(found[0], model(own))
+
+
+def test_a_mask_that_follows_from_values_is_computed() -> None:
+    torch.manual_seed(5)
+    model = SkippingMasks().double()
+    x = batches((6,))[0][0]
+    keep = torch.ones(4, 6, dtype=torch.bool)
+    chain = capture(model, (x, keep))
+    keep[:, 4:] = False
+
+    found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x, keep), {}))
+    torch.testing.assert_close(found[0], model(x, keep))
+    assert not torch.allclose(model(x), found[0])
+
+
+class Checkpointed(Block):
+    """Computes its forward again in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "zb-h1"])
+def test_a_forward_that_a_block_repeats_in_its_backward_reads_the_same_weights(schedule: str) -> None:
+    data = batches((6, 6, 6, 6, 6))
+    pieces = {} if schedule == "pipedream" else {"microbatches": 2}
+    sample = (data[0][0][:2],)
+
+    def losses(kind: type[Block]) -> list[float]:
+        with penstock.Pipeline(build(kind), sample, squares, sgd, schedule=schedule, stages=2, **pieces) as pipe:
+            return [pipe.step(x, target).loss.item() for x, target in data]
+
+    expected = penstock.reference_train(
+        build(Checkpointed), data, sample=sample, loss_fn=squares, optimizer=sgd, stages=2, schedule=schedule, **pieces
+    )
+    assert losses(Checkpointed) == losses(Block) == list(expected.losses)
+
+
+class Repeated(Model):
+    """Calls its two blocks in turn, twice, as models with shared layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x = self.first(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.last(x + early)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 3), ("2bw", 2)])
+def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return Repeated().double()
+
+    data = batches((6, 6, 6, 6))
+    sample = (data[0][0][:2],)
+    options: Any = {"stages": stages, "schedule": schedule, "microbatches": 2}
+    expected = penstock.reference_train(made(), data, sample=sample, loss_fn=squares, optimizer=sgd, **options)
+    with penstock.Pipeline(made(), sample, squares, sgd, **options) as pipe:
+        assert tuple(pipe.step(x, target).loss.item() for x, target in data) == expected.losses
+
+
+class CountingInTensors(Model):
+    """Writes a buffer before the blocks, and reads it after them."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1  # type: ignore[assignment]
+        return super().forward(x) * (1 + self.steps)
+
+
+def test_a_buffer_that_is_written_in_one_stage_is_read_in_another_one() -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return CountingInTensors().double()
+
+    data = batches((6, 6))
+    plain, expected = made(), []
+    optimizer = sgd(list(plain.parameters()))
+    for x, _ in data:
+        losses = [squares(plain(part), part) for part in x.split(1)]
+        (sum(losses) / 4).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(loss.item() for loss in losses) / 4)
+    with penstock.Pipeline(made(), (data[0][0][:1],), squares, sgd, microbatches=4, stages=3) as pipe:
+        found = [pipe.step(x, target).loss.item() for x, target in data]
+
+    assert found == pytest.approx(expected, rel=1e-12)

@@ -46,6 +46,8 @@ class Layer:
     """Those of `inputs` that it writes in place."""
     output_bytes: tuple[float, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where nobody has looked."""
+    volatile: tuple[str, ...] = ()
+    """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
 
 
 class StageModule(nn.Module):
@@ -71,6 +73,7 @@ class StageModule(nn.Module):
         self.writes = tuple(layer.outputs for layer in layers)
         self.random = tuple(layer.random for layer in layers)
         self.written = tuple(layer.mutates for layer in layers)
+        self._volatile = frozenset(name for layer in layers for name in layer.volatile)
         written = {name for layer in layers for name in layer.outputs}
         self.mutates = frozenset(name for layer in layers for name in layer.mutates) - written
         self.model_inputs = tuple(dict.fromkeys(name for names in self.reads for name in names if name not in written))
@@ -107,6 +110,7 @@ class StageModule(nn.Module):
         """Of each layer: the places that it reads, that it writes in, and that nobody reads after it; and how many
         values it returns."""
         self._results = tuple(places[name] for name in self.sent)
+        self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
 
     def forward(
         self,
@@ -138,6 +142,8 @@ class StageModule(nn.Module):
             for place in dead:
                 values[place] = None
             values += results
+        for place in self._copied:
+            values[place] = values[place].clone()
         return tuple([values[place] for place in self._results])
 
     def _run(self, index: int, call: Results, seed: int | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
-from penstock.capturing.preservation import preserved
+from penstock.capturing.module_state import same_content
+from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -20,24 +21,27 @@ __all__ = ["agrees", "check_chain"]
 _SEED = 20_011
 
 
-def check_chain(model: nn.Module, chain: LayerChain, call: Call) -> None:
-    """Raises `CaptureError` naming the output or parameter in which `chain` differs from `model` on the sample.
+def check_chain(sampled: SampledModel, chain: LayerChain) -> None:
+    """Raises `CaptureError` naming the output or parameter in which `chain` differs from the model on the sample.
 
     Both run three times from the same state of the generators and buffers, so that dropout draws the same masks and
     what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
     `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
-    _compare_with(_run_model(model, call, _RUNS), model, chain, call, _RUNS)
+    expected = _run(sampled, sampled.call, _model_of(sampled))
+    for own, its in zip(expected, _run(sampled, sampled.call, _whole(chain)), strict=True):
+        _compare(own, its, sampled.name)
 
 
-def agrees(model: nn.Module, chain: LayerChain, call: Call) -> bool:
-    """Whether `chain` computes what `model` does on `call`; so it does where the model itself fails."""
+def agrees(sampled: SampledModel, chain: LayerChain, call: Call) -> bool:
+    """Whether `chain` returns what the model does for `call`; so it does where the model itself fails."""
     try:
-        expected = _run_model(model, call, 1)
+        expected = _results(sampled, call, _model_of(sampled))
     except Exception:
         return True
     try:
-        _compare_with(expected, model, chain, call, 1)
+        for index, (own, its) in enumerate(zip(expected, _results(sampled, call, _whole(chain)), strict=True)):
+            _compare_tensors(f"output {index}", own, its, sampled.name)
     except Exception:
         return False
     return True
@@ -47,46 +51,55 @@ _Outcome: TypeAlias = tuple[list[Tensor], dict[str, Tensor | None], dict[str, Te
 _RUNS = 3
 
 
-def _run_model(model: nn.Module, call: Call, runs: int) -> list[_Outcome]:
-    return _run(lambda own: model(*own.args, **own.kwargs), model, call, runs)
+def _model_of(sampled: SampledModel) -> Callable[[Call], Any]:
+    return lambda own: sampled.model(*own.args, **own.kwargs)
 
 
-def _compare_with(expected: list[_Outcome], model: nn.Module, chain: LayerChain, call: Call, runs: int) -> None:
+def _whole(chain: LayerChain) -> Callable[[Call], Any]:
+    """All layers of `chain`, one after the other."""
     stage = chain.stage(0, len(chain.layers))
-
-    def chained(own: Call) -> Any:
-        results = stage((), chain.inputs.bind(own.args, own.kwargs))
-        return chain.output.build(results)
-
-    for (outputs, gradients, buffers), (found, got, left) in zip(
-        expected, _run(chained, model, call, runs), strict=True
-    ):
-        for index, (a, b) in enumerate(zip(outputs, found, strict=True)):
-            _compare(f"output {index}", a, b, model)
-        for name, gradient in gradients.items():
-            if (gradient is None) != (got[name] is None):
-                raise CaptureError(_message(f"whether parameter {name} has a gradient", model))
-            if gradient is not None:
-                _compare(f"the gradient of parameter {name}", gradient, got[name], model)
-        for name, buffer in buffers.items():
-            _compare(f"buffer {name}", buffer, left[name], model)
+    return lambda own: chain.output.build(stage((), chain.inputs.bind(own.args, own.kwargs)))
 
 
-def _run(function: Callable[[Call], Any], model: nn.Module, call: Call, runs: int) -> list[_Outcome]:
-    """The output tensors, the gradients and the buffers of `runs` consecutive passes."""
+def _compare(expected: _Outcome, found: _Outcome, name: str) -> None:
+    outputs, gradients, buffers = expected
+    for index, (own, its) in enumerate(zip(outputs, found[0], strict=True)):
+        _compare_tensors(f"output {index}", own, its, name)
+    for parameter, gradient in gradients.items():
+        other = found[1][parameter]
+        if (gradient is None) != (other is None):
+            raise CaptureError(_message(f"whether parameter {parameter} has a gradient", name))
+        if gradient is not None:
+            _compare_tensors(f"the gradient of parameter {parameter}", gradient, other, name)
+    for path, buffer in buffers.items():
+        _compare_tensors(f"buffer {path}", buffer, found[2][path], name)
+
+
+def _run(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> list[_Outcome]:
+    """The output tensors and the buffers of `_RUNS` consecutive passes, and the gradients of the last one."""
+    model = sampled.model
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
-    with preserved([model]), torch.enable_grad():
-        for run in range(runs):
-            torch.manual_seed(_SEED + run)
-            leaves, _ = flatten(function(call.copied()))
-            # Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output.
-            outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            gradients = _gradients(outputs, parameters)
+    with sampled.preserved(), torch.enable_grad():
+        for run in range(_RUNS):
+            outputs = _outputs(function, call, run)
+            gradients = _gradients(outputs, parameters) if run == _RUNS - 1 else {}
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(([output.detach().clone() for output in outputs], gradients, buffers))
     return found
+
+
+def _results(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> list[Tensor]:
+    with sampled.preserved(), torch.no_grad():
+        return [output.clone() for output in _outputs(function, call, 0)]
+
+
+def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tensor]:
+    """Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output."""
+    torch.manual_seed(_SEED + run)
+    leaves, _ = flatten(function(call.copied()))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -100,17 +113,20 @@ def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> di
     return dict(zip(parameters, found, strict=True))
 
 
-def _compare(what: str, expected: Tensor | None, found: Tensor | None, model: nn.Module) -> None:
+def _compare_tensors(what: str, expected: Tensor, found: Tensor | None, name: str) -> None:
+    # Nearly always the same, which is much faster to see.
+    if found is not None and not found.is_meta and found.device == expected.device and same_content(expected, found):
+        return
     try:
         torch.testing.assert_close(found, expected, equal_nan=True)
     except AssertionError as error:
         reason = " ".join(str(error).split())
-        raise CaptureError(f"{_message(what, model)} {reason[:300]}") from error
+        raise CaptureError(f"{_message(what, name)} {reason[:300]}") from error
 
 
-def _message(what: str, model: nn.Module) -> str:
+def _message(what: str, name: str) -> str:
     return (
-        f"the trace of {type(model).__name__} differs from the model in {what}. Look there for a "
+        f"the trace of {name} differs from the model in {what}. Look there for a "
         "torch.autograd.Function (tracing drops its backward) or for state kept in Python; or pass the model as "
         "nn.Sequential or as a list of layers, which run as they are."
     )

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
-from penstock.capturing.observation import Observation
-from penstock.torch_internals.tensors import storage_key
+from penstock.capturing.observation import Observation, memory_of
 
 __all__ = ["JoinedLayers", "join_layers"]
 
@@ -64,11 +63,11 @@ def _cuts_through_views(
     """The cuts which two values with the same memory cross, of which a later layer writes one."""
     storage: dict[str, int] = {}
     for layer, observation in zip(layers, observations, strict=True):
-        storage.update(zip(layer.outputs, map(_memory, observation.results), strict=True))
+        storage.update(zip(layer.outputs, map(memory_of, observation.results), strict=True))
     forbidden = set()
     for cut in range(1, len(layers)):
         written = {
-            _memory(observation.arguments[position])
+            memory_of(observation.arguments[position])
             for observation in observations[cut:]
             for position in observation.mutated
         }
@@ -103,11 +102,8 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         random=any(layer.random for layer in layers),
         mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
         output_bytes=tuple(sizes[name] for name in outputs),
+        volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
     )
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

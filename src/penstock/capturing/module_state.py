@@ -7,6 +7,7 @@ changes, and these cannot be kept where only operators on tensors are traced.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import eq, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ _DEEPEST = 8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _PLAIN_TYPES = frozenset(_PLAIN)
 _FIXED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator, torch.Stream)
+_LOOKED_PAST = (*_PLAIN, *_FIXED)
 
 
 class ModuleState:
@@ -39,7 +41,9 @@ class ModuleState:
     def restore(self) -> None:
         """Puts all content back, in the very objects that held it."""
         for _, holder, content in self._saved:
-            _put_back(holder, content)
+            # Nearly everything is a dictionary that holds what it held.
+            if type(content) is not dict or not _holds(_dict_of(holder), content):
+                _put_back(holder, content)
 
     def changes(self) -> Iterator[tuple[str, bool]]:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
@@ -55,7 +59,7 @@ class ModuleState:
                 yield path, isinstance(holder, Tensor)
 
     def _save(self, path: str, holder: Any, depth: int) -> None:
-        if isinstance(holder, (*_PLAIN, *_FIXED)) or id(holder) in self._seen or depth > _DEEPEST:
+        if id(holder) in self._seen or isinstance(holder, _LOOKED_PAST) or depth > _DEEPEST:
             return
         # A tuple cannot change, but what is in it can.
         if isinstance(holder, tuple | frozenset):
@@ -88,6 +92,11 @@ def same_content(first: Tensor, second: Tensor) -> bool:
     if first.is_quantized or first.is_sparse:
         return torch.equal(first, second)
     return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _holds(now: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(now) == len(content) and all(map(is_, now.values(), content.values())) and all(map(eq, now, content))
 
 
 def _dict_of(holder: Any) -> dict[Any, Any]:
@@ -134,11 +143,8 @@ def _put_back(holder: Any, content: Any) -> None:
             holder.update(content)
         case _:
             now = _dict_of(holder)
-            if any(key not in now or now[key] is not value for key, value in content.items()) or len(now) != len(
-                content
-            ):
-                now.clear()
-                now.update(content)
+            now.clear()
+            now.update(content)
 
 
 def _unchanged(holder: Any, content: Any) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.module_state import same_content
-from penstock.torch_internals.tensors import times_written
+from penstock.torch_internals.tensors import storage_key, times_written
 
-__all__ = ["Observation", "observe", "observed"]
+__all__ = ["Observation", "memory_of", "observe", "observed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,24 @@ class Observation:
         """The layer with what was seen of it."""
         mutates = tuple(dict.fromkeys(inputs[position] for position in self.mutated))
         sizes = tuple(float(result.nbytes) for result in self.results)
-        return Layer(name, module, inputs, outputs, random=self.random, mutates=mutates, output_bytes=sizes)
+        written = {memory_of(buffer) for buffer in self.mutated_buffers}
+        pairs = zip(outputs, self.results, strict=True) if written else ()
+        volatile = tuple(name for name, result in pairs if memory_of(result) in written)
+        return Layer(
+            name,
+            module,
+            inputs,
+            outputs,
+            random=self.random,
+            mutates=mutates,
+            output_bytes=sizes,
+            volatile=volatile,
+        )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A key of the memory of `tensor`."""
+    return storage_key(tensor.untyped_storage())
 
 
 @contextmanager
@@ -53,8 +70,8 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     observation.mutated_buffers = tuple(
         buffer
         for buffer, version, content in contents
-        # One on the meta device has no numbers to compare.
-        if not same_content(buffer, content) or (buffer.is_meta and times_written(buffer) != version)
+        # BatchNorm writes its statistics without counting. What is written need not change.
+        if times_written(buffer) != version or not same_content(buffer, content)
     )
 
 

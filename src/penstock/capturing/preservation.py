@@ -19,15 +19,15 @@ __all__ = ["SavedBuffers", "evaluating", "preserved"]
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserved(modules: Iterable[nn.Module], state: ModuleState | None = None) -> Iterator[None]:
     """Gives back, after its body, what `modules` hold and the random generators as they were.
 
     Modules: training flags, buffers and all other attributes; see `ModuleState`. Generators: PyTorch's on the CPU and
-    on the CUDA devices of `modules`, NumPy's and Python's global ones.
+    on the CUDA devices of `modules`, NumPy's and Python's global ones. `state`: what `modules` hold, if it is known.
     """
     roots = list(modules)
     every = list(dict.fromkeys(inner for module in roots for inner in module.modules()))
-    state = ModuleState(roots)
+    state = state or ModuleState(roots)
     generators = [torch.default_generator, *_cuda_generators(every)]
     states = [generator.get_state() for generator in generators]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()

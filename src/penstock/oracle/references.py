@@ -6,7 +6,6 @@ of the papers. It has no stage modules, no slots, no messages and no order. From
 rule, the size of an update and the delays that the definition states.
 """
 
-import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
 from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
@@ -23,7 +23,7 @@ from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.constant_delays import require_constant_delays
-from penstock.torch_internals.tensors import gradient_hooks
+from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
@@ -122,7 +122,7 @@ def reference_train(
     )
     device = first_device(model)
     with recipe.autocast_context(device):
-        chain = capture(copy.deepcopy(model), sample)
+        chain = capture(copied(model), sample)
     definition = require_schedule(schedule) if plan is None else plan.definition
     if plan is None:
         # For Penstock's own schedules the ranks do not matter; the functions of other definitions expect their layout.
@@ -138,7 +138,9 @@ def reference_train(
         require_constant_delays(schedule_of(plan))
     # A copy of a parameter has no hooks.
     named = model if isinstance(model, nn.Module) else nn.ModuleList(layer for layer in model)
-    hooks = {name: gradient_hooks(p) for name, p in named.named_parameters(remove_duplicate=False)}
+    hooks = {
+        name: (gradient_hooks(p), accumulated_hooks(p)) for name, p in named.named_parameters(remove_duplicate=False)
+    }
     training = Training(chain, plan, recipe, guarantees, hooks)
     run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
     losses = []
@@ -185,9 +187,9 @@ class _Run:
             # If everything is frozen, no loss has a gradient.
             trained = [(loss, size / weighs * scale if weighs else 0.0) for loss, size in losses if loss.requires_grad]
             if trained:
-                torch.autograd.backward(
-                    [loss for loss, _ in trained], [torch.full_like(loss, weight) for loss, weight in trained]
-                )
+                gradients = [torch.full_like(loss, weight) for loss, weight in trained]
+                with self.training.pointed(self.versions, k):
+                    torch.autograd.backward([loss for loss, _ in trained], gradients)
             for loss, size in losses:
                 total += float(loss.detach().double()) * (size / sum(amounts))
             if per_microbatch:

@@ -1,7 +1,7 @@
 """Every stage's weights in every version, kept in lists: what the formulas of the papers read."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from penstock.values.plans import Plan
 __all__ = ["Training"]
 
 Weights = dict[str, nn.Parameter]
+Hooks = tuple[Sequence[Any], Sequence[Any]]
+"""The hooks on a gradient, and those after it was added up."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class _Stage:
     hooks: HookStates
     dtype: torch.dtype | None
     """The type in which versions keep float32 tensors of two dimensions or more that are trained."""
-    gradient_hooks: Mapping[str, Sequence[Any]]
+    hooks_on: Mapping[str, Hooks]
     """By parameter name, the user's hooks on it."""
     versions: list[list[Weights]] = field(default_factory=list)
     """Version x is entry x: for each replica a copy of its own, with the gradients that it took at it."""
@@ -82,8 +84,11 @@ class _Stage:
         )
         if lowered:
             setattr(version, "grad_dtype", own.dtype)  # noqa: B010
-        for hook in self.gradient_hooks.get(name, ()):
+        before, after = self.hooks_on.get(name, ((), ()))
+        for hook in before:
             version.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in after:
+            version.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return version
 
     def runners(self, microbatch: int) -> list[int]:
@@ -100,9 +105,9 @@ class Training:
         plan: Plan,
         recipe: Recipe,
         guarantees: Guarantees,
-        gradient_hooks: Mapping[str, Sequence[Any]],
+        hooks_on: Mapping[str, Hooks],
     ) -> None:
-        """`gradient_hooks`: by parameter name."""
+        """`hooks_on`: the user's hooks by parameter name."""
         sizes = guarantees.microbatches_per_update
         self._clip = recipe.clip_grad_norm
         self._overflown: list[list[int]] = []
@@ -137,7 +142,7 @@ class Training:
                 delay=guarantees.delays[index],
                 hooks=HookStates(recipe.hooks),
                 dtype=recipe.version_dtype,
-                gradient_hooks=gradient_hooks,
+                hooks_on=hooks_on,
             )
             stage.publish()
             self._stages.append(stage)
@@ -176,12 +181,28 @@ class Training:
     def _run(
         self, module: nn.Module, stage: _Stage, replica: int, version: int, arguments: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        with self._put(module, stage, replica, version):
+            return tuple(module(*arguments))
+
+    @contextmanager
+    def pointed(self, versions: Sequence[int], microbatch: int) -> Iterator[None]:
+        """All modules hold the weights of `versions` in this block: what is computed again in a backward reads them."""
+        with ExitStack() as stack:
+            for layer, index in zip(self._chain.layers, self._stage_of, strict=True):
+                stage = self._stages[index]
+                runner = stage.runners(microbatch)[0]
+                stack.enter_context(self._put(layer.module, stage, runner, versions[index]))
+            yield
+
+    @contextmanager
+    def _put(self, module: nn.Module, stage: _Stage, replica: int, version: int) -> Iterator[None]:
+        """`module` holds the weights of `version` and the buffers of `replica` in this block."""
         own, buffers = stage.versions[version][replica], stage.buffers[replica]
         put: list[tuple[Any, Any, Any]] = []
         """Where a module holds a tensor, and that tensor."""
         for inner in module.modules():
             parameters, own_buffers = tensor_tables(inner)
-            put += [(parameters, key, p) for key, p in parameters.items() if p is not None]
+            put += [(parameters, key, p) for key, p in parameters.items() if id(p) in self._names]
             if replica:
                 put += [(own_buffers, key, b) for key, b in own_buffers.items() if b is not None]
             # Recurrent modules hold their parameters in a list, too.
@@ -191,7 +212,7 @@ class Training:
             is_weight = isinstance(tensor, nn.Parameter)
             table[key] = own[self._names[id(tensor)]] if is_weight else buffers.setdefault(id(tensor), tensor.clone())
         try:
-            return tuple(module(*arguments))
+            yield
         finally:
             for table, key, tensor in put:
                 if not isinstance(tensor, nn.Parameter):

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_state import ModuleState
-from penstock.capturing.preservation import preserved
+from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import TorchDispatchMode, schema_of
@@ -68,8 +68,10 @@ class BlockCall:
     """Of what it returns."""
     leaves: tuple[Any, ...]
     """Of what it returns: a `ResultTensor`, the `Sizes` of a whole number, or a constant."""
+    objects: tuple[Any, ...]
+    """For every leaf of the arguments: the class `Tensor` for a tensor, else the object in the first run."""
     lasting: tuple[bool, ...]
-    """For every leaf of the arguments: whether it is the same object in every run."""
+    """For every leaf of the arguments: whether it is the same object, or a tensor, in every run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class _Call:
     arguments: list[torch.Size]
     numbers: list[int]
     objects: list[Any]
-    """Every leaf that is not a tensor; None for one that is."""
+    """For every leaf: the class `Tensor` for a tensor, else the object."""
     structure: TreeSpec | None = None
     leaves: list[Any] = field(default_factory=list)
     """A `_Shape`, or what is not a tensor."""
@@ -127,10 +129,11 @@ def failures_explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def run_on_sample(model: nn.Module, call: Call) -> ModelRun:
-    """Runs `model` on the sample. Raises `CaptureError` if it fails on it."""
-    watch, again = _Watch(model), _Watch(model)
-    with preserved([model]), torch.no_grad():
+def run_on_sample(sampled: SampledModel) -> ModelRun:
+    """Runs the model on the sample. Raises `CaptureError` if it fails on it."""
+    model, call = sampled.model, sampled.call
+    watch, again = _Watch(model, draws=True), _Watch(model)
+    with sampled.preserved(), torch.no_grad():
         with failures_explained(model):
             with _Dependence(list(model.parameters()), watch.note_computation):
                 watch.run(call.copied())
@@ -160,16 +163,14 @@ class RecordedCalls:
     """Groups of dimensions of inputs that may only have one size together."""
 
 
-def record_calls(
-    model: nn.Module, call: Call, inputs: ModelInputs, paths: Collection[str], run: ModelRun
-) -> RecordedCalls:
+def record_calls(sampled: SampledModel, paths: Collection[str], run: ModelRun) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample."""
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     runs, fixed, equal = [first, again], set[Dimension](), []
-    groups = list(_size_groups(call, inputs))
+    groups = list(_size_groups(sampled))
     while groups:
         group = groups.pop(0)
-        found = _record_resized(model, call, inputs, group, paths=paths, expected=first)
+        found = _record_resized(sampled, group, paths, first)
         # Dimensions may have one size by chance.
         if found is None and len(apart := {index for _, index in group}) > 1:
             groups.extend(frozenset(each for each in group if each[1] == index) for index in sorted(apart))
@@ -178,7 +179,7 @@ def record_calls(
             fixed.update(group)
         else:
             runs.append(found)
-            if len({name for name, _ in group}) > 1 and not _may_differ(model, call, inputs, group):
+            if len({name for name, _ in group}) > 1 and not _may_differ(sampled, group):
                 equal.append(tuple(sorted(group)))
     return RecordedCalls({path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(equal))
 
@@ -189,17 +190,22 @@ def is_plain(leaf: Any) -> bool:
 
 
 class _Watch:
-    """Watches one run of a model. `paths`: the modules whose calls are noted; None for all."""
+    """Watches one run of a model.
 
-    def __init__(self, model: nn.Module, paths: Collection[str] | None = None) -> None:
+    `paths`: the modules whose calls are noted; None for all. `draws`: whether to note who uses the generators of Python
+    and NumPy, which takes long.
+    """
+
+    def __init__(self, model: nn.Module, paths: Collection[str] | None = None, *, draws: bool = False) -> None:
         self.model = model
         self.paths = paths
+        self._draws = draws
         self.calls: _Calls = defaultdict(list)
         self.working: set[str] = set()
         self.drawing: set[str] = set()
         self.drawing_elsewhere: set[str] = set()
         self._stack: list[tuple[str, _Call]] = []
-        self._generators = _python_generators()
+        self._generators = _python_generators() if draws else ()
 
     def run(self, call: Call) -> None:
         with ExitStack() as hooks:
@@ -219,7 +225,7 @@ class _Watch:
         self._note_draws()
         leaves, _ = flatten((args, kwargs))
         tensors = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
-        objects = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        objects = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         made = _Call(tensors, [leaf for leaf in leaves if type(leaf) is int], objects)
         self.calls[path].append(made)
         self._stack.append((path, made))
@@ -240,6 +246,8 @@ class _Watch:
 
     def _note_draws(self) -> None:
         """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
+        if not self._draws:
+            return
         now = _python_generators()
         if now != self._generators:
             path = self._stack[-1][0] if self._stack else ""
@@ -281,13 +289,14 @@ def _shape_of(tensor: Tensor) -> _Shape:
     return _Shape(tensor.shape, tensor.dtype, tensor.device, stride)
 
 
-def _size_groups(call: Call, inputs: ModelInputs) -> Iterator[frozenset[Dimension]]:
+def _size_groups(sampled: SampledModel) -> Iterator[frozenset[Dimension]]:
     """Dimensions of inputs that change together: the samples, and those of one size in the sample."""
-    yield frozenset((name, 0) for name in inputs.batched)
+    batched = sampled.inputs.batched
+    yield frozenset((name, 0) for name in batched)
     groups: dict[int, set[Dimension]] = defaultdict(set)
-    for name, leaf in _tensors(call, inputs).items():
+    for name, leaf in _tensors(sampled.call, sampled.inputs).items():
         for index, size in enumerate(leaf.shape):
-            if size > 2 and not (index == 0 and name in inputs.batched):
+            if size > 2 and not (index == 0 and name in batched):
                 groups[size].add((name, index))
     yield from map(frozenset, groups.values())
 
@@ -297,27 +306,24 @@ def _tensors(call: Call, inputs: ModelInputs) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in zip(inputs.names, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
-def _record(model: nn.Module, call: Call, paths: Collection[str]) -> _Calls:
-    watch = _Watch(model, paths)
-    with preserved([model]), torch.no_grad():
+def _record(sampled: SampledModel, call: Call, paths: Collection[str]) -> _Calls:
+    watch = _Watch(sampled.model, paths)
+    with sampled.preserved(), torch.no_grad():
         watch.run(call)
     return watch.calls
 
 
 def _record_resized(
-    model: nn.Module,
-    call: Call,
-    inputs: ModelInputs,
+    sampled: SampledModel,
     group: frozenset[Dimension],
-    *,
     paths: Collection[str],
     expected: Mapping[str, Sequence[_Call]],
 ) -> _Calls | None:
     """The calls with other sizes of the dimensions in `group`; None if the model does not take them."""
-    samples = any(name in inputs.batched and index == 0 for name, index in group)
+    samples = any(name in sampled.inputs.batched and index == 0 for name, index in group)
     for resize in (_grow,) if samples else (_shrink, _halve):
         try:
-            found = _record(model, _resized(call, inputs, group, resize), paths)
+            found = _record(sampled, _resized(sampled, group, resize), paths)
         except Exception:
             continue
         if _alike(expected, found):
@@ -325,22 +331,20 @@ def _record_resized(
     return None
 
 
-def _may_differ(model: nn.Module, call: Call, inputs: ModelInputs, group: frozenset[Dimension]) -> bool:
+def _may_differ(sampled: SampledModel, group: frozenset[Dimension]) -> bool:
     """Whether the model takes other sizes of the dimensions of one input in `group` alone."""
     for own in {name for name, _ in group}:
         try:
-            _record(model, _resized(call, inputs, [each for each in group if each[0] == own], _shrink), ())
+            _record(sampled, _resized(sampled, [each for each in group if each[0] == own], _shrink), ())
         except Exception:
             continue
         return True
     return False
 
 
-def _resized(
-    call: Call, inputs: ModelInputs, group: Iterable[Dimension], resize: Callable[[Tensor, int], Tensor]
-) -> Call:
-    leaves, structure = flatten((call.args, call.kwargs))
-    named = dict(zip(inputs.names, leaves, strict=True))
+def _resized(sampled: SampledModel, group: Iterable[Dimension], resize: Callable[[Tensor, int], Tensor]) -> Call:
+    leaves, structure = flatten((sampled.call.args, sampled.call.kwargs))
+    named = dict(zip(sampled.inputs.names, leaves, strict=True))
     for name, index in group:
         named[name] = resize(named[name], index)
     args, kwargs = tree_unflatten(list(named.values()), structure)
@@ -401,6 +405,7 @@ def _merged(runs: Sequence[Sequence[_Call]]) -> list[BlockCall]:
                 numbers=tuple(zip(*(call.numbers for call in calls), strict=True)),
                 structure=first.structure,
                 leaves=tuple(leaves),
+                objects=tuple(first.objects),
                 lasting=tuple(
                     all(other is each[0] for other in each) for each in zip(*(c.objects for c in calls), strict=True)
                 ),

@@ -19,7 +19,7 @@ from penstock.capturing.export.tracing import Trace, is_mutating
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["Dependence", "depend", "size_bytes"]
+__all__ = ["Dependence", "depend", "memory_of", "size_bytes"]
 
 _ASSERTIONS = ("aten::_assert", "aten::sym_constrain")
 
@@ -66,7 +66,7 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
         fixed = _fixed(operators, bound)
         more = set(fixed)
         for writer in writers:
-            family = families[_memory(writer.args[0])]
+            family = families[memory_of(writer.args[0])]
             if writer in fixed or any(member in fixed or member in bound for member in family):
                 more |= {writer, *(member for member in family if member.op == "call_function")}
         if more == fixed:
@@ -77,7 +77,7 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
     by_node: dict[Node, frozenset[Node]] = {}
     for writer in writers:
         if writer in free:
-            for member in families[_memory(writer.args[0])]:
+            for member in families[memory_of(writer.args[0])]:
                 by_node[member] = by_node.get(member, frozenset()) | {writer}
     return Dependence(order, tuple(node for node in operators if node in fixed and node in live), free, by_node)
 
@@ -119,14 +119,15 @@ def _families(nodes: list[Node]) -> dict[int, list[Node]]:
     """The nodes by the memory that their tensors share."""
     families: dict[int, list[Node]] = defaultdict(list)
     for node in nodes:
-        memory = _memory(node)
+        memory = memory_of(node)
         if memory:
             families[memory].append(node)
     families[0] = []
     return families
 
 
-def _memory(node: Any) -> int:
+def memory_of(node: Any) -> int:
+    """The key of the memory of the tensor that `node` makes; 0 for no tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else 0
 

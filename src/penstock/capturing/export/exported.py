@@ -23,12 +23,14 @@ from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque_paths
+from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
 from penstock.capturing.export.smallest import bound_sizes_of_one
 from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
-from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
+from penstock.capturing.preservation import SavedBuffers, evaluating
+from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
@@ -58,15 +60,17 @@ def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: b
 def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
 ) -> tuple[LayerChain, Partition]:
-    with preserved([model]):
+    sampled = SampledModel(model, call, inputs)
+    with sampled.preserved():
         flat, written = _run_eagerly(model, call, inputs)
-    run = run_on_sample(model, call)
+    run = run_on_sample(sampled)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
-    recorded = record_calls(model, call, inputs, own, run)
-    with preserved([model]):
+    recorded = record_calls(sampled, own, run)
+    with sampled.preserved():
         blocks = OpaqueBlocks(recorded.calls, model, partition is not None)
         traced = trace(model, call, inputs, blocks, recorded.fixed)
+    leave_out_optional_arguments(traced)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
     if not dependence.steps:
         raise CaptureError(f"{type(model).__name__} computes nothing with its parameters: there is nothing to cut")
@@ -81,7 +85,7 @@ def _capture(
         leaves=tuple(next(names) if leaf is torch.Tensor else None for leaf in flat.leaves),
         constants=tuple(None if leaf is torch.Tensor else leaf for leaf in flat.leaves),
     )
-    joined = _observe(model, layers, output, call, inputs)
+    joined = _observe(sampled, layers, output)
     chain = LayerChain(
         layers=joined,
         inputs=replace(
@@ -93,8 +97,8 @@ def _capture(
         evaluation=lambda: chain,
     )
     if check:
-        check_chain(model, chain, call)
-        chain = replace(chain, inputs=bound_sizes_of_one(model, chain, call))
+        check_chain(sampled, chain)
+        chain = replace(chain, inputs=bound_sizes_of_one(sampled, chain))
     return chain, _joined_partition(partition, joined)
 
 
@@ -130,12 +134,10 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
     return group_calls(model, list(calls)) if calls else ((type(model).__name__, ()),)
 
 
-def _observe(
-    model: nn.Module, layers: list[Layer], output: ModelOutput, call: Call, inputs: ModelInputs
-) -> tuple[Layer, ...]:
-    own = call.copied()
-    values = inputs.bind(own.args, own.kwargs)
-    with preserved([model]), torch.no_grad():
+def _observe(sampled: SampledModel, layers: list[Layer], output: ModelOutput) -> tuple[Layer, ...]:
+    own = sampled.call.copied()
+    values = sampled.inputs.bind(own.args, own.kwargs)
+    with sampled.preserved(), torch.no_grad():
         pairs = [observe(layer, values) for layer in layers]
     return join_layers([layer for layer, _ in pairs], output.values, [observation for _, observation in pairs])
 

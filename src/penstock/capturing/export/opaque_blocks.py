@@ -7,9 +7,9 @@ the operator is a call of the user's own module again, as the Python that it is.
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement
 from typing import Any, cast
 
@@ -43,6 +43,22 @@ class TracedCall:
     takes: Form
     returns: Form
     recorded: BlockCall
+    unrecorded: Mapping[int, Any]
+    """Leaves of the arguments that are tensors in the trace only; in the runs they are this constant."""
+
+    def tensor_leaves(self) -> list[int]:
+        """The leaves of the arguments that are tensors in the trace."""
+        return [index for index, constant in enumerate(self.takes.constants) if constant is Tensor]
+
+    def recorded_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The `tensors` of a call in the trace without those that the runs do not pass."""
+        return [each for index, each in zip(self.tensor_leaves(), tensors, strict=True) if index not in self.unrecorded]
+
+    def with_recorded(self, leaves: Collection[int]) -> "TracedCall":
+        """The call with the constants of the runs at `leaves`."""
+        constants = enumerate(self.takes.constants)
+        own = tuple(self.unrecorded[index] if index in leaves else constant for index, constant in constants)
+        return replace(self, takes=Form(self.takes.structure, own), unrecorded={})
 
 
 @dataclass(slots=True, eq=False)
@@ -73,19 +89,20 @@ class OpaqueBlocks:
         recorded = self.calls[path]
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
-        takes, tensors, numbers = _open(args, kwargs, found)
+        leaves, structure = flatten((args, kwargs))
+        unrecorded = _unrecorded(leaves, found, path)
+        takes = Form(structure, tuple(map(_constant, leaves, found.lasting)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
         call = len(self.traced)
         constants = tuple(
             Tensor if isinstance(leaf, ResultTensor) else leaf if is_plain(leaf) else object for leaf in found.leaves
         )
-        self.traced.append(TracedCall(path, takes, Form(found.structure, constants), found))
+        self.traced.append(TracedCall(path, takes, Form(found.structure, constants), found, unrecorded))
         results = iter(torch.ops.penstock.block(tensors, numbers, call))
+        known = _Sizes(self.traced[call], tensors, numbers)
         leaves = [
-            next(results)
-            if isinstance(leaf, ResultTensor)
-            else _size(leaf, found, tensors, numbers, path)
-            if isinstance(leaf, tuple)
-            else leaf
+            next(results) if isinstance(leaf, ResultTensor) else known.of(leaf) if isinstance(leaf, tuple) else leaf
             for leaf in found.leaves
         ]
         return tree_unflatten(leaves, found.structure)
@@ -126,13 +143,29 @@ def _stand_in(blocks: OpaqueBlocks, path: str) -> Any:
     return forward
 
 
-def _open(args: Any, kwargs: Any, found: BlockCall) -> tuple[Form, list[Tensor], list[torch.SymInt]]:
-    """The form of a call, the tensors in it, and the sizes that follow from the model's inputs."""
-    leaves, structure = flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
-    constants = tuple(_constant(leaf, lasting) for leaf, lasting in zip(leaves, found.lasting, strict=True))
-    return Form(structure, constants), tensors, numbers
+def _unrecorded(leaves: Sequence[Any], found: BlockCall, path: str) -> dict[int, Any]:
+    """Leaves of the arguments that are tensors in the trace, and plain constants in all runs.
+
+    Models leave a mask out where they can see that it hides nothing, which they cannot in a trace.
+    """
+    pairs = list(zip(leaves, found.objects, strict=False))
+    if len(leaves) != len(found.objects) or any(its is Tensor and not isinstance(leaf, Tensor) for leaf, its in pairs):
+        raise CaptureError(
+            f"block {path} is called with other arguments in a trace than in a run: {_described(leaves)} instead of "
+            f"{_described(found.objects)}. Call it in one way, or pass the model as a list of layers"
+        )
+    odd = {index: its for index, (leaf, its) in enumerate(pairs) if isinstance(leaf, Tensor) and its is not Tensor}
+    for index, its in odd.items():
+        if not (is_plain(its) and found.lasting[index]):
+            raise CaptureError(
+                f"block {path} is called with a tensor in a trace where it is called with {its!r} in a run, at leaf "
+                f"{index} of its arguments. Call it in one way, or pass the model as a list of layers"
+            )
+    return odd
+
+
+def _described(leaves: Iterable[Any]) -> str:
+    return ", ".join("a tensor" if leaf is Tensor or isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def _constant(leaf: Any, lasting: bool) -> Any:
@@ -151,49 +184,60 @@ def _never(tensors: Sequence[Tensor], numbers: Sequence[int], call: int) -> list
 @torch.library.register_fake("penstock::block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> list[Tensor]:
     traced = TRACING[-1].traced[call]
-    made = []
+    known, made = _Sizes(traced, tensors, numbers), []
     for leaf in traced.recorded.leaves:
         if isinstance(leaf, ResultTensor):
-            sizes = [_size(size, traced.recorded, tensors, numbers, traced.path) for size in leaf.sizes]
+            sizes = [known.of(size) for size in leaf.sizes]
             memory = torch.empty([sizes[d] for d in leaf.order], dtype=leaf.dtype, device=leaf.device)
             made.append(memory.permute([leaf.order.index(d) for d in range(len(sizes))]) if sizes else memory)
     return made
 
 
-def _size(size: Sizes, found: BlockCall, tensors: Sequence[Tensor], numbers: Sequence[Any], path: str) -> Any:
-    """What `size`, of which the value in each run is known, is in the trace."""
-    if len(set(size)) == 1:
-        return size[0]
-    known: dict[Sizes, Any] = {}
-    for dimensions, tensor in zip(found.arguments, tensors, strict=True):
-        for index, each in enumerate(dimensions):
-            known.setdefault(each, tensor.shape[index])
-    # Numbers that do not follow from sizes are constants of the trace.
-    varying = [each for each in found.numbers if len(set(each)) > 1]
-    for each, number in zip(varying, numbers, strict=False):
-        known.setdefault(each, number)
-    if size in known:
-        return known[size]
-    free = [each for each in known if len(set(each)) > 1]
-    for each in free:
-        # A multiple of it, or a part of it.
-        if (
-            all(whole % of == 0 for whole, of in zip(size, each, strict=True))
-            and len(factors := {whole // of for whole, of in zip(size, each, strict=True)}) == 1
-        ):
-            return known[each] * factors.pop()
-        if (
-            all(of % whole == 0 for whole, of in zip(size, each, strict=True))
-            and len(factors := {of // whole for whole, of in zip(size, each, strict=True)}) == 1
-        ):
-            return known[each] // factors.pop()
-    for one, other in combinations_with_replacement(free, 2):
-        if size == tuple(a * b for a, b in zip(one, other, strict=True)):
-            return known[one] * known[other]
-    raise UnknownSize(
-        f"block {path} returns a tensor with a size of {' or '.join(map(str, size))}, which does not follow from the "
-        "sizes of its arguments"
-    )
+class _Sizes:
+    """The sizes in the trace that the sizes in the arguments of `call` have become."""
+
+    def __init__(self, call: TracedCall, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+        self.path = call.path
+        self.free: dict[Sizes, Any] = {}
+        """Those that differ between the runs."""
+        for dimensions, tensor in zip(call.recorded.arguments, call.recorded_tensors(tensors), strict=True):
+            shape = tensor.shape
+            for index, each in enumerate(dimensions):
+                if len(set(each)) > 1:
+                    self.free.setdefault(each, shape[index])
+        # Numbers that do not follow from sizes are constants of the trace.
+        varying = [each for each in call.recorded.numbers if len(set(each)) > 1]
+        for each, number in zip(varying, numbers, strict=False):
+            self.free.setdefault(each, number)
+
+    def of(self, size: Sizes) -> Any:
+        """What `size`, of which the value in each run is known, is in the trace."""
+        if len(set(size)) == 1:
+            return size[0]
+        if size in self.free:
+            return self.free[size]
+        for each, found in self.free.items():
+            # A multiple of it, or a part of it.
+            if factor := _quotient(size, each):
+                return found * factor
+            if factor := _quotient(each, size):
+                return found // factor
+        for one, other in combinations_with_replacement(self.free, 2):
+            if size == tuple(a * b for a, b in zip(one, other, strict=True)):
+                return self.free[one] * self.free[other]
+        raise UnknownSize(
+            f"block {self.path} returns a tensor with a size of {' or '.join(map(str, size))}, which does not follow "
+            "from the sizes of its arguments"
+        )
+
+
+def _quotient(sizes: Sizes, divisors: Sizes) -> int | None:
+    """The whole number that all `sizes` are of their `divisors`; None if there is none."""
+    pairs = list(zip(sizes, divisors, strict=True))
+    if any(not divisor or size % divisor for size, divisor in pairs):
+        return None
+    found = {size // divisor for size, divisor in pairs}
+    return found.pop() if len(found) == 1 else None
 
 
 def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tuple[str, ...]:

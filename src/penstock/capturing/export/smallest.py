@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.checking import agrees
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.torch_internals import pytrees as pytree
 
@@ -23,15 +24,15 @@ Place = tuple[str, int]
 """A tensor and one of its dimensions."""
 
 
-def bound_sizes_of_one(model: nn.Module, chain: LayerChain, call: Call) -> ModelInputs:
-    """The inputs of `chain`, with a least size of two where it computes something else than `model` for one.
+def bound_sizes_of_one(sampled: SampledModel, chain: LayerChain) -> ModelInputs:
+    """The inputs of `chain`, with a least size of two where it computes something else than the model for one.
 
-    `call`: the sample, of which the first sample or the first steps are tried.
+    The first sample, or the first steps, of the sample are tried.
     """
-    inputs = chain.inputs
+    inputs, call = chain.inputs, sampled.call
     sizes = {name: list(bounds) for name, bounds in inputs.sizes.items()}
     for group in _free_groups(inputs, _shapes(inputs, call)):
-        if not agrees(model, chain, _narrowed(inputs, call, group)):
+        if not agrees(sampled, chain, _narrowed(inputs, call, group)):
             for name, index in group:
                 sizes[name][index] = (2, sizes[name][index][1])
     return replace(inputs, sizes={name: tuple(bounds) for name, bounds in sizes.items()})

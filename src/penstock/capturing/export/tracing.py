@@ -43,6 +43,8 @@ class Source:
     """The value name of an input; the original name of a parameter or buffer; a made-up one for a constant."""
     tensor: Tensor | None
     """The model's own tensor; None for an input."""
+    is_constant: bool = False
+    """Whether it is a tensor that the model's code makes of nothing but constants."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,7 +223,7 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
             case InputKind.BUFFER:
                 sources[node] = Source(target, buffers[target])
             case InputKind.CONSTANT_TENSOR:
-                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target])
+                sources[node] = Source(f"_constants.{node.name}", program.constants[spec.target], True)
             case InputKind.USER_INPUT:
                 name = next(rest)
                 sources[node] = Source(name, None)

@@ -182,6 +182,7 @@ class Worker:
     def _backward(self, action: Backward) -> None:
         gradients, stage = self._gradients_of_outputs(action), self.stages[action.stage]
         update = self._prepare(action)
+        stage.weights.point(action.version)
         result = stage.executor.backward(action.microbatch, gradients)
         if stage.cuda_graphs is not None:
             stage.cuda_graphs.release(action.microbatch)
@@ -190,14 +191,16 @@ class Worker:
         self._deal_gradients(action, result)
 
     def _backward_input(self, action: BackwardInput) -> None:
-        gradients = self._gradients_of_outputs(action)
-        self._deal_gradients(action, self.stages[action.stage].executor.backward_input(action.microbatch, gradients))
+        gradients, stage = self._gradients_of_outputs(action), self.stages[action.stage]
+        stage.weights.point(action.version)
+        self._deal_gradients(action, stage.executor.backward_input(action.microbatch, gradients))
 
     def _backward_weight(self, action: BackwardWeight) -> None:
         stage = self.stages[action.stage]
         update = self._prepare(action)
         # Hooks start the sums over replicas.
         hooked = update is not None and stage.reducer is not None
+        stage.weights.point(action.version)
         stage.executor.backward_weight(action.microbatch, hooked)
         if update is not None:
             self.gradients.take(action.stage, update, action.version)

@@ -26,7 +26,7 @@ Laws of this file:
 """
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from penstock.capturing.chain import StageModule
+from penstock.capturing.module_copies import copied
 from penstock.errors import CaptureError, PenstockError
 from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like, set_local_shard
 from penstock.torch_internals.modules import tensor_tables
@@ -118,14 +119,15 @@ class VersionedWeights:
                     slot[name] = own if number == 0 or not parameter.requires_grad else torch.empty_like(own)
         stepped = {name: p for name, p in parameters.items() if p.requires_grad and name not in lenders}
         self._slots, self._module = _Slots(dict(parameters), stepped, masters, slots), module
-        self._contended = False
-        """Whether another stage of this process may point the same module at other weights."""
+        self._sharing: list[VersionedWeights] = []
+        """The weights of other stages of this process that use some of these parameters, perhaps in the same module."""
         self._pointed: int | None = None
         """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
         if pointed:
-            for lender in lenders.values():
-                lender._contended = True
-            self._make(self._slots, module, contended=bool(lenders))
+            self._make(self._slots, module)
+            for lender in dict.fromkeys(lenders.values()):
+                lender._sharing.append(self)
+                self._sharing.append(lender)
             return
         assert versions == 1 and not masters, "a module with one version of its weights, which the optimizer steps"
         self._leaves, self._tables = [dict(parameters)], _Tables([], [])
@@ -136,11 +138,11 @@ class VersionedWeights:
         other = VersionedWeights.__new__(VersionedWeights)
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self._slots.parameters.values()}
         _copy_generated(self._module, memo)
-        other._make(self._slots, copy.deepcopy(self._module, memo))
+        other._make(self._slots, copied(self._module, memo))
         return other
 
-    def _make(self, slots: _Slots, module: StageModule, contended: bool = False) -> None:
-        self._slots, self._module, self._contended = slots, module, contended
+    def _make(self, slots: _Slots, module: StageModule) -> None:
+        self._slots, self._module, self._sharing = slots, module, []
         self._leaves = [
             {name: _leaf_over(slot[name], parameter) for name, parameter in slots.parameters.items()}
             for slot in slots.tensors
@@ -177,12 +179,19 @@ class VersionedWeights:
         Raises `PenstockError` if a parameter was replaced or frozen since the pipeline was built.
         """
         slot = self._slots.slot_of(version)
-        if self._pointed != slot or self._contended:
+        if self._pointed != slot or self._sharing:
             if self._pointed is None:
-                self._tables.check(self._slots.parameters, self._leaves[slot])
+                others = [leaves for sharer in self._sharing for leaves in sharer._leaves]
+                self._tables.check(self._slots.parameters, self._leaves[slot], others)
             self._tables.point(self._leaves[slot])
             self._pointed = slot
         return self._module
+
+    def point(self, version: int) -> None:
+        """Points the module at the weights of `version` for a backward: code such as `torch.utils.checkpoint` computes
+        a forward again in it.
+        """
+        self.module(version)
 
     def rest(self) -> None:
         """Puts the optimizer's parameters back into the module, where the user finds them."""
@@ -306,10 +315,16 @@ class _Tables:
         for held, index, name in self.lists:
             held[index] = leaves[name]
 
-    def check(self, parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, nn.Parameter]) -> None:
+    def check(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        leaves: Mapping[str, nn.Parameter],
+        others: Sequence[Mapping[str, nn.Parameter]],
+    ) -> None:
+        """Raises `PenstockError` if the user changed one of `parameters`. `others`: leaves that other stages put."""
         for table, key, name in self.entries:
-            parameter = parameters[name]
-            if table[key] is not parameter:
+            parameter, held = parameters[name], table[key]
+            if held is not parameter and not any(held is other.get(name) for other in others):
                 raise PenstockError(
                     f"parameter {name}: another tensor was assigned to it after the pipeline was built, which would "
                     "not be trained. Expected the parameter that the pipeline was built with. Write in it instead "

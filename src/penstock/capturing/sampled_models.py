@@ -1,0 +1,35 @@
+"""A model with its sample, which capture runs many times without leaving a trace in it."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.module_state import ModuleState
+from penstock.capturing.preservation import preserved
+from penstock.capturing.samples import Call
+
+__all__ = ["SampledModel"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledModel:
+    """A model, the arguments that it is captured with, and what it held before the first run."""
+
+    model: nn.Module
+    call: Call
+    inputs: ModelInputs
+    _state: ModuleState = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_state", ModuleState([self.model]))
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """Gives back, after its body, what the model held before the first run, and the random generators."""
+        return preserved([self.model], self._state)
