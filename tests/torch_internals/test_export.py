@@ -9,7 +9,8 @@ import torch
 import torch._dynamo.exc
 from torch import Tensor, nn
 
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model, traced_by
+import penstock
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards, traced_by
 
 
 class FixedBatch(nn.Module):
@@ -114,3 +115,19 @@ def test_torch_itself_is_told() -> None:
 
     assert set(answers) == {(True, False)}
     assert asked == [__name__] * len(answers)
+
+
+def test_guards_are_those_of_the_code() -> None:
+    class Parity(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.shape[0] % 2 == 0 else 2 * x
+
+    dynamic = ({0: torch.export.Dim.AUTO},)
+    program = torch.export.export(Parity(), (torch.ones(6, 2),), dynamic_shapes=dynamic, strict=False)
+
+    assert shape_guards(program) == ["(L['x'].size()[0] % 2) == 0"]
+
+
+def test_without_the_name_no_trace_is_trusted() -> None:
+    with pytest.raises(penstock.PenstockError, match="_guards_code"):
+        shape_guards(object())  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 
@@ -34,6 +35,8 @@ class ModelInputs:
     """Groups of dimensions, as tensor and index, that the capture holds for only if they are of one size."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The types that the capture holds for; the model's code may ask whether a mask is boolean."""
+    guards: tuple[SizeGuard, ...] = ()
+    """Other conditions on sizes that the capture holds for."""
     named: tuple[tuple[Any, ...], dict[str, Any]] = field(init=False, repr=False)
     """The positional arguments and the keywords, with names in the places of their leaves."""
 
@@ -107,8 +110,23 @@ class ModelInputs:
                 )
         return tensors
 
-    def check_samples(self, samples: int) -> None:
-        """Raises `CaptureError` if the capture does not hold for a microbatch of so many samples."""
+    def check_samples(self, samples: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Raises `CaptureError` if the capture does not hold for a microbatch of `samples` out of the batch `tensors`,
+        by value name.
+        """
+        if self.guards and tensors is not None:
+            shapes = {
+                name: (samples, *tensor.shape[1:]) if name in self.batched else tuple(tensor.shape)
+                for name, tensor in tensors.items()
+            }
+            for guard in self.guards:
+                if not guard.holds(shapes):
+                    found = ", ".join(f"{name}.shape[{index}] = {shapes[name][index]}" for name, index in guard.sizes)
+                    raise CaptureError(
+                        f"the model's code asked, outside of its blocks, whether {guard.text}, which held for sample= "
+                        f"and does not hold for a microbatch with {found}: the trace would compute something else than "
+                        "the model. Pass such sizes, move this code into a block, or capture again"
+                    )
         for name in self.names:
             bounds = self.sizes.get(name, ())
             if name in self.batched and bounds and not _fits(samples, *bounds[0]):

@@ -30,6 +30,8 @@ def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[Referen
         for name, t in tensors.items()
     }
     targets = pieces_of(target, samples, count)
+    for size in set(sizes_of(samples, count)):
+        chain.inputs.check_samples(size, tensors)
     return [
         ReferenceMicrobatch({name: column[index] for name, column in columns.items()}, targets[index], size)
         for index, size in enumerate(sizes_of(samples, count))

@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
-__all__ = ["export_refusals", "hidden_from_the_model", "traced_by"]
+from penstock.torch_internals.availability import missing
+
+__all__ = ["export_refusals", "hidden_from_the_model", "shape_guards", "traced_by"]
 
 
 def export_refusals() -> tuple[type[Exception], ...]:
@@ -20,6 +23,18 @@ def export_refusals() -> tuple[type[Exception], ...]:
     except ImportError:
         return (Exception,)
     return (UserError,)
+
+
+def shape_guards(program: ExportedProgram) -> list[str]:
+    """What the traced code asked about sizes beyond the bounds in `range_constraints`, as Python over ``L``, a
+    dictionary of the forward's arguments.
+
+    Public: ``program.module()`` raises if one does not hold. It runs a generated module and not the graph.
+    """
+    try:
+        return list(program._guards_code or ())
+    except AttributeError as error:
+        raise missing("torch.export.ExportedProgram._guards_code", "to know the sizes a trace holds for") from error
 
 
 @contextmanager

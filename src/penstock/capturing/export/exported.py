@@ -89,7 +89,11 @@ def _capture(
     chain = LayerChain(
         layers=joined,
         inputs=replace(
-            inputs, sizes=traced.sizes, equal=_equal(traced, recorded, inputs), dtypes=_dtypes(call, inputs)
+            inputs,
+            sizes=traced.sizes,
+            equal=_equal(traced, recorded, inputs),
+            dtypes=_dtypes(call, inputs),
+            guards=traced.guards,
         ),
         output=output,
         parameters=dict(model.named_parameters(remove_duplicate=False)),

@@ -24,10 +24,11 @@ from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
+from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
@@ -61,6 +62,8 @@ class Trace:
     """Groups of dimensions of inputs, by name and index, that the trace takes for equal, as the model's code asked."""
     blocks: OpaqueBlocks
     """What its calls of blocks stand for."""
+    guards: tuple[SizeGuard, ...]
+    """What else the model's code asked about sizes."""
 
 
 class FlatModel(nn.Module):
@@ -244,6 +247,8 @@ def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], bl
         sizes=sizes,
         equal=_equal(shapes),
         blocks=blocks,
+        # How an input lies in memory changes no number.
+        guards=tuple(SizeGuard.of(code, names) for code in shape_guards(program) if "stride()" not in code),
     )
 
 

@@ -94,7 +94,7 @@ def split(
     spans = even_spans(samples, count)
     sizes = [len(span) for span in spans]
     for size in {len(span) for whole in set(sizes) for span in even_spans(whole, slices)}:
-        spec.check_samples(size)
+        spec.check_samples(size, tensors)
     _check_target(target, samples)
     targets = _split_target(target, samples, spans)
     amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
