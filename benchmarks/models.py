@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 
 import penstock
 from model_cases.cases import Case
-from model_cases.families import CASES, missing_packages, warm_up
+from model_cases.families import CASES, missing_packages, versions, warm_up
 from model_cases.pages import outcome_of, page, summary
 from model_cases.trials import try_case
 
@@ -55,9 +56,12 @@ def main() -> int:
     if options.list:
         print("\n".join(map(_key, chosen)))
         return 0
-    missing = {case.family: names for case in chosen if (names := missing_packages(case))}
-    for family, names in missing.items():
-        print(f"{family} is left out: {', '.join(names)} not installed", flush=True)
+    # One case of each family after the other, so that a run that is ended has seen something of each.
+    before: Counter[str] = Counter()
+    turns = {_key(case): (before[case.family], before.update([case.family])) for case in chosen}
+    chosen.sort(key=lambda case: turns[_key(case)][0])
+    for name in sorted({name for case in chosen for name in missing_packages(case)}):
+        print(f"{name} is not installed: its cases are left out", flush=True)
     chosen = [case for case in chosen if not missing_packages(case)]
     if chosen:
         warm_up({case.family for case in chosen})
@@ -68,7 +72,7 @@ def main() -> int:
         print(summary(record), flush=True)
     if options.save:
         known = {_key(case): case for case in CASES}
-        options.save.write_text(page([record for key, record in kept.items() if key in known]))
+        options.save.write_text(page([record for key, record in kept.items() if key in known], versions()))
     return int(any(outcome_of(record) == "wrong" for record in kept.values()))
 
 

@@ -1,7 +1,9 @@
 """All cases, and what each family of them needs."""
 
+import platform
 from collections.abc import Collection
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -10,12 +12,12 @@ from torch import nn
 import penstock
 from model_cases.cases import Case
 from model_cases.habits import CASES as HABITS
-from model_cases.transformers_text import CASES as TEXT
-from model_cases.transformers_other import CASES as OTHER
 from model_cases.other_libraries import CASES as LIBRARIES_OTHER
+from model_cases.transformers_other import CASES as OTHER
+from model_cases.transformers_text import CASES as TEXT
 from model_cases.vision_libraries import CASES as VISION
 
-__all__ = ["CASES", "missing_packages", "warm_up"]
+__all__ = ["CASES", "missing_packages", "versions", "warm_up"]
 
 CASES: tuple[Case, ...] = (*HABITS, *TEXT, *OTHER, *VISION, *LIBRARIES_OTHER)
 NEEDS = {
@@ -39,6 +41,13 @@ LIBRARIES: list[torch.library.Library] = []
 def missing_packages(case: Case) -> list[str]:
     """The packages that `case` needs and that are not installed."""
     return [name for name in (*NEEDS.get(case.family, ()), *case.imports) if find_spec(name) is None]
+
+
+def versions() -> str:
+    """The versions of the packages that are installed, for the page."""
+    names = ("torch", *sorted({name for names in NEEDS.values() for name in names}))
+    found = [f"{name.replace('_', '-')} {version(name)}" for name in names if find_spec(name) is not None]
+    return f"Python {platform.python_version()}, {', '.join(found)}; on the CPU with one thread."
 
 
 def warm_up(families: Collection[str]) -> None:

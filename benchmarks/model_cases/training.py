@@ -1,4 +1,4 @@
-"""One training of a case: by a plain loop, by a pipeline or by the oracle, from the same weights on the same batches."""
+"""One training of a case, by a plain loop, a pipeline or the oracle: the same weights and the same batches."""
 
 import random
 import time
@@ -220,8 +220,7 @@ def _cut(inputs: Any, sample: Any, unit: int, samples: int, parts: int) -> Itera
     for part in range(parts):
         size = samples // parts + (part < samples % parts)
         own = [
-            leaf[start : start + size] if cut and parts > 1 else leaf
-            for leaf, cut in zip(leaves, batched, strict=True)
+            leaf[start : start + size] if cut and parts > 1 else leaf for leaf, cut in zip(leaves, batched, strict=True)
         ]
         start += size
         yield tree_unflatten(own, structure), size
