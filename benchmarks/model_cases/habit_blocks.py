@@ -657,9 +657,8 @@ class InPlace(Block):
 
 class WritesItsInput(Block):
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
         x += 1
-        return x + y
+        return x + super().forward(x)
 
 
 class Autocasting(Block):
@@ -716,13 +715,14 @@ class NonLeafWeight(Block):
         return x + F.linear(x, self.linear.weight * self.scale.exp()).tanh()
 
 
-class Compiled(Block):
-    """A decorated function in it."""
+def gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
 
-    @staticmethod
-    @torch.jit.script
-    def gate(x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x)
+
+class ScriptedFunction(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.jit.script(gate)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gate(self.linear(x))
@@ -808,10 +808,6 @@ class Attention(nn.Module):
         return x + self.attention(y, y, y, need_weights=False)[0]
 
 
-def rare(module: type[Block]) -> dict[str, Any]:
-    return {"microbatches": 1, "draws": True}
-
-
 RANDOM = (RandomDepth, NumpyMask, TorchDepth, DropPath, Dropping, Noisy, GumbelBlock, Sampler)
 STATE = (
     EmaBook, ReassignedBuffer, BufferData, BookFirst, VectorQuantizer, Queue, Counter, WarmUp, MomentumTwin,
@@ -825,8 +821,8 @@ FLOW = (Parity, Routed, Masked, ByItem, Halting, ThroughNumpy, Assertive, Printi
 KINDS = (
     Scripted, Traced, Reentrant, Checkpointed, Mapped, Functional, Jacobian, Ensemble, WeightNormed, OldWeightNormed,
     SpectralNormed, OldSpectralNormed, Orthogonal, Pruned, LowRank, Recurrent, PackedSequences, CellLoop,
-    ParameterLists, Complex, InPlace, WritesItsInput, Autocasting, Inner32, Einsum, NonLeafWeight, Compiled, Lazy,
-    Exponential, Attention,
+    ParameterLists, Complex, InPlace, WritesItsInput, Autocasting, Inner32, Einsum, NonLeafWeight, Lazy,
+    ScriptedFunction, Exponential, Attention,
 )  # fmt: skip
 
 CASES: tuple[Case, ...] = (

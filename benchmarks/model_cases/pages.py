@@ -215,6 +215,13 @@ def _table(records: Sequence[Record]) -> str:
 
 
 def _result(record: Record) -> str:
+    prediction = record.get("prediction", {})
+    refused = prediction.get("kind") == "refused" and outcome_of(record) != "refused"
+    also = f"; `predict` is refused: `{_quoted(prediction['error'])}`" if refused else ""
+    return _training(record) + also
+
+
+def _training(record: Record) -> str:
     outcome = outcome_of(record)
     type_ = ", float32" if record.get("dtype") == "float32" else ""
     match outcome:
