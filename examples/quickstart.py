@@ -19,7 +19,7 @@ pipe = penstock.Pipeline(
     optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
     schedule="2bw",
     microbatches=4,
-    stages=4,  # when left out: one for each process
+    stages=4,  # of about equal work; when left out: one for each process
 )
 if pipe.rank == 0:
     print(penstock.render(pipe.schedule))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from penstock.values.graphs import Graph, Operator, Tensor, linearise
+from penstock.values.graphs import Graph, Operator, Tensor, linearize
 from penstock.values.profiles import LayerProfile, Profile
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def _chain(name: str, nodes: list[_Node], sizes: dict[int, float], readers: dict
         for key, read in sorted(readers.items())
     )
     layers = []
-    for index, crossing in linearise(Graph(operators, tensors)):
+    for index, crossing in linearize(Graph(operators, tensors)):
         own = operators[index]
         times = (own.forward_seconds, own.backward_seconds)
         layers.append(LayerProfile(own.name, *times, crossing, own.output_bytes, own.parameter_bytes))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.profiling.profiler import profile
     from penstock.profiling.subjects import Subject
     from penstock.rendering.pictures import render
+    from penstock.reporting.stats import Stats
+    from penstock.reporting.writers import log_stats
     from penstock.runtime.devices.local_devices import local_device
     from penstock.scheduling.definitions import ScheduleDefinition
     from penstock.scheduling.schedules import Schedule
@@ -67,6 +69,7 @@ __all__ = [
     "ScheduleDefinition",
     "ScheduleError",
     "Stage",
+    "Stats",
     "Subject",
     "Timeline",
     "Transformer",
@@ -79,6 +82,7 @@ __all__ = [
     "initialize",
     "loader",
     "local_device",
+    "log_stats",
     "plan",
     "prefetch",
     "probe",
@@ -113,6 +117,7 @@ _HOMES = {
     "ScheduleDefinition": "scheduling.definitions",
     "ScheduleError": "errors",
     "Stage": "values.plans",
+    "Stats": "reporting.stats",
     "Subject": "profiling.subjects",
     "Timeline": "timelines.timelines",
     "Transformer": "values.transformers",
@@ -125,6 +130,7 @@ _HOMES = {
     "initialize": "capturing.initialization",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
+    "log_stats": "reporting.writers",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.errors import PenstockError, TransportError
+from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
+from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -81,6 +83,9 @@ class Pipeline:
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
             per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
             is for batches of `microbatches` microbatches. In a single process links are instant.
+        balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
+            little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
+            move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
         vertical_sync: with ``pipedream``, every stage uses the version that the first stage used.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards, losses and evaluations compute under PyTorch's
             autocast. The weights, their gradients and the optimizer's state keep their types.
@@ -108,7 +113,7 @@ class Pipeline:
         init_fn: ``init_fn(name, tensor)`` writes the weights of a model on the meta device: docs/initialization.md.
         parallelize: called as ``parallelize(stage_module, mesh)`` for every stage of this process. It may apply
             PyTorch's tensor parallelism over ``mesh["tp"]`` and `fully_shard` over ``mesh["dp"]`` (the replicas) to
-            ``stage_module.layers``, in place. Supported combinations: docs/composition.md.
+            the model's modules in ``stage_module.blocks``, in place. Supported combinations: docs/composition.md.
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
         skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
@@ -141,6 +146,7 @@ class Pipeline:
         microbatches: int | None = None,
         stages: int | None = None,
         plan: Plan | str | None = None,
+        balance: Balance = "work",
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
         version_dtype: torch.dtype | None = None,
@@ -181,6 +187,15 @@ class Pipeline:
                     model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
                 )
                 self._chain, self._device = captured.chain, captured.device
+            weights = weigh_layers(
+                balance,
+                planned=plan is not None,
+                world=self._world,
+                chain=self._chain,
+                sample=sample,
+                device=self._device,
+                autocast=autocast,
+            )
             if isinstance(plan, str):
                 choices = Choices(
                     schedule=schedule,
@@ -197,7 +212,7 @@ class Pipeline:
             with agreed(self._world, "while it read its plan"):
                 chosen = choose_plan(
                     plan,
-                    layers=len(self._chain.layers),
+                    weights=weights,
                     processes=self._world.processes,
                     schedule=schedule,
                     stages=stages,
@@ -211,10 +226,12 @@ class Pipeline:
                 self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
                 """The schedule that runs."""
                 verify(self.schedule)
-                check_split_backwards(self.schedule, compiled, parallelized, granularities)
+                check_split_backwards(self.schedule, compiled, granularities)
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
+            if plan is None and self._world.rank == 0:
+                log_shares(self.plan, weights, balance)
             self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
             self._parallel_stages = parallelize_stages(
                 parallelize,
@@ -223,12 +240,21 @@ class Pipeline:
                 plan=self.plan,
                 schedule=self.schedule,
                 timeout_seconds=timeout_seconds,
-                masters=recipe.keeps_masters,
+                masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
             self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._stats_source = StatsSource(
+                self._chain,
+                sample,
+                self.plan,
+                schedule=self.schedule,
+                device=self._device,
+                world=self._world,
+                countable=not self._parallel_stages.modules,
+            )
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -386,6 +412,30 @@ class Pipeline:
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
+
+    def stats(
+        self,
+        *,
+        tokens_per_sample: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        all_ranks: bool = False,
+    ) -> Stats:
+        """Speed, utilization, bubble and memory in the last steps (at most 8), as this rank has measured them.
+
+        It waits for nothing and sends nothing, unless `all_ranks` asks for the numbers of all ranks; it is then
+        collective. `tokens_per_sample` makes tokens of samples; by default they are the items that ``loss_weight``
+        counts, on ranks that read targets. `flops_per_sample`: the floating-point operations of forward and backward;
+        by default counted at the first call, unless `parallelize` spreads the layers. `peak_flops`: what one device can
+        do in a second; by default from a table of GPUs. docs/observability.md explains the numbers.
+        """
+        return self._stats_source.stats(
+            self._engine.speed(),
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=flops_per_sample,
+            peak_flops=peak_flops,
+            all_ranks=all_ranks,
+        )
 
     @property
     def gradient_norm(self) -> float | None:

@@ -213,6 +213,39 @@ def test_a_block_with_several_versions_of_its_weights_equals_the_oracle(kind: ty
     assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state.items())
 
 
+def compile_in_place(model: Model) -> None:
+    for block in model.blocks:
+        block.compile(backend="eager")
+
+
+def compile_blocks(model: Model) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+
+
+COMPILED: dict[str, tuple[Callable[[Model], None], dict[str, Any]]] = {
+    "stages": (lambda model: None, {"compile": {"backend": "eager"}}),
+    "blocks in place": (compile_in_place, {}),
+    "blocks": (compile_blocks, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [pytest.param("stages", Counted, marks=pytest.mark.slow), ("blocks in place", Book), ("blocks", Counted)],
+)
+def test_compiled_blocks_keep_their_state(what: str, kind: type[Block]) -> None:
+    data = batches((6, 6, 6))
+    change, options = COMPILED[what]
+    shared: dict[str, Any] = {"sample": (data[0][0][:2],), "loss_fn": squares, "optimizer": sgd}
+    shared |= {"schedule": "2bw", "stages": 2, "microbatches": 2}
+    expected = penstock.reference_train(build(kind), data, **shared)
+    model = build(kind)
+    change(model)
+    with penstock.Pipeline(model, **shared, **options) as pipe:
+        assert tuple(pipe.step(x, target).loss.item() for x, target in data) == expected.losses
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_in_a_block_trains() -> None:
     data = batches((6, 6))
@@ -463,3 +496,150 @@ def test_a_buffer_that_is_written_in_one_stage_is_read_in_another_one() -> None:
         found = [pipe.step(x, target).loss.item() for x, target in data]
 
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+class FrozenTrunk(Model):
+    """Runs half of its blocks under no_grad, between operators that are no block."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            y = x * 2
+            for block in self.blocks[:2]:
+                y = block(y) + 1
+        x = x + y
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.last(x)
+
+
+class Twin(Block):
+    """Follows its weights by an average of them, in a frozen parameter that its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+        return super().forward(x) + x @ self.average
+
+
+class Replacing(Twin):
+    """Assigns new memory to the average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data = 0.9 * self.average.data + 0.1 * self.linear.weight.data
+        return Block.forward(self, x) + x @ self.average
+
+
+class TwinModel(Model):
+    def __init__(self) -> None:
+        super().__init__(Twin)
+
+
+@pytest.mark.parametrize("kind", [FrozenTrunk, TwinModel])
+def test_blocks_without_gradients_train_as_in_a_plain_loop(kind: Callable[[], Model]) -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return kind().double()
+
+    data = batches((6, 5, 6))
+    plain, staged = made(), made()
+    before = {name: tensor.clone() for name, tensor in staged.state_dict().items()}
+    expected = train_plainly(plain, data)
+    with penstock.Pipeline(staged, (data[0][0],), squares, sgd, stages=3) as pipe:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in staged.state_dict().items())
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
+    assert all(torch.equal(tensor, staged.state_dict()[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_capture_gives_back_parameters_that_a_forward_replaces() -> None:
+    model = build(Replacing)
+    average = model.blocks[0].average
+    memory = average.data_ptr()
+    capture(model, (batches((6,))[0][0],))
+
+    assert average.data_ptr() == memory
+    assert average.eq(0).all()
+
+
+class Skipping(Model):
+    """Skips a block at random."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if torch.rand([]) < 0.5:
+                x = block(x)
+        return self.last(x)
+
+
+class ByForward(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks[0].forward(self.first(x)))  # type: ignore[operator]
+
+
+class Autocast(Model):
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Skipping, r"block blocks.\d was called \d times in one run on the sample and \d times.*layerdrop"),
+        (ByForward, r"block blocks.0 is called by its forward.*block\(x\)"),
+        (Autocast, r"pass autocast= to Pipeline instead"),
+    ],
+)
+def test_calls_of_blocks_that_no_trace_keeps_are_refused(kind: Callable[[], Model], message: str) -> None:
+    torch.manual_seed(4)
+    with pytest.raises(CaptureError, match=message):
+        capture(kind(), (batches((6,))[0][0].float(),))
+
+
+class Shortening(Block):
+    """Returns one step less than it takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:]
+
+
+class Refilling(Model):
+    """Fills up what its blocks cut off."""
+
+    def __init__(self) -> None:
+        super().__init__(Shortening)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            y = block(x)
+            x = torch.cat([y, x[:, : x.shape[1] - y.shape[1]]], 1)
+        return self.last(x)
+
+
+def test_a_block_that_returns_fewer_steps_trains() -> None:
+    def made() -> Model:
+        torch.manual_seed(5)
+        return Refilling().double()
+
+    data = batches((7, 6, 9))
+    expected = train_plainly(made(), data)
+    with penstock.Pipeline(made(), (data[0][0],), squares, sgd, stages=3) as pipe:
+        assert [pipe.step(x, target).loss.item() for x, target in data] == expected

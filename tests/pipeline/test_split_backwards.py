@@ -141,11 +141,6 @@ REFUSED = {
         "compute it a third time for its weights: expected stages whose backward autograd can do in two parts. Use "
         "recompute=True, or a set of stages, or choose '1f1b-flush'",
     ),
-    "parallelize": (
-        {"parallelize": lambda module, mesh: None},
-        "the modules of parallelize= exchange weights and gradients around whole backwards: expected stages whose "
-        "backward autograd can do in two parts. Leave parallelize= out, or choose '1f1b-flush'",
-    ),
 }
 
 

@@ -8,31 +8,6 @@ from support.english import faults_in_markdown, faults_in_python
 from support.paths import ROOT
 
 PAGES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-ALLOWED = """
-    src/penstock/capturing/chain.py
-    src/penstock/capturing/export/cutting.py
-    src/penstock/capturing/export/explanations.py
-    src/penstock/capturing/export/recurrence.py
-    src/penstock/capturing/export/tracing.py
-    src/penstock/capturing/initialization.py
-    src/penstock/capturing/joining.py
-    src/penstock/capturing/model_forms.py
-    src/penstock/capturing/samples.py
-    src/penstock/capturing/weightless.py
-    src/penstock/oracle/weights.py
-    src/penstock/runtime/assembly/checkpoint.py
-    src/penstock/runtime/assembly/failure_guard.py
-    src/penstock/runtime/execution/split_backward.py
-    src/penstock/runtime/transport/failures.py
-    src/penstock/scheduling/verification/message_invariants.py
-    src/penstock/scheduling/verification/stage_invariants.py
-    src/penstock/scheduling/verification/violations.py
-    src/penstock/torch_internals/export.py
-    src/penstock/values/graphs.py
-"""
-"""Files that still have faults. `capturing`, `assembly/checkpoint.py`, `assembly/failure_guard.py` and
-`transport/failures.py` are rebuilt soon; the others are to leave this list.
-"""
 
 
 def faults_in(path: Path) -> list[str]:
@@ -41,10 +16,7 @@ def faults_in(path: Path) -> list[str]:
 
 
 def test_english_has_no_known_faults() -> None:
-    names = {path: str(path.relative_to(ROOT)) for path in PAGES}
-    found = {
-        names[path]: faults for path in PAGES if names[path] not in ALLOWED.split() and (faults := faults_in(path))
-    }
+    found = {str(path.relative_to(ROOT)): faults for path in PAGES if (faults := faults_in(path))}
 
     assert found == {}
 

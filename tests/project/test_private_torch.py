@@ -112,7 +112,17 @@ def test_the_room_touches_some() -> None:
     """The check sees what is there."""
     assert {module for module, tree in TREES.items() if room_of(module, FLOW) == ROOM and any(touched(tree))} == {
         f"penstock.torch_internals.{name}"
-        for name in ("autograd", "cuda", "dispatch", "distributed", "export", "modules", "pytrees", "tensors")
+        for name in (
+            "autograd",
+            "cuda",
+            "dispatch",
+            "distributed",
+            "export",
+            "modules",
+            "profiler",
+            "pytrees",
+            "tensors",
+        )
     }
 
 

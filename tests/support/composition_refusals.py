@@ -116,10 +116,20 @@ def _tied(shared: int) -> list[nn.Module]:
     return layers
 
 
+class Noisy(models.Perceptron):
+    """Drops out between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.1, self.training)
+        result: Tensor = self.head(x)
+        return result
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "tied in a stage": lambda: _tied(2),
     "tied over a cut": lambda: _tied(0),
-    "traced": models.Perceptron,
+    "traced": Noisy,
 }
 
 

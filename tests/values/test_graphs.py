@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ProfileError
 from penstock.values import Profile
 from penstock.values.graph_files import read_graph
-from penstock.values.graphs import Graph, Operator, Tensor, linearise
+from penstock.values.graphs import Graph, Operator, Tensor, linearize
 from support.paths import PIPEDREAM
 
 FILES = PIPEDREAM
@@ -25,39 +25,39 @@ def test_a_diamond_counts_the_tensor_that_two_branches_read_once():
     """a -> b, c -> d: the output of a (5) still crosses after b (2), since c reads it."""
     diamond = graph(4, (0, 5, (1, 2)), (1, 2, (3,)), (2, 3, (3,)), (3, 1, (), True))
 
-    assert linearise(diamond) == ((0, 5), (1, 5 + 2), (2, 2 + 3), (3, 1))
+    assert linearize(diamond) == ((0, 5), (1, 5 + 2), (2, 2 + 3), (3, 1))
 
 
 def test_the_cheaper_branch_goes_first():
     """After a (5), running c first leaves 5 + 1 across the cut, b first 5 + 9."""
     diamond = graph(4, (0, 5, (1, 2)), (1, 9, (3,)), (2, 1, (3,)), (3, 1, (), True))
 
-    assert linearise(diamond) == ((0, 5), (2, 5 + 1), (1, 1 + 9), (3, 1))
+    assert linearize(diamond) == ((0, 5), (2, 5 + 1), (1, 1 + 9), (3, 1))
 
 
 def test_a_skip_connection_rides_across_every_cut_that_it_spans():
     """a -> b -> c -> d and a -> d."""
     skip = graph(4, (0, 7, (1, 3)), (1, 2, (2,)), (2, 3, (3,)), (3, 1, (), True))
 
-    assert linearise(skip) == ((0, 7), (1, 7 + 2), (2, 7 + 3), (3, 1))
+    assert linearize(skip) == ((0, 7), (1, 7 + 2), (2, 7 + 3), (3, 1))
 
 
 def test_a_branch_is_finished_before_the_next_is_begun():
     """a feeds the long branches b c and d e, joined by f; b and d are large, c and e small."""
     tensors = ((0, 1, (1, 3)), (1, 50, (2,)), (2, 2, (5,)), (3, 50, (4,)), (4, 2, (5,)), (5, 1, (), True))
 
-    assert linearise(graph(6, *tensors)) == ((0, 1), (1, 51), (2, 3), (3, 52), (4, 4), (5, 1))
+    assert linearize(graph(6, *tensors)) == ((0, 1), (1, 51), (2, 3), (3, 52), (4, 4), (5, 1))
 
 
 def test_an_early_output_crosses_every_later_cut():
-    assert linearise(graph(3, (0, 5, (1, 2)), (1, 3, (), True), (2, 1, (), True))) == ((0, 5), (2, 6), (1, 4))
+    assert linearize(graph(3, (0, 5, (1, 2)), (1, 3, (), True), (2, 1, (), True))) == ((0, 5), (2, 6), (1, 4))
 
 
 def test_several_tensors_of_one_operator_cross_each_on_its_own():
     """a makes 3 and 4; b reads the first, c the second."""
     both = graph(3, (0, 3, (1,)), (0, 4, (2,)), (1, 1, (2,)), (2, 1, (), True))
 
-    assert linearise(both) == ((0, 7), (1, 5), (2, 1))
+    assert linearize(both) == ((0, 7), (1, 5), (2, 1))
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_no_order_has_less_crossing_bytes(random_graph):
                     for t in random_graph.tensors
                 )
 
-    chain = linearise(random_graph)
+    chain = linearize(random_graph)
 
     assert sorted(operator for operator, _ in chain) == list(range(len(random_graph.operators)))
     assert sum(crossing for _, crossing in chain) == min(totals())

@@ -1,6 +1,7 @@
 """Plans: uniform ones, files, the table, and what is said of plans made by hand."""
 
 import math
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -195,3 +196,34 @@ def test_a_plan_by_hand_needs_only_its_stages(tmp_path):
 def test_a_plan_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(PlanError, match="cannot be written"):
         Plan.uniform(4, 2).save(tmp_path / "nowhere" / "plan.yaml")
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_balanced_stages_are_the_best_of_all_cuts(weights, data):
+    stages = data.draw(st.integers(1, len(weights)))
+    plan = Plan.balanced(weights, stages, "gpipe", microbatches=2)
+
+    def price(bounds):
+        sums = [sum(weights[start:stop]) for start, stop in pairwise(bounds)]
+        return max(sums), sum(weight**2 for weight in sums)
+
+    inner = combinations(range(1, len(weights)), stages - 1)
+    assert price((0, *(stage.stop for stage in plan.stages))) == min(price((0, *cuts, len(weights))) for cuts in inner)
+    assert [stage.ranks for stage in plan.stages] == [(stage,) for stage in range(stages)]
+    assert plan.microbatches == 2
+
+
+@given(st.floats(1e-9, 1e9), st.integers(1, 6), st.integers(0, 20))
+def test_layers_of_one_weight_are_cut_as_uniform_plans_are(weight, stages, more):
+    assert Plan.balanced([weight] * (stages + more), stages) == Plan.uniform(stages + more, stages)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "1", True])
+def test_a_weight_that_is_no_cost_is_named(weight):
+    with pytest.raises(PlanError, match=r"weights\[1\]: expected a number, 0 or more and finite"):
+        Plan.balanced([1.0, weight], 2)
+
+
+def test_balanced_stages_need_a_layer_each():
+    with pytest.raises(PlanError, match="cannot cut 2 layers into 3 stages"):
+        Plan.balanced([1.0, 1.0], 3)

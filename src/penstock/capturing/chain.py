@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
+from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
 
 __all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
@@ -45,7 +46,9 @@ class Layer:
     mutates: tuple[str, ...] = ()
     """Those of `inputs` that it writes in place."""
     output_bytes: tuple[float, ...] = ()
-    """Of each of `outputs`, for the captured sample; empty where nobody has looked."""
+    """Of each of `outputs`, for the captured sample; empty where this is not known."""
+    operators: tuple[OperatorCall, ...] = ()
+    """That its forward runs on the captured sample."""
     volatile: tuple[str, ...] = ()
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
 
@@ -69,6 +72,8 @@ class StageModule(nn.Module):
         self.targets = (1,) * len(sent)
         """How many stages behind this one each sent value goes to."""
         self.names = tuple(layer.name for layer in layers)
+        self.blocks: Mapping[str, nn.Module] = {}
+        """The model's own modules in the layers, by their names in the model: filled for a ``parallelize`` hook."""
         self.reads = tuple(layer.inputs for layer in layers)
         self.writes = tuple(layer.outputs for layer in layers)
         self.random = tuple(layer.random for layer in layers)
@@ -107,7 +112,7 @@ class StageModule(nn.Module):
             places.update((name, length + index) for index, name in enumerate(writes))
             length += len(writes)
         self._steps = tuple(steps)
-        """Of each layer: the places that it reads, that it writes in, and that nobody reads after it; and how many
+        """Of each layer: the places that it reads, that it writes in, and that no layer reads after it; and how many
         values it returns."""
         self._results = tuple(places[name] for name in self.sent)
         self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
@@ -199,7 +204,7 @@ class LayerChain:
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[int, ...]]:
-        """For every parameter and buffer name, the layers that hold it; empty for one that the model never uses."""
+        """The layers that hold each parameter and buffer, by name; empty for one that the model never uses."""
         held = [
             {id(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())} for layer in self.layers
         ]
@@ -210,7 +215,7 @@ class LayerChain:
 
 
 def _last_reads(reads: Sequence[tuple[str, ...]], keep: frozenset[str]) -> tuple[tuple[str, ...], ...]:
-    """For every layer, the values that no later layer reads and that are not kept: they can be freed after it."""
+    """The values that no layer after each one reads and that are not kept: they can be freed after it."""
     seen = set(keep)
     dead: list[tuple[str, ...]] = []
     for names in reversed(reads):

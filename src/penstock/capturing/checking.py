@@ -127,6 +127,7 @@ def _compare_tensors(what: str, expected: Tensor, found: Tensor | None, name: st
 def _message(what: str, name: str) -> str:
     return (
         f"the trace of {name} differs from the model in {what}. Look there for a "
-        "torch.autograd.Function (tracing drops its backward) or for state kept in Python; or pass the model as "
+        "torch.autograd.Function (tracing drops its backward), for state in Python or in global variables, for a "
+        "buffer or a training flag that it changes outside of a block. Move this into a block, or pass the model as "
         "nn.Sequential or as a list of layers, which run as they are."
     )

@@ -1,8 +1,8 @@
 """First weights that depend on a seed and on their name, and on nothing else.
 
-A model on the meta device has shapes and no numbers. Whoever holds a part of it makes the numbers of that part, and
-they must be the same whoever that is: for every number of stages, on every replica, and in one process that makes them
-all. So every tensor starts a random stream of its own.
+A model on the meta device has shapes and no numbers. Each process makes the numbers of the layers that it holds,
+and they must be the same for every number of stages, on every replica, and in one process that makes them all. So every
+tensor starts a random stream of its own.
 """
 
 import copy

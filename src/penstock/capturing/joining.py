@@ -50,7 +50,7 @@ def join_layers(
 
 
 def _needed(layers: Sequence[Layer], returned: tuple[str, ...]) -> list[frozenset[str]]:
-    """For every cut, the values that are read after it."""
+    """The values that are read after each cut."""
     needed = [frozenset(returned)]
     for layer in reversed(layers):
         needed.append(needed[-1] | set(layer.inputs))
@@ -102,6 +102,7 @@ def _join(layers: Sequence[Layer], needed: frozenset[str]) -> Layer:
         random=any(layer.random for layer in layers),
         mutates=tuple(dict.fromkeys(name for layer in layers for name in layer.mutates if name in inputs)),
         output_bytes=tuple(sizes[name] for name in outputs),
+        operators=tuple(operator for layer in layers for operator in layer.operators),
         volatile=tuple(name for layer in layers for name in layer.volatile if name in outputs),
     )
 

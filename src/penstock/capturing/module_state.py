@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.torch_internals.modules import TENSOR_TABLES
 
-__all__ = ["ModuleState", "same_content"]
+__all__ = ["ModuleState", "is_plain_memory", "same_content"]
 
 _DEEPEST = 8
 """Objects that are nested deeper than this in an attribute are not looked at."""
@@ -33,13 +33,23 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
+        self._memories: list[tuple[nn.Parameter, Tensor]] = []
+        """Parameters, and tensors over the memory that they had."""
         self._seen: set[int] = set()
         for module in modules:
             for path, inner in module.named_modules():
                 self._save(path, inner, 0)
 
+    def save_content(self, path: str, parameter: nn.Parameter) -> None:
+        """Saves the numbers of a parameter, too, before a forward writes it."""
+        if not any(holder is parameter for _, holder, _ in self._saved):
+            self._saved.append((path, parameter, parameter.detach().clone()))
+
     def restore(self) -> None:
         """Puts all content back, in the very objects that held it."""
+        for parameter, own in self._memories:
+            if parameter.data_ptr() != own.data_ptr():
+                parameter.data = own
         for _, holder, content in self._saved:
             # Nearly everything is a dictionary that holds what it held.
             if type(content) is not dict or not _holds(_dict_of(holder), content):
@@ -68,6 +78,8 @@ class ModuleState:
             return
         self._seen.add(id(holder))
         if isinstance(holder, nn.Parameter):
+            if is_plain_memory(holder):
+                self._memories.append((holder, holder.detach()))
             return
         content = _content_of(holder)
         if content is None:
@@ -81,6 +93,11 @@ class ModuleState:
         elif isinstance(content, list):
             for index, inner in enumerate(content):
                 self._save(f"{path}[{index}]", inner, depth + 1)
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in memory of its own kind, and is no tensor of several devices or without numbers."""
+    return type(tensor.data) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def same_content(first: Tensor, second: Tensor) -> bool:

@@ -5,7 +5,7 @@ and a buffer that holds other numbers are facts.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import Layer
 from penstock.capturing.module_state import same_content
+from penstock.capturing.operators import OperatorCall, OperatorCounter
 from penstock.torch_internals.tensors import storage_key, times_written
 
 __all__ = ["Observation", "memory_of", "observe", "observed"]
@@ -28,6 +29,7 @@ class Observation:
     mutated: tuple[int, ...] = ()
     """Positions of the `arguments` that it wrote in place."""
     mutated_buffers: tuple[Tensor, ...] = field(default=())
+    operators: tuple[OperatorCall, ...] = ()
 
     def layer(self, name: str, module: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Layer:
         """The layer with what was seen of it."""
@@ -44,6 +46,7 @@ class Observation:
             random=self.random,
             mutates=mutates,
             output_bytes=sizes,
+            operators=self.operators,
             volatile=volatile,
         )
 
@@ -54,8 +57,13 @@ def memory_of(tensor: Tensor) -> int:
 
 
 @contextmanager
-def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observation]:
-    """Watches its body run `module` on `arguments`; the observation is complete after the body."""
+def observed(
+    module: nn.Module, arguments: Sequence[Tensor], counter: OperatorCounter | None = None
+) -> Iterator[Observation]:
+    """Watches its body run `module` on `arguments`; the observation is complete after the body.
+
+    `counter`: counts the operators, for all layers of a run.
+    """
     buffers = list(module.buffers())
     versions = [times_written(argument) for argument in arguments]
     contents = [(buffer, times_written(buffer), buffer.detach().clone()) for buffer in buffers]
@@ -63,7 +71,9 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
     states = [generator.get_state() for generator in generators]
     observation = Observation(tuple(arguments))
-    yield observation
+    with counter.counting() if counter else nullcontext():
+        yield observation
+    observation.operators = counter.take() if counter else ()
     moved = [not torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)]
     observation.random = any(moved)
     observation.mutated = tuple(i for i, version in enumerate(versions) if times_written(arguments[i]) != version)
@@ -75,10 +85,10 @@ def observed(module: nn.Module, arguments: Sequence[Tensor]) -> Iterator[Observa
     )
 
 
-def observe(layer: Layer, values: dict[str, Tensor]) -> tuple[Layer, Observation]:
+def observe(layer: Layer, values: dict[str, Tensor], counter: OperatorCounter) -> tuple[Layer, Observation]:
     """Runs `layer` on `values`, adds its outputs to them, and completes it with what was seen."""
     arguments = tuple(values[name] for name in layer.inputs)
-    with observed(layer.module, arguments) as observation:
+    with observed(layer.module, arguments, counter) as observation:
         observation.results = tuple(layer.module(*arguments))
     values.update(zip(layer.outputs, observation.results, strict=True))
     return observation.layer(layer.name, layer.module, layer.inputs, layer.outputs), observation

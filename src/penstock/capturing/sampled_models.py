@@ -30,6 +30,10 @@ class SampledModel:
         """The class of the model."""
         return type(self.model).__name__
 
+    def save_parameter(self, parameter: nn.Parameter) -> None:
+        """Has `preserved` give back the numbers of `parameter`, which a forward is about to write, as well."""
+        self._state.save_content("", parameter)
+
     def preserved(self) -> AbstractContextManager[None]:
         """Gives back, after its body, what the model held before the first run, and the random generators."""
         return preserved([self.model], self._state)

@@ -39,7 +39,7 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
     `sample`: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor or dataclass.
     `microbatch_size`: samples in it; by default dimension 0 of its first tensor that has dimensions. The tensors
     with this size in dimension 0 are the batched ones. Raises `CaptureError` if there are none, and for what holds
-    arrays that nobody could split.
+    arrays that cannot be split.
     """
     match sample:
         case Tensor():

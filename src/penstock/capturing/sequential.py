@@ -6,6 +6,7 @@ the sample shows what passes from layer to layer.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput, check_constant
 from penstock.capturing.observation import Observation, observed
+from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating, preserved
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -73,11 +75,24 @@ def _leaf(constant: Any, rest: Iterator[Any]) -> Any:
 
 
 class EagerLayer(nn.Module):
-    """Runs one of the user's own modules between tensors. `evaluates`: in evaluation mode, whatever mode it is in."""
+    """Runs one of the user's own modules between tensors.
 
-    def __init__(self, name: str, body: nn.Module, takes: Form, returns: Form, evaluates: bool = False) -> None:
+    `evaluates`: in evaluation mode, whatever mode it is in. `gradients`: if not, under `torch.no_grad`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: nn.Module,
+        takes: Form,
+        returns: Form,
+        *,
+        evaluates: bool = False,
+        gradients: bool = True,
+    ) -> None:
         super().__init__()
         self.evaluates = evaluates
+        self.gradients = gradients
         self.name = name
         self.body = body
         self.takes = takes
@@ -87,10 +102,13 @@ class EagerLayer(nn.Module):
         self._returns_tensor = returns.stands_for(0)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.evaluates:
-            with evaluating([self.get_submodule("body")]):
-                return self._run(tensors)
-        return self._run(tensors)
+        if self.gradients and not self.evaluates:
+            return self._run(tensors)
+        with (
+            evaluating([self.get_submodule("body")]) if self.evaluates else nullcontext(),
+            nullcontext() if self.gradients else torch.no_grad(),
+        ):
+            return self._run(tensors)
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Attributes that are modules are looked for last, and then in a slower way.
@@ -224,9 +242,10 @@ def _run_once(
     observations: list[Observation] = []
     result: Any = None
     returns, tensors = Form.of(None)
+    counter = OperatorCounter()
     for name, body in named:
         takes, arguments = Form.of((args, kwargs))
-        with observed(body, arguments) as observation:
+        with observed(body, arguments, counter) as observation:
             try:
                 result = body(*args, **kwargs)
             except Exception as error:
@@ -237,7 +256,9 @@ def _run_once(
         returns, tensors = Form.of(result)
         observation.results = tensors
         outputs = (name,) if len(tensors) == 1 else tuple(f"{name}[{index}]" for index in range(len(tensors)))
-        layers.append(observation.layer(name, EagerLayer(name, body, takes, returns, evaluates), names, outputs))
+        layers.append(
+            observation.layer(name, EagerLayer(name, body, takes, returns, evaluates=evaluates), names, outputs)
+        )
         observations.append(observation)
         names = outputs
         args, kwargs = spread(result)

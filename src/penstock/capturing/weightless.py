@@ -134,7 +134,7 @@ def capture_weightless(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What the operators in its body do that a run on the meta device does not show."""
+    """Notes what the operators in this block do that a run on the meta device does not show."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

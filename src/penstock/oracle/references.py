@@ -8,13 +8,14 @@ rule, the size of an update and the delays that the definition states.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
 
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.estimates import estimate_seconds
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
@@ -57,6 +58,7 @@ def reference_train(
     stages: int = 1,
     microbatches: int = 1,
     plan: Plan | None = None,
+    balance: Literal["work", "layers"] = "work",
     vertical_sync: bool = False,
     autocast: torch.dtype | None = None,
     version_dtype: torch.dtype | None = None,
@@ -71,9 +73,9 @@ def reference_train(
 ) -> Reference:
     """Trains a copy of `model` on `batches` of (inputs, target) as the schedule guarantees.
 
-    The arguments are those of `Pipeline`. `drain_after`: the numbers of the minibatches (from 0) after which the
-    pipeline is drained. W(x) is version x, s the stage, and k and t count microbatches and minibatches since the last
-    drain:
+    The arguments are those of `Pipeline`; the plan of one with ``balance="measured"`` is passed as ``plan=pipe.plan``.
+    `drain_after`: the numbers of the minibatches (from 0) after which the pipeline is drained. W(x) is version x, s the
+    stage, and k and t count microbatches and minibatches since the last drain:
 
     ==============================  =================================================================
     with a flush                    W(t+1) = W(t) - update of the mean gradient at W(t)
@@ -128,7 +130,15 @@ def reference_train(
         # For Penstock's own schedules the ranks do not matter; the functions of other definitions expect their layout.
         laid_out = DEFAULT_SCHEDULE if definition in METHODS else definition
         per_rank = require_schedule(laid_out).layout.default_stages_per_rank(stages, 1)
-        plan = Plan.uniform(len(chain.layers), stages, laid_out, microbatches, per_rank, vertical_sync=vertical_sync)
+        weights = estimate_seconds(chain, device) if balance == "work" else None
+        plan = Plan.balanced(
+            weights or [1.0] * len(chain.layers),
+            stages,
+            laid_out,
+            microbatches=microbatches,
+            stages_per_rank=per_rank,
+            vertical_sync=vertical_sync,
+        )
     if plan.layers != len(chain.layers):
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"

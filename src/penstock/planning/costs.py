@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from penstock.errors import PlanError, suggestion
 from penstock.simulating.assumptions import Options
+from penstock.values.chain_cuts import Counts, Matrix
 from penstock.values.documents import text_of
 from penstock.values.profiles import Profile
 
@@ -28,9 +29,7 @@ __all__ = [
     "simulator_options",
 ]
 
-Matrix: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
-Counts: TypeAlias = npt.NDArray[np.int64]
 
 AllReduce: TypeAlias = Literal["ring", "shared", "released"]
 """``ring``: dedicated links, each replica sends 2 (r-1)/r of the weights. ``shared``: all r replicas send through one

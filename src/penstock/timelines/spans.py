@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Span"]
+__all__ = ["Span", "trace_label"]
 
 # The text forms of penstock.scheduling.actions: 2F0@1, 2B0@1, 2I0@1, 2W0@1, 2U3<1, 2A3, 2S0>3, 3R0<2, 0T1>3,
 # 3T1<0, 2N3>1, 1N3<2.
@@ -141,6 +141,23 @@ class Span:
             case _:
                 names = ("version" if self.topic else "microbatch", "source")
         return {"action": self.action, "stage": self.stage, names[0]: self.number, names[1]: self.reference}
+
+
+def trace_label(action: str) -> str:
+    """The action in a trace of `torch.profiler`: ``penstock forward stage 1 microbatch 3``."""
+    kind, stage, number, reference = _read(action)
+    topic = " tied gradients" if "T" in action else " norms" if "N" in action else ""
+    unit = "version" if topic or kind in ("update", "reduce") else "microbatch"
+    # "input backward", as in the texts of spans.
+    what = " ".join(reversed(kind.split()))
+    label = f"penstock {what}{topic} stage {stage} {unit} {number}"
+    match kind:
+        case "send":
+            return f"{label} to stage {reference}"
+        case "receive":
+            return f"{label} from stage {reference}"
+        case _:
+            return label
 
 
 _new = object.__new__

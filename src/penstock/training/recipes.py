@@ -1,6 +1,6 @@
 """The options that say how a pipeline trains, apart from its schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -55,10 +55,11 @@ class Recipe:
         """Whether stages must exchange the norms of their gradients."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether forwards may read other weights than those that the optimizer steps."""
-        return self.version_dtype is not None or self.predicts(1)
+    def keeps_masters(self, delays: Iterable[int]) -> bool:
+        """Whether forwards may read other weights than those that the optimizer steps. `delays`: by stage, how many
+        updates old its gradients are.
+        """
+        return self.version_dtype is not None or any(map(self.predicts, delays))
 
     def predicts(self, delay: int) -> bool:
         """Whether a hook predicts the weights for forwards, where gradients are `delay` updates old."""

@@ -18,7 +18,7 @@ is a shortest path through the down-sets, from the empty one to the whole graph,
 from dataclasses import dataclass
 from heapq import nsmallest
 
-__all__ = ["Graph", "Operator", "Tensor", "linearise"]
+__all__ = ["Graph", "Operator", "Tensor", "linearize"]
 
 _WIDTH = 4096
 """How many down-sets of one size the search keeps. It is exact up to this width, and a beam search for wider graphs."""
@@ -72,7 +72,7 @@ class Graph:
         )
 
 
-def linearise(graph: Graph) -> tuple[tuple[int, float], ...]:
+def linearize(graph: Graph) -> tuple[tuple[int, float], ...]:
     """The operators in the order of the chain, each with the bytes that cross the cut after it.
 
     The order has the smallest total of crossing bytes. Among equal orders it is the first that the search finds, which

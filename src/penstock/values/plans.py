@@ -5,8 +5,9 @@ built from it.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, pairwise
+from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
@@ -16,6 +17,7 @@ from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
+from penstock.values.chain_cuts import balanced_cuts
 from penstock.values.documents import (
     YamlNode,
     is_count,
@@ -150,6 +152,36 @@ class Plan:
         return cls.of_cuts(
             cuts, stages // stages_per_rank, schedule, microbatches, microbatch_size, vertical_sync, recompute
         )
+
+    @classmethod
+    def balanced(
+        cls,
+        weights: Sequence[float],
+        stages: int,
+        schedule: ScheduleDefinition | str = DEFAULT_SCHEDULE,
+        *,
+        microbatches: int = 1,
+        stages_per_rank: int = 1,
+        vertical_sync: bool = False,
+    ) -> "Plan":
+        """As `uniform`, but cut so that the stage that weighs most weighs as little as possible.
+
+        `weights`: of each layer, such as its seconds; only their ratios count. Among equals, the cut with the least sum
+        of squares of the stages. Layers of one weight are cut as `uniform` cuts them.
+        """
+        for layer, weight in enumerate(weights):
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
+                raise PlanError(
+                    f"weights[{layer}]: expected a number, 0 or more and finite, found {text_of(weight)}: "
+                    "give what the layer costs"
+                )
+        layers = len(weights)
+        uniform = cls.uniform(
+            layers, stages, schedule, microbatches, stages_per_rank=stages_per_rank, vertical_sync=vertical_sync
+        )
+        cuts = balanced_cuts(weights, stages)
+        moved = zip(uniform.stages, pairwise(cuts), strict=True)
+        return replace(uniform, stages=tuple(Stage(start, stop, stage.ranks) for stage, (start, stop) in moved))
 
     @classmethod
     def of_cuts(

@@ -15,7 +15,7 @@ from penstock.errors import ProfileError
 from penstock.values.crossings import Crossing
 from penstock.values.documents import YamlNode, is_count, read_json, text_of, write_text
 from penstock.values.graph_files import read_graph
-from penstock.values.graphs import linearise
+from penstock.values.graphs import linearize
 
 __all__ = ["LayerProfile", "Profile"]
 
@@ -204,7 +204,7 @@ class Profile:
         """
         file = read_graph(path)
         try:
-            order = linearise(file.graph)
+            order = linearize(file.graph)
         except ValueError as cycle:
             raise ProfileError(
                 f"{path}: expected a graph without cycles, found that {cycle}: correct the edges"

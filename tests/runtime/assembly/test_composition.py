@@ -19,7 +19,7 @@ ROUNDING = 1e-14
 
 @cache
 def reference(run: Run) -> Reference:
-    return penstock.reference_train(jobs.build_model(), jobs.BATCHES, **run.options)
+    return penstock.reference_train(run.build(), jobs.BATCHES, **run.options)
 
 
 def train(pool: Pool, run: Run) -> list[Outcome]:
@@ -100,6 +100,63 @@ def test_replicas_of_several_tp_ranks_sum_their_shards(pool: Pool, run: Run) -> 
     assert farthest(run, train(pool, run)) < ROUNDING
 
 
+TRACED = (
+    Run("split_own_blocks", "2bw", tp=2, recompute=True, traced=True),
+    Run("split_own_blocks", "zb-h1", tp=2, traced=True),
+)
+
+
+@pytest.mark.parametrize("run", TRACED, ids=str)
+def test_the_blocks_of_a_traced_model_are_split(pool: Pool, run: Run) -> None:
+    outcomes = train(pool, run)
+
+    assert farthest(run, outcomes) < ROUNDING
+    for outcome in outcomes[1:]:
+        assert outcome.evaluated == outcomes[0].evaluated
+
+
+@pytest.mark.parametrize("recompute", [None, True])
+def test_the_blocks_of_a_traced_model_are_fully_sharded(pool: Pool, recompute: bool | None) -> None:
+    run = Run("shard_own_blocks", replicas=2, recompute=recompute, traced=True)
+
+    assert farthest(run, train(pool, run)) == 0
+
+
+DIVIDED = (
+    Run("split_sequence", "zb-h1", tp=2, recompute=True, most=0.5, scales=True),
+    Run("split_sequence", "zb-h1", stages=1, tp=2, replicas=2),
+)
+
+
+@pytest.mark.parametrize("run", DIVIDED, ids=str)
+def test_backwards_of_split_layers_are_divided(pool: Pool, run: Run) -> None:
+    assert farthest(run, train(pool, run)) < ROUNDING
+
+
+def test_weight_backwards_compute_the_gradients_of_shards(pool: Pool) -> None:
+    """And the input backward does not."""
+    for left, shares in pool.run(2, jobs.divide_backward):
+        assert left == {"attention.query", "attention.key", "attention.value", "attention.out", "up", "down"}
+        assert set(shares) == {True}
+
+
+def test_split_layers_read_predicted_weights(pool: Pool) -> None:
+    run = Run("split_sequence", "2bw", tp=2, predicted=True)
+
+    assert farthest(run, train(pool, run)) < ROUNDING
+    assert reference(run).losses != reference(replace(run, predicted=False)).losses
+
+
+BFLOAT16_ROUNDING = 2**-8
+"""The parts of a row-wise layer are rounded to bfloat16 before they are added; losses are of order one."""
+
+
+def test_split_layers_read_low_versions(pool: Pool) -> None:
+    run = Run("split_columns_and_rows", "2bw", tp=2, low=True)
+
+    assert farthest(run, train(pool, run)) < BFLOAT16_ROUNDING
+
+
 CLIPPED = (
     Run("split_columns_and_rows", tp=2, most=0.5),
     Run("split_sequence", "pipedream", tp=2, most=0.5),
@@ -152,6 +209,10 @@ def test_the_hook_is_told_of_names_and_processes(pool: Pool) -> None:
     actions = [len(row) for row in penstock.schedule(run.plan).step(0)]
     assert [found[0][1].count(rank) for rank in (0, 1)] == actions
     assert farthest(run, [outcome for *_, outcome in found]) < ROUNDING
+
+
+def test_a_hook_sees_a_shared_module_once(pool: Pool) -> None:
+    assert pool.run(2, jobs.name_blocks) == [["0", "1"]] * 2
 
 
 def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:

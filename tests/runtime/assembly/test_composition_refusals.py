@@ -1,14 +1,31 @@
-"""What composition refuses: each with its reason and the way out, on all processes alike, and without a hang."""
+"""What composition refuses: each with its reason and the way out, on all processes alike, and without a hang.
 
+The rows of the table in docs/composition.md are the keys of `ROWS`.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import penstock
 from support import composition_refusals as jobs
 from support.jobs.composition_jobs import Run
+from support.paths import ROOT
 from support.processes import Pool
+from support.simulated.simulated_graph_capturer import GRAPHED, simulated_graph_capture
+
+
+class Foreseeing(penstock.UpdateHook):
+    """Predicts weights also where no gradient is late."""
+
+    def predicts(self, delay: int) -> bool:
+        return True
+
 
 TWO_TP_RANKS, TWO_REPLICAS = Run("", tp=2), Run("", replicas=2)
 
@@ -25,17 +42,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "half a weight": ("expected a DTensor", (TWO_TP_RANKS, "slice_by_hand"), {}),
     "compiled": ("Leave torch.compile out", (TWO_TP_RANKS, "compile_layers"), {}),
     "an error on one process": ("this hook is broken here", (TWO_TP_RANKS, "fail_on_one"), {}),
-    "traced": ("layer blocks.0 is traced", (TWO_TP_RANKS, "nothing", "traced"), {}),
-    "predicted": (
-        "leave the one or the other out",
-        (TWO_TP_RANKS, "nothing"),
-        {"update_hooks": [penstock.WeightPrediction()]},
-    ),
-    "in low precision": (
-        "leave the one or the other out",
-        (TWO_TP_RANKS, "nothing"),
-        {"autocast": torch.bfloat16, "version_dtype": torch.bfloat16},
-    ),
+    "another trace in evaluation": ("something else in evaluation", (TWO_TP_RANKS, "nothing", "traced"), {}),
     "tied over a cut": ("Untie the weights", (TWO_TP_RANKS, "nothing", "tied over a cut"), {}),
     "tied in a stage": ("is shared by several modules", (TWO_TP_RANKS, "split_shared", "tied in a stage"), {}),
     "DTensor over replicas": ("is a DTensor over dp", (TWO_REPLICAS, "spread_over_replicas"), {}),
@@ -46,6 +53,13 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "sharded over all": ("expected dp or tp", (TWO_REPLICAS, "shard_over_all"), {}),
     "sharded with versions": ("keeps several versions", (Run("", "2bw", replicas=2), "shard"), {}),
+    "sharded, divided backwards": ("expected whole backwards", (Run("", "zb-h1", replicas=2), "shard"), {}),
+    "sharded, in low precision": (
+        "MixedPrecisionPolicy",
+        (TWO_REPLICAS, "shard"),
+        {"autocast": torch.bfloat16, "version_dtype": torch.bfloat16},
+    ),
+    "sharded and predicted": ("MixedPrecisionPolicy", (TWO_REPLICAS, "shard"), {"update_hooks": [Foreseeing()]}),
     "sharded, odd microbatches": ("expected a multiple", (Run("", replicas=2, microbatches=3), "shard"), {}),
     "sharded, unequal replicas": ("of a pipeline with 3-1 replicas", (Run(""), "shard"), {"counts": (3, 1)}),
 }
@@ -113,3 +127,111 @@ def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
     sizes = [8 + 4 + 1 + 1 + 0 + 12] * len(jobs.TYPES)
     expected = 2 * sum(size * kind.itemsize for size, kind in zip(sizes, jobs.TYPES, strict=True))
     assert [sent for _, sent in found] == [expected, expected, 0, 0]
+
+
+class Counting(nn.Module):
+    """Changes state in Python with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return 1.0 * x
+
+
+def compile_and_spread() -> None:
+    build(nn.Identity, compile=True, parallelize=lambda stage, mesh: None)
+
+
+def build(kind: Callable[[], nn.Module], **options: Any) -> penstock.Pipeline:
+    """Four layers in one process, two of them of this kind."""
+    layers = [nn.Linear(4, 4), kind(), nn.Linear(4, 4), kind()]
+    given = {"stages": 2, "microbatches": 2, **options}
+    return penstock.Pipeline(
+        layers, (torch.zeros(2, 4),), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), **given
+    )
+
+
+def step_with_graphs() -> None:
+    build(Counting, compile=GRAPHED).step(torch.zeros(4, 4), torch.zeros(4, 4))
+
+
+def graphs(kind: Callable[[], nn.Module] = nn.Tanh, **options: Any) -> Callable[[], object]:
+    return lambda: build(kind, compile=GRAPHED, **options)
+
+
+PLAIN, CAPTURING = nullcontext, simulated_graph_capture
+ALONE: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[], object]]] = {
+    "compiled and spread": ("Leave compile= out", PLAIN, compile_and_spread),
+    "compiled zb-h1": (
+        "one function of a stage's backward",
+        PLAIN,
+        lambda: build(nn.Tanh, schedule="zb-h1", compile=True),
+    ),
+    "layers of zb-h1": ("a third time", PLAIN, lambda: build(nn.Tanh, schedule="zb-h1", recompute="layers")),
+    "graphs on a CPU": ("the model is on cpu", PLAIN, graphs()),
+    "graphs of versions": ("several versions of weights", CAPTURING, graphs(schedule="2bw")),
+    "graphs and recomputation": ("graphs keep their memory", CAPTURING, graphs(recompute=True)),
+    "random graphs": ("layers draw random numbers", CAPTURING, graphs(lambda: nn.Dropout(0.5))),
+    "graphs of Python": (r"changes 1\.calls in its forward", CAPTURING, step_with_graphs),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_what_needs_one_process_is_refused(case: str) -> None:
+    words, context, refused = ALONE[case]
+    with context(), pytest.raises(penstock.PenstockError, match=words):
+        refused()
+
+
+ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
+    "`parallelize=` or `tensor_parallel` > 1 in a single process": (test_a_single_process_has_no_mesh,),
+    "`tensor_parallel` > 1 without `parallelize=`": ("no hook",),
+    "processes that are not ranks x `tensor_parallel`": ("too few processes",),
+    "`tensor_parallel=` that differs from the plan's": ("another tensor-parallel size",),
+    "a traced model whose code between blocks differs in evaluation, with a hook": ("another trace in evaluation",),
+    "a hook that returns another module": ("another module",),
+    "a hook that adds, removes or renames parameters, or changes their whole shape": (
+        "more parameters",
+        "half a weight",
+    ),
+    "`torch.compile` in the hook, or `compile=` with a hook": ("compiled", "compiled and spread"),
+    "a weight shared by two modules of a stage, replaced in one": ("tied in a stage",),
+    "weights shared by stages, with any hook": ("tied over a cut",),
+    "a `DTensor` over `dp` that `fully_shard` did not make": ("DTensor over replicas",),
+    '`fully_shard` over other processes than `mesh["dp"]`': ("sharded over tensor-parallel ranks", "sharded over all"),
+    "`fully_shard` with `pipedream` or `2bw`": ("sharded with versions",),
+    "`fully_shard` with `zb-h1` or `zb-v`": ("sharded, divided backwards",),
+    "`fully_shard` with `version_dtype`, or with update hooks that predict under a flush": (
+        "sharded, in low precision",
+        "sharded and predicted",
+    ),
+    "`fully_shard` where stages have different numbers of replicas": ("sharded, unequal replicas",),
+    "`fully_shard` with microbatches that the replicas do not share equally": (
+        "sharded, odd microbatches",
+        test_fully_sharded_replicas_evaluate_in_step,
+    ),
+    "a boundary tensor that is a `DTensor`, or differs between tensor-parallel ranks (*first step*)": (
+        test_what_crosses_a_cut_must_be_the_same_on_all_tp_ranks,
+    ),
+    "`Pipeline.measure` after a hook": (test_spread_layers_are_not_measured,),
+    "`compile=` with `zb-h1` or `zb-v`": ("compiled zb-h1",),
+    '`recompute="layers"` with `zb-h1` or `zb-v`': ("layers of zb-h1",),
+    "CUDA graphs on a device without them": ("graphs on a CPU",),
+    "CUDA graphs with `pipedream` or `2bw`": ("graphs of versions",),
+    "CUDA graphs with recomputation": ("graphs and recomputation",),
+    "CUDA graphs with layers that draw random numbers": ("random graphs",),
+    "CUDA graphs with layers that change state in Python, or replace a buffer (*first step*)": ("graphs of Python",),
+}
+
+
+def test_the_table_in_the_docs_has_what_is_tested_here() -> None:
+    page = (ROOT / "docs" / "composition.md").read_text()
+    table = page[page.index("| combination | why | instead |") :]
+    rows = re.findall(r"^\| (.*?) \| .+? \| .+? \|$", table, flags=re.MULTILINE)
+    cases = [case for tested in ROWS.values() for case in tested if isinstance(case, str)]
+
+    assert rows[1:] == list(ROWS)
+    assert sorted(cases) == sorted([*REFUSED.keys() - {"an error on one process"}, *ALONE])

@@ -1,8 +1,10 @@
 """What a stage computes by recordings: each microbatch in flight in memory of its own, and gradients that stay."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -261,14 +263,12 @@ class Replacing(nn.Module):
 class Failing(nn.Module):
     """Fails as a layer that reads numbers on the host does when it is recorded, and not before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: int | None = None
+    calls: ClassVar[int | None] = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.calls is not None:
-            self.calls += 1
-            if self.calls > WARM_UPS:
+        if Failing.calls is not None:
+            Failing.calls += 1
+            if Failing.calls > WARM_UPS:
                 raise RuntimeError("operation not permitted when stream is capturing")
         return 2 * x
 
@@ -284,9 +284,50 @@ class Sparse(nn.Module):
         return x + self.embedding((x[:, 0] > 0).long())
 
 
+class Remembering(nn.Module):
+    """Warms up over its first calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.seen))
+        return x * min(len(self.seen), 9)
+
+
+class Drawing(nn.Module):
+    """Draws numbers of Python's and NumPy's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (random.random() + float(numpy.random.rand()))
+
+
+class Caching(nn.Module):
+    """Makes something in its first call, and writes a tensor that is not registered in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: Tensor | None = None
+        self.sum = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factor is None:
+            self.factor = torch.full((6,), 2.0)
+        with torch.no_grad():
+            self.sum += x.sum(0)
+        return x * self.factor
+
+
+def test_caches_and_tensors_that_are_written_in_place_are_captured() -> None:
+    _, _, replays = make([Caching()])
+    ((result,),) = (replays.run(0, [leaf(SAMPLES[0])], {}),)
+
+    assert torch.equal(result, 2 * SAMPLES[0])
+
+
 def break_off(layer: nn.Module) -> nn.Module:
-    if isinstance(layer, Failing):
-        layer.calls = 0
+    Failing.calls = 0 if isinstance(layer, Failing) else None
     return layer
 
 
@@ -296,6 +337,8 @@ def break_off(layer: nn.Module) -> nn.Module:
         (Replacing, r"stage 1 \(.*\) puts a new tensor in the place of a buffer"),
         (Failing, r"stage 1 \(.*\) cannot be captured as a CUDA graph: .* stream is capturing"),
         (Sparse, "sparse gradients"),
+        (Remembering, r"a layer of stage 1 \(1\) changes 1.seen in its forward or backward"),
+        (Drawing, r"a layer of stage 1 \(1\) changes the random numbers of Python"),
     ],
 )
 def test_what_cannot_be_done_again_is_refused(build: Callable[[], nn.Module], words: str) -> None:

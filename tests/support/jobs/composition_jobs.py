@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import penstock
 from penstock.capturing.chain import StageModule
 from penstock.runtime.assembly.parallelize_hooks import Parallelize
+from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.runtime.transport.tensor_parallel_transport import TensorParallelTransport
 from support import models
 
@@ -30,9 +31,11 @@ __all__ = [
     "Outcome",
     "Run",
     "build_model",
+    "divide_backward",
     "load",
     "look_around",
     "loss_fn",
+    "name_blocks",
     "save",
     "split_columns_and_rows",
     "train",
@@ -84,9 +87,29 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.second(x)))))
 
 
-def build_model() -> nn.Sequential:
+class Transformer(nn.Module):
+    """The same layers with a connection over all of them, which takes a trace: the code between blocks has a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.share = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        early = x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x + self.share * early)
+        return result
+
+
+def build_model(traced: bool = False) -> nn.Module:
     """Six layers."""
     torch.manual_seed(3)
+    if traced:
+        return Transformer().double()
     return nn.Sequential(Embedding(), *(Block() for _ in range(4)), nn.Linear(WIDTH, WORDS)).double()
 
 
@@ -158,9 +181,29 @@ def split_and_shard(stage: StageModule, mesh: DeviceMesh) -> None:
     shard_blocks(stage, mesh)
 
 
+def split_own_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Megatron's layer, for the blocks by their names in the model."""
+    for name, block in stage.blocks.items():
+        if name.startswith("blocks."):
+            columns = ("attention.query", "attention.key", "attention.value", "up")
+            styles: dict[str, Any] = {part: ColwiseParallel() for part in columns}
+            parallelize_module(
+                block, mesh["tp"], {**styles, "attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+            )
+
+
+def shard_own_blocks(stage: StageModule, mesh: DeviceMesh) -> None:
+    """FSDP2 for each block, and what is left in the stage, the weight between blocks included."""
+    for name, block in stage.blocks.items():
+        if name.startswith("blocks."):
+            fully_shard(block, mesh=mesh["dp"])
+    fully_shard(stage, mesh=mesh["dp"])
+
+
 HOOKS = (split_columns_and_rows, split_logits, split_sequence, shard_blocks, shard_some, split_and_shard)
+OWN_HOOKS = (split_own_blocks, shard_own_blocks)
 HOOKS_AT_UPDATES = (penstock.ErrorFeedback(), penstock.LookAhead(0.5), penstock.WeightAverage(0.5))
-BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in HOOKS}
+BY_NAME: dict[str, Parallelize] = {hook.__name__: hook for hook in (*HOOKS, *OWN_HOOKS)}
 
 
 @dataclass(frozen=True)
@@ -183,6 +226,11 @@ class Run:
     """Whether losses are scaled, by so much at first that some updates are skipped."""
     hooked: bool = False
     """Whether hooks see the updates."""
+    predicted: bool = False
+    """Whether forwards read predicted weights."""
+    low: bool = False
+    """Whether forwards read bfloat16 versions of float32 weights."""
+    traced: bool = False
 
     @property
     def plan(self) -> penstock.Plan:
@@ -215,14 +263,20 @@ class Run:
             "plan": self.plan,
             "seed": 9,
             "clip_grad_norm": self.most,
-            "update_hooks": HOOKS_AT_UPDATES if self.hooked else (),
+            "update_hooks": HOOKS_AT_UPDATES if self.hooked else (penstock.WeightPrediction(),) * self.predicted,
+            **({"autocast": torch.bfloat16, "version_dtype": torch.bfloat16} if self.low else {}),
             "loss_scale": penstock.LossScale(initial=2.0**1023, interval=2) if self.scales else None,
         }
+
+    def build(self) -> nn.Module:
+        """The model."""
+        model = build_model(self.traced)
+        return model.float() if self.low else model
 
     def make(self, **options: Any) -> penstock.Pipeline:
         """The pipeline; no hook of the name means no hook."""
         own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute}
-        return penstock.Pipeline(build_model(), **{**self.options, **own, **options})
+        return penstock.Pipeline(self.build(), **{**self.options, **own, **options})
 
 
 @dataclass(frozen=True)
@@ -256,7 +310,7 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
     told: list[tuple[Any, ...]] = []
 
     def listen(stage: StageModule, mesh: DeviceMesh) -> None:
-        told.append((stage.names, mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
+        told.append((tuple(stage.blocks), mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("tp")))
         if run.hook:
             BY_NAME[run.hook](stage, mesh)
 
@@ -269,6 +323,21 @@ def look_around(run: Run, plan: penstock.Plan | None) -> tuple[list[tuple[Any, .
     outcome = Outcome(losses, evaluated, predicted, pipe.state_dict()["model"], 0)
     pipe.close()
     return told, spans, outcome
+
+
+def name_blocks() -> list[str]:
+    """The names of the blocks in a stage that has one module twice."""
+    shared = nn.Linear(4, 4)
+    named: list[str] = []
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": models.plain, "stages": 1, "tensor_parallel": 2}
+    pipe = penstock.Pipeline(
+        [shared, nn.Tanh(), shared],
+        (torch.zeros(2, 4),),
+        parallelize=lambda stage, mesh: named.extend(stage.blocks),  # type: ignore[func-returns-value]
+        **options,
+    )
+    pipe.close()
+    return named
 
 
 def save(run: Run, directory: str) -> list[float]:
@@ -292,3 +361,35 @@ def _finish(pipe: penstock.Pipeline) -> list[float]:
     pipe.drain()
     pipe.close()
     return losses
+
+
+def divide_backward() -> tuple[set[str], list[bool]]:
+    """A divided backward of a block that is split: the layers whose weights have no gradient after the input backward,
+    and whether the weight backward makes the gradients of a whole one.
+    """
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(3)
+    block = Block().double().eval()
+    columns = ("attention.query", "attention.key", "attention.value", "up")
+    styles: dict[str, Any] = {part: ColwiseParallel() for part in columns}
+    parallelize_module(block, mesh["tp"], {**styles, "attention.out": RowwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    block(x).sum().backward()
+    whole = {name: parameter.grad for name, parameter in block.named_parameters()}
+    block.zero_grad()
+    output = block(x)
+    _, pending = run_input_backward([output], [torch.ones_like(output)], [x])
+    deferred = {id(use.leaf) for work in pending._deferred for use in work.uses}
+    left = {name.rpartition(".")[0] for name, weight in block.named_parameters() if id(weight) in deferred}
+    assert all(parameter.grad is None for parameter in block.parameters())
+    pending.run()
+    pairs = [(whole[name], parameter.grad) for name, parameter in block.named_parameters()]
+    return left, [_alike(one, other) for one, other in pairs]
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    assert one is not None
+    assert other is not None
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return one.placements == other.placements and torch.equal(one.to_local(), other.to_local())
+    return torch.equal(one, other)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.module_state import ModuleState
+from penstock.capturing.module_state import ModuleState, is_plain_memory
+from penstock.capturing.observation import memory_of
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -135,10 +136,13 @@ def run_on_sample(sampled: SampledModel) -> ModelRun:
     watch, again = _Watch(model, draws=True), _Watch(model)
     with sampled.preserved(), torch.no_grad():
         with failures_explained(model):
-            with _Dependence(list(model.parameters()), watch.note_computation):
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            with _Dependence(list(model.parameters()), watch.note_computation, sampled.save_parameter) as dependence:
                 watch.run(call.copied())
             # What is changed by the first run only is a cache.
             state = ModuleState([model])
+            for parameter in dependence.written:
+                state.save_content(names[id(parameter)], parameter)
             again.run(call.copied())
         changes = list(state.changes())
     return ModelRun(
@@ -166,6 +170,7 @@ class RecordedCalls:
 def record_calls(sampled: SampledModel, paths: Collection[str], run: ModelRun) -> RecordedCalls:
     """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample."""
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
+    _check_repeatable(first, again)
     runs, fixed, equal = [first, again], set[Dimension](), []
     groups = list(_size_groups(sampled))
     while groups:
@@ -182,6 +187,17 @@ def record_calls(sampled: SampledModel, paths: Collection[str], run: ModelRun) -
             if len({name for name, _ in group}) > 1 and not _may_differ(sampled, group):
                 equal.append(tuple(sorted(group)))
     return RecordedCalls({path: _merged([run[path] for run in runs]) for path in paths}, frozenset(fixed), tuple(equal))
+
+
+def _check_repeatable(first: _Calls, again: _Calls) -> None:
+    for path, calls in first.items():
+        if not _alike({path: calls}, {path: again[path]}):
+            raise CaptureError(
+                f"block {path} was called {len(calls)} times in one run on the sample and {len(again[path])} times, or "
+                "with or for other things, in the next one: expected the same calls in every run. If the model skips "
+                "blocks at random (layerdrop), set this probability to 0, or skip inside of the block; or pass the "
+                "model as a list of layers"
+            )
 
 
 def is_plain(leaf: Any) -> bool:
@@ -259,20 +275,33 @@ class _Watch:
 class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows what depends on parameters through the operators of a run."""
 
-    def __init__(self, parameters: Sequence[Tensor], note: Callable[[bool, bool], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        note: Callable[[bool, bool], None],
+        save: Callable[[nn.Parameter], None],
+    ) -> None:
+        """`save` is called with a parameter before it is written."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.written: list[nn.Parameter] = []
         self._dependent = WeakIdKeyDictionary({parameter: True for parameter in parameters})
-        self._note = note
+        self._by_memory = {memory_of(p): p for p in parameters if is_plain_memory(p)}
+        self._note, self._save = note, save
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        mutable = schema_of(func).is_mutable
+        for tensor in (args[0] if isinstance(args[0], list) else given[:1]) if mutable and args else ():
+            if is_plain_memory(tensor) and (found := self._by_memory.get(memory_of(tensor))) is not None:
+                self._save(found)
+                self.written.append(found)
+        result = func(*args, **(kwargs or {}))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         depends = any(tensor in self._dependent for tensor in given)
         self._note(depends, draws)
         if depends or draws:
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            if schema_of(func).is_mutable:
+            if mutable:
                 made += given[:1]
             for tensor in made:
                 self._dependent[tensor] = True

@@ -1,8 +1,9 @@
 """The model's own blocks: where its layers begin and end.
 
 Rules, from the root of the module tree down:
-  1. A container (ModuleList, ModuleDict, Sequential) is opened: its children are looked at one by one. Not so one that
-     is itself an element of a stack, such as Sequential(Linear, Tanh), unless it holds modules of one class.
+  1. A list (ModuleList, ModuleDict) is opened, since it is never called: its children are looked at one by one. So is
+     a Sequential, unless it is itself an element of a stack, such as Sequential(Linear, Tanh), and holds modules of
+     several classes.
   2. The root is opened, and a root's only child that does anything.
   3. A module that holds a stack (a ModuleList of modules with children of their own) is opened, unless it is itself an
      element of a stack: a transformer's block is not opened though it may hold lists.
@@ -83,7 +84,10 @@ def _opens(module: nn.Module, path: str, working: frozenset[str], in_stack: bool
     children = _children(module, path, working)
     if path == "":
         return True
-    if _is_container(module):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        # It is never called: what runs is what it holds.
+        return True
+    if isinstance(module, nn.Sequential):
         return not in_stack or _is_homogeneous(module, path, working)
     if in_stack:
         # The module itself may do nothing between its children, else a cut would fall inside it.

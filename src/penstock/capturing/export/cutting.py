@@ -30,7 +30,7 @@ _WRAPPER = "model"
 
 
 def call_stacks(steps: Sequence[Node]) -> list[list[tuple[str, str]]]:
-    """For every step the module calls that it ran in, outermost first, as (path, key of the call)."""
+    """The module calls that each step ran in, outermost first, as (path, key of the call)."""
     stacks: list[list[tuple[str, str]]] = []
     last: list[tuple[str, str]] = []
     for step in steps:
@@ -100,7 +100,7 @@ def _intervals(
 
 
 def _crossing(dependence: Dependence, count: int) -> list[float]:
-    """For every position between steps, the bytes of what is made before it and read after it."""
+    """The bytes that are made before and read after each position between steps."""
     positions = {step: position for position, step in enumerate(dependence.steps)}
     crossing = [0.0] * (count + 1)
     for step, made in positions.items():

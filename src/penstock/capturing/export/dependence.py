@@ -88,7 +88,9 @@ def size_bytes(node: Node) -> float:
     if not isinstance(value, Tensor):
         return float("inf")
     count = value.numel()
-    return float(count if isinstance(count, int) else count.node.hint) * value.element_size()
+    # A size that depends on data has no hint.
+    known = count if isinstance(count, int) else count.node.hint
+    return float(1 if known is None else known) * value.element_size()
 
 
 def _fixed(operators: list[Node], bound: set[Node]) -> set[Node]:

@@ -1,6 +1,6 @@
 """From an exception of `torch.export` to the line of the model that caused it.
 
-Export explains itself in pages that speak of symbols and guards. Whoever wrote the model needs one line of his own
+Export explains itself in pages that speak of symbols and guards. The author of the model needs one line of his own
 code, the reason in a sentence, and the way out.
 """
 
@@ -75,7 +75,7 @@ def source_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
         file = frame.f_code.co_filename
         if not _is_library(file):
             found = (file, number)
-    # The outermost frames are those of whoever called capture; they do not count when nothing of the model follows.
+    # The outermost frames are those of the caller of capture; they do not count when nothing of the model follows.
     inside = False
     for frame, _ in traceback.walk_tb(trace):
         inside = inside or frame.f_code.co_filename.startswith(_TORCH)

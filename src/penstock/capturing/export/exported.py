@@ -29,6 +29,7 @@ from penstock.capturing.export.tracing import FlatModel, Trace, trace
 from penstock.capturing.joining import join_layers
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.observation import observe, observed
+from penstock.capturing.operators import OperatorCounter
 from penstock.capturing.preservation import SavedBuffers, evaluating
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
@@ -61,9 +62,9 @@ def _capture(
     model: nn.Module, call: Call, inputs: ModelInputs, partition: Partition | None, check: bool
 ) -> tuple[LayerChain, Partition]:
     sampled = SampledModel(model, call, inputs)
+    run = run_on_sample(sampled)
     with sampled.preserved():
         flat, written = _run_eagerly(model, call, inputs)
-    run = run_on_sample(sampled)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
     recorded = record_calls(sampled, own, run)
@@ -141,8 +142,9 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
 def _observe(sampled: SampledModel, layers: list[Layer], output: ModelOutput) -> tuple[Layer, ...]:
     own = sampled.call.copied()
     values = sampled.inputs.bind(own.args, own.kwargs)
+    counter = OperatorCounter()
     with sampled.preserved(), torch.no_grad():
-        pairs = [observe(layer, values) for layer in layers]
+        pairs = [observe(layer, values, counter) for layer in layers]
     return join_layers([layer for layer, _ in pairs], output.values, [observation for _, observation in pairs])
 
 

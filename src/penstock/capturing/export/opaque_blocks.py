@@ -45,6 +45,8 @@ class TracedCall:
     recorded: BlockCall
     unrecorded: Mapping[int, Any]
     """Leaves of the arguments that are tensors in the trace only; in the runs they are this constant."""
+    gradients: bool = True
+    """Whether it is called with gradients, and not under `torch.no_grad`."""
 
     def tensor_leaves(self) -> list[int]:
         """The leaves of the arguments that are tensors in the trace."""
@@ -75,7 +77,10 @@ class OpaqueBlocks:
     def layer(self, call: int) -> EagerLayer:
         """The block that `call` calls, between tensors."""
         found = self.traced[call]
-        return EagerLayer(found.path, self.model.get_submodule(found.path), found.takes, found.returns, self.evaluates)
+        body = self.model.get_submodule(found.path)
+        return EagerLayer(
+            found.path, body, found.takes, found.returns, evaluates=self.evaluates, gradients=found.gradients
+        )
 
     def result_name(self, call: int, index: int) -> str:
         """The name of one of the tensors that a call returns, such as ``layers.0`` or ``layers.0@1[2]``."""
@@ -87,6 +92,11 @@ class OpaqueBlocks:
     def enter(self, path: str, args: Any, kwargs: Any) -> Any:
         """Stands for the call of a block in the trace."""
         recorded = self.calls[path]
+        if not recorded:
+            raise CaptureError(
+                f"block {path} is called by its forward: expected a call of the module, which runs its hooks. Call it "
+                "as block(x) and not as block.forward(x)"
+            )
         found = recorded[self._counts[path] % len(recorded)]
         self._counts[path] += 1
         leaves, structure = flatten((args, kwargs))
@@ -222,12 +232,16 @@ class _Sizes:
                 return found * factor
             if factor := _quotient(each, size):
                 return found // factor
+            # A constant more or less.
+            if len(steps := {mine - its for mine, its in zip(size, each, strict=True)}) == 1:
+                return found + steps.pop()
         for one, other in combinations_with_replacement(self.free, 2):
             if size == tuple(a * b for a, b in zip(one, other, strict=True)):
                 return self.free[one] * self.free[other]
         raise UnknownSize(
             f"block {self.path} returns a tensor with a size of {' or '.join(map(str, size))}, which does not follow "
-            "from the sizes of its arguments"
+            "from the sizes of its arguments by a factor, a product or a difference. Compute what reads it inside of "
+            "the block, or pass the model as a list of layers"
         )
 
 

@@ -54,5 +54,5 @@ _SHAPES: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 
 
 def recurrence_in_one_step() -> AbstractContextManager[None]:
-    """Lets tracing in its body find the shapes of LSTM, GRU and RNN for a length that stays free."""
+    """Lets tracing in this block find the shapes of LSTM, GRU and RNN for a length that stays free."""
     return traced_by(_SHAPES)

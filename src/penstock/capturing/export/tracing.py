@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.explanations import explained
+from penstock.capturing.export.gradient_modes import open_regions
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
 from penstock.capturing.model_forms import ModelInputs
@@ -178,7 +179,7 @@ def _export(
 ) -> ExportedProgram:
     shapes = []
     for name, tensor in zip(names, tensors, strict=True):
-        # Export fixes a size of 0 or 1 whatever it is told, but when it was told otherwise it warns.
+        # Export fixes a size of 0 or 1 in any case, but it warns if another request was made.
         sizes: dict[int, Any] = {
             index: other if size > 1 and (name, index) not in fixed else Dim.STATIC
             for index, size in enumerate(tensor.shape)
@@ -212,6 +213,7 @@ def _known_warnings_ignored() -> Iterator[None]:
 
 
 def _read(program: ExportedProgram, model: nn.Module, names: tuple[str, ...], blocks: OpaqueBlocks) -> Trace:
+    open_regions(program, blocks)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -284,6 +286,6 @@ def _form(leaf: Any) -> Any:
             "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
             "the model"
         )
-    # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that nobody could send.
+    # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
     plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
     return leaf if plain else None

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.planning.costs import ChainCosts, Counts, Matrix
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
+from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 
 __all__ = ["cut_interleaved"]
 

@@ -24,7 +24,6 @@ from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
-from penstock.planning.pipedream.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.least_memory import is_unreplicated, room_of, sufficient_changes
@@ -33,6 +32,7 @@ from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import PIPEDREAM
+from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from penstock.planning.costs import AllReduce, ChainCosts, Flags, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, live_counts
-from penstock.planning.pipedream.chain_cuts import cut_evenly, least_bottleneck
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.profiles import Profile
 
 __all__ = ["BlockChain", "StageCounts", "stage_counts"]

@@ -210,7 +210,7 @@ def read(directory: str | Path, held: Collection[str], trained: Collection[str],
 
 @contextmanager
 def _alone_without_warning() -> Iterator[None]:
-    """torch warns that it saves and loads in a single process, also where it is told to."""
+    """torch warns that it saves and loads in a single process, also where this is asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -10,7 +10,7 @@ __all__ = ["FailureGuard"]
 
 
 class FailureGuard:
-    """Of the pipeline of `world`."""
+    """Guards the pipeline of `world`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -24,7 +24,7 @@ class FailureGuard:
 
     @contextmanager
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
-        """Tells the other processes of an error in its body, after which the pipeline is of no use.
+        """Reports an error in this block to the other processes. The pipeline is of no use after it.
 
         A `harmless` error leaves a pipeline in a single process as it was. `PenstockError` if it has failed before.
         """

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.fx import GraphModule
 
 from penstock.capturing.chain import LayerChain, StageModule
+from penstock.capturing.module_state import same_content
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PlanError
 from penstock.runtime.parameters.shards import dimensions_of
@@ -51,9 +53,7 @@ class ParallelStages:
     """The number of replicas that gather weights together, and so must do equally many forwards in every stage."""
 
 
-def _check_hook(
-    hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int, masters: bool
-) -> None:
+def _check_hook(hook: Parallelize | None, plan: Plan, schedule: Schedule, chain: LayerChain, *, processes: int) -> None:
     """Raises `PlanError` if a hook cannot be applied, or is missing."""
     if hook is None:
         if plan.tensor_parallel > 1:
@@ -67,17 +67,7 @@ def _check_hook(
             "parallelize= works over a DeviceMesh, and this is a single process without one: start it with torchrun, "
             "or leave parallelize= out, which gives the same numbers"
         )
-    traced = [layer.name for layer in chain.layers if not isinstance(layer.module, EagerLayer)]
-    if traced:
-        raise PlanError(
-            f"parallelize= needs the model's own modules, and layer {traced[0]} is traced: expected a model that is an "
-            "nn.Sequential or a list of layers. Pass the model's blocks as a list"
-        )
-    if masters:
-        raise PlanError(
-            "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and a "
-            "parallelize= hook leaves modules that read the optimizer's: leave the one or the other out"
-        )
+    _check_evaluation(chain)
     if schedule.ties:
         names = ", ".join(map(str, schedule.ties))
         raise PlanError(
@@ -100,7 +90,7 @@ def parallelize_stages(
     Collective. `masters`: whether some stage reads other weights than the optimizer steps.
     """
     with agreed(world, "while it checked parallelize= against its plan"):
-        _check_hook(hook, plan, schedule, chain, processes=world.processes, masters=masters)
+        _check_hook(hook, plan, schedule, chain, processes=world.processes)
     if hook is None:
         return ParallelStages(chain, {})
     tensor_parallel_size = plan.tensor_parallel
@@ -109,7 +99,14 @@ def parallelize_stages(
     mesh = stage_mesh(schedule.placement, rank, tensor_parallel_size, device, timeout_seconds)
     with agreed(world, "while it parallelized its stages"):
         result, modules = _apply(hook, mesh, chain, plan, schedule, stages=schedule.stages_of(rank))
-    sharded = any(sharded_modules(module) for module in modules.values())
+        sharded = any(sharded_modules(module) for module in modules.values())
+        if sharded and masters:
+            raise PlanError(
+                "version_dtype= and hooks that predict keep what forwards read beside the optimizer's parameters, and "
+                "fully_shard makes what forwards read of the optimizer's: leave the one or the other out. "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) computes in a low "
+                "precision, too"
+            )
     in_step = schedule.placement.replicas(0) if any(world.gather(sharded)) else 1
     return ParallelStages(result, modules, mesh.get_group("tp") if tensor_parallel_size > 1 else None, in_step)
 
@@ -122,6 +119,7 @@ def _apply(
     modules = {}
     for index in stages:
         module = chain.stage(plan.stages[index].start, plan.stages[index].stop)
+        module.blocks = _blocks_of(module)
         # A hook may change the shape of a parameter that stays the same object.
         before = {name: (p, p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
         returned = hook(module, mesh)
@@ -138,6 +136,51 @@ def _apply(
     # Modules that were changed in place are not captured again: the chain in evaluation mode is this one.
     result = replace(chain, parameters=parameters, evaluation=lambda: result)
     return result, modules
+
+
+def _check_evaluation(chain: LayerChain) -> None:
+    """Raises `PlanError` if a traced layer computes something else in evaluation mode outside of its blocks.
+
+    A module that a hook has changed is not captured again, so that the trace of the training evaluates, too. Blocks
+    know their mode.
+    """
+    traced = [layer for layer in chain.layers if isinstance(layer.module, GraphModule)]
+    if not traced:
+        return
+    evaluated = {layer.name: layer.module for layer in chain.evaluation().layers}
+    for layer in traced:
+        if not _compute_alike(layer.module, evaluated.get(layer.name)):
+            raise PlanError(
+                f"parallelize= is given, and the code between the blocks of the model does something else in "
+                f"evaluation, around layer {layer.name}: expected code that is the same in both modes, since modules "
+                "that a hook has changed are not captured again. Move what depends on the mode (a dropout, a "
+                "BatchNorm) into a block, or pass the model as nn.Sequential or as a list of layers"
+            )
+
+
+def _compute_alike(layer: nn.Module, other: nn.Module | None) -> bool:
+    """Whether two traced layers have the same operators, over the same tensors."""
+    if not isinstance(layer, GraphModule) or not isinstance(other, GraphModule) or layer.code != other.code:
+        return False
+    own, its = (_tensors_outside_blocks(each) for each in (layer, other))
+    return own.keys() == its.keys() and all(
+        tensor is its[name] or same_content(tensor, its[name]) for name, tensor in own.items()
+    )
+
+
+def _tensors_outside_blocks(layer: GraphModule) -> dict[str, Tensor]:
+    names = {str(node.target) for node in layer.graph.find_nodes(op="get_attr")}
+    tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in tensors if name in names}
+
+
+def _blocks_of(stage: StageModule) -> dict[str, nn.Module]:
+    """The model's own modules in `stage`, each once, under its first name: a hook must not change one twice."""
+    names: dict[nn.Module, str] = {}
+    for inner in stage.modules():
+        if isinstance(inner, EagerLayer):
+            names.setdefault(inner.body, inner.name)
+    return {name: body for body, name in names.items()}
 
 
 class InPlace:
@@ -242,6 +285,13 @@ def _check_sharded(stage: int, schedule: Schedule) -> None:
         raise PlanError(
             f"fully_shard was applied to stage {stage} and {schedule.name!r} keeps several versions of weights: "
             "expected one, since a fully sharded module cannot be copied. Use a flushing schedule "
+            f"({names_of(lambda each: each.flushes and not each.splits_backward)})"
+        )
+    if schedule.guarantees.splits:
+        raise PlanError(
+            f"fully_shard was applied to stage {stage} and {schedule.name!r} computes the gradients of inputs and "
+            "those of weights apart: expected whole backwards, since fully_shard sums the gradients of weights when "
+            "those of inputs are there. Use another flushing schedule "
             f"({names_of(lambda each: each.flushes and not each.splits_backward)})"
         )
     placement = schedule.placement

@@ -15,9 +15,7 @@ from penstock.scheduling.schedules import Schedule
 __all__ = ["check_graphs", "check_split_backwards", "needs_whole_backwards"]
 
 
-def check_split_backwards(
-    schedule: Schedule, compiled: bool, parallelized: bool, granularities: Mapping[int, Granularity]
-) -> None:
+def check_split_backwards(schedule: Schedule, compiled: bool, granularities: Mapping[int, Granularity]) -> None:
     """Raises `PlanError` if `schedule` splits backwards and its stages cannot. `granularities`: how they recompute."""
     if not schedule.guarantees.splits:
         return
@@ -26,12 +24,6 @@ def check_split_backwards(
             schedule,
             "compile= makes one function of a stage's backward, which computes both",
             "Leave compile= out",
-        )
-    if parallelized:
-        _refuse(
-            schedule,
-            "the modules of parallelize= exchange weights and gradients around whole backwards",
-            "Leave parallelize= out",
         )
     layers = [stage for stage, granularity in granularities.items() if granularity == "layers"]
     if layers:
@@ -44,7 +36,9 @@ def check_split_backwards(
 
 
 def needs_whole_backwards(compiled: bool, parallelized: bool, recompute: Recompute) -> bool:
-    """Whether `check_split_backwards` would refuse every schedule that splits backwards."""
+    """Whether schedules that split backwards are refused by `check_split_backwards`, or may be because a hook of
+    `parallelize=` shards modules.
+    """
     return compiled or parallelized or recompute == "layers"
 
 

@@ -57,7 +57,7 @@ __all__ = [
 def choose_plan(
     plan: Plan | None,
     *,
-    layers: int,
+    weights: Sequence[float],
     processes: int,
     schedule: ScheduleDefinition | str | None,
     stages: int | None,
@@ -65,8 +65,8 @@ def choose_plan(
     vertical_sync: bool,
     tensor_parallel: int | None = None,
 ) -> Plan:
-    """The plan to run: `plan` if there is one, else equal numbers of layers in `stages` stages (default: one for every
-    `tensor_parallel` of the `processes`).
+    """The plan to run: `plan` if there is one, else the layers, which weigh `weights`, balanced over `stages` stages
+    (default: one for every `tensor_parallel` of the `processes`).
 
     `stages` counts all stages. Where a rank can hold several, it holds ``stages / ranks`` of them, two by default, and
     always two in a V. Raises `PlanError` if the arguments contradict each other.
@@ -77,15 +77,15 @@ def choose_plan(
         definition = require_schedule(schedule or DEFAULT_SCHEDULE)
         per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
-        uniform = Plan.uniform(
-            layers,
+        balanced = Plan.balanced(
+            weights,
             total,
-            schedule=definition,
+            definition,
             microbatches=microbatches or 1,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
-        return _with_tensor_parallel(uniform, tensor_parallel_size)
+        return _with_tensor_parallel(balanced, tensor_parallel_size)
     given = {
         "schedule": None if schedule is None else identify(require_schedule(schedule)),
         "microbatches": microbatches,

@@ -28,6 +28,7 @@ from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.prediction_check import PredictionCheck
+from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
@@ -69,8 +70,10 @@ class Engine:
     ) -> None:
         self.seed = seed
         self.transport = transport
-        self.timings: deque[list[ActionTiming]] = deque(maxlen=KEPT_MINIBATCHES)
-        """The actions of the last minibatches."""
+        self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
+        """The last minibatches, and drains with something to compute."""
+        self._follows = False
+        """Whether the engine has done nothing since the last step."""
         self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
@@ -99,20 +102,25 @@ class Engine:
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
-        start = self._context.timer.now() if measured else 0.0
-        self._run(batch, microbatches, first, self._schedule, Step(self._minibatch))
+        start = self._context.timer.now()
+        timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch))
+        self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
+        self._follows = True
         self._minibatch += 1
         if self._check:
             if measured:
-                self._check.add(start, self._context.timer.now(), self.timings[-1])
+                self._check.add(start, self._context.timer.now(), timings)
             self._check.compare()
         return self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
 
     def drain(self) -> None:
         """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
+        self._follows = False
         if not self._schedule.flushes and self._minibatch > 0:
             microbatches = self._minibatch * self._schedule.microbatches
-            self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
+            start = self._context.timer.now()
+            timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
+            self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
         self.share_buffers()
         self.transport.flush()
@@ -169,14 +177,18 @@ class Engine:
 
         `tensor_parallel_size` processes do the same; the first one of them contributes.
         """
-        kept = list(self.timings)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
-        own = [timing for timings in kept for timing in timings]
+        kept = list(self._records)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
+        own = [timing for record in kept for timing in record.timings]
         times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in own for mark in (start, stop)]))
         timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in own]
         gathered = [timing for timings in world.gather(timed) for timing in timings]
         zero = min((start for _, _, start, _ in gathered), default=0.0)
         spans = (Span(rank, action, start - zero, stop - zero) for rank, action, start, stop in gathered)
         return Timeline(tuple(spans), self._schedule.ranks)
+
+    def speed(self) -> Speed | None:
+        """How fast the last steps of this process were, of those that have ended; None if none has. Does not wait."""
+        return measure_speed(self._records, self._context.timer, self._ranks)
 
     def prediction_error(self) -> float | None:
         """How much longer steps take than predicted, relatively; None without a prediction, or until all have
@@ -189,6 +201,7 @@ class Engine:
         return BatchRun(training=True, seed=self.seed, microbatches_before=self._microbatches_before, admitted=admitted)
 
     def _infer(self, microbatches: Sequence[Microbatch], keeps_outputs: bool) -> BatchRun:
+        self._follows = False
         batch = BatchRun(training=False, keeps_outputs=keeps_outputs)
         made = self._schedule
         forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
@@ -202,7 +215,7 @@ class Engine:
 
     def _run(
         self, batch: BatchRun, microbatches: Sequence[Microbatch], first: int, schedule: Schedule, segment: Segment
-    ) -> None:
+    ) -> list[ActionTiming]:
         """Has the workers carry out `segment` of `schedule`; `microbatches` are numbered from `first`."""
         prepared, programs = self._prepared
         if schedule is not self._schedule or segment != prepared:
@@ -213,9 +226,7 @@ class Engine:
         trains = schedule is self._schedule and isinstance(segment, Step)
         with self._context.streams.ordered_segment():
             run_cooperatively(self._workers, programs, self._context.streams, self._prepare if trains else None)
-        timings = [timing for worker in self._workers for timing in worker.end()]
-        if batch.training:
-            self.timings.append(timings)
+        return [timing for worker in self._workers for timing in worker.end()]
 
     def _prepare(self) -> None:
         """Makes the program of the step that most likely follows the present one."""

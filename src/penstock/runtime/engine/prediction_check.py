@@ -16,8 +16,8 @@ from statistics import median
 
 from penstock.runtime.batches.batch_run import ActionTiming
 from penstock.runtime.devices.timestamps import Timer, Timestamp
+from penstock.runtime.engine.step_records import measured_spans
 from penstock.runtime.transport.worlds import World
-from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.plans import Plan
 from penstock.values.quantities import seconds_text
@@ -116,11 +116,7 @@ class PredictionCheck:
         return [seconds, median(self._busy_seconds(start, timings) for start, _, timings in self._steps)]
 
     def _busy_seconds(self, start: Timestamp, timings: Iterable[ActionTiming]) -> float:
-        spans = []
-        for rank, action, *timestamps in timings:
-            began, ended = (self._timer.seconds(start, timestamp) for timestamp in timestamps)
-            spans.append(Span(rank, str(action), began, ended))
-        timeline = Timeline(tuple(spans), self._plan.ranks)
+        timeline = Timeline(tuple(measured_spans(timings, self._timer, start)), self._plan.ranks)
         return sum(timeline.busy_seconds(rank) for rank in range(self._plan.ranks))
 
     def _conclude(self, measurements: Sequence[Sequence[float]]) -> _Comparison:

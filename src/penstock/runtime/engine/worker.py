@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import assert_never, cast
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from penstock.capturing.model_forms import ModelInputs
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
@@ -44,6 +45,8 @@ from penstock.scheduling.actions import (
     Update,
 )
 from penstock.scheduling.schedules import Schedule
+from penstock.timelines.spans import trace_label
+from penstock.torch_internals.profiler import is_profiling
 
 __all__ = ["Worker"]
 
@@ -72,6 +75,8 @@ class Worker:
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
         self._first = min(stages)
         self._training = True
+        self._labels = False
+        """Whether a profiler was active when the segment began."""
         self._timings: list[ActionTiming] = []
         self._microbatches: dict[int, Microbatch] = {}
 
@@ -81,7 +86,7 @@ class Worker:
         """Prepares for `program`, a segment of `schedule` that forwards `microbatches`, and posts its first
         receives.
         """
-        self._training = batch.training
+        self._training, self._labels = batch.training, is_profiling()
         placement, stage = schedule.placement, self._first
         if placement.replicas(stage) == 1:
             self._microbatches.update(microbatches)
@@ -113,7 +118,14 @@ class Worker:
         return self.gradients.start_reduce(action.stage, action.version).ready(action.version)
 
     def execute(self, action: Action) -> None:
-        """Carries out one action."""
+        """Carries out one action, under a label if a profiler is active."""
+        if self._labels:
+            with record_function(trace_label(str(action))):
+                self._carry_out(action)
+        else:
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
         start, update = self._now(), None
         try:
             match action:

@@ -19,11 +19,13 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
+from penstock.torch_internals.profiler import is_profiling
 from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
 
@@ -196,5 +198,5 @@ def _contexts(
 @contextmanager
 def _repeated(point: Callable[[], object], context: _ForwardContext) -> Iterator[None]:
     point()
-    with context.restored():
+    with context.restored(), record_function("penstock recompute") if is_profiling() else nullcontext():
         yield

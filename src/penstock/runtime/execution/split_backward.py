@@ -39,7 +39,7 @@ Node: TypeAlias = Any
 """A node of autograd's graph. PyTorch's type for it does not declare what is saved there."""
 
 GROUP_BYTES = 2**22
-"""Weight gradients are added to those of earlier microbatches in groups of about so many bytes."""
+"""Weight gradients are added to those of earlier microbatches in groups of about this many bytes."""
 
 (_LEAF,) = node_kinds("AccumulateGrad")
 (_TRANSPOSED,) = node_kinds("TBackward0")

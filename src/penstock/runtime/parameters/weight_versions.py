@@ -254,7 +254,7 @@ class VersionedWeights:
         slots = self._slots
         newest = slots.tensors[slots.slot_of(slots.newest)]
         for name in slots.masters & slots.stepped.keys():
-            newest[name].copy_(published[name] if name in published else local_shard(slots.stepped[name]))
+            newest[name].copy_(local_shard(published[name] if name in published else slots.stepped[name]))
 
     @contextmanager
     def hidden_gradients(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The first failure of a run, told to every rank.
+"""The first failure of a run, reported to every rank.
 
 A rank that fails writes what happened to the store at which the processes met. The others look there whenever they have
 waited for a while, so an error ends all of them within seconds and each shows its cause, also where the failed process
@@ -22,7 +22,7 @@ _READERS = "failure-readers"
 
 
 class FailureBoard:
-    """Where the ranks of one pipeline tell each other that they failed."""
+    """The place where the ranks of one pipeline report that they failed."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class FailureBoard:
         record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
         if not self._reachable:
             return
-        # A store that cannot be reached means that the process that holds it is gone: there is nobody to tell.
+        # The process that holds a store that cannot be reached is gone. A report would reach no process.
         with contextlib.suppress(RuntimeError):
             if json.loads(self._store.compare_set(_FAILURE, "", record))["rank"] != self._rank:
                 # The first one waits for its readers, and need not wait for who has failed by itself.
@@ -71,7 +71,7 @@ class FailureBoard:
             return
         self.failed = True
         raise TransportError(
-            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Mend the error below, "
+            f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Correct the error below, "
             f"which is rank {record['rank']}'s, and start again:\n{record['traceback']}"
         )
 

@@ -155,7 +155,7 @@ def _require_version(staged: StagedPrograms) -> None:
 
 
 def _count_versions_of_input(staged: StagedPrograms) -> dict[int, int]:
-    """For each microbatch, how many updates the input stage had made when it took the microbatch in."""
+    """The number of updates that the input stage had made when it took in each microbatch."""
     admitted: dict[int, int] = {}
     for replica in staged.replicas:
         newest = 0

@@ -10,14 +10,38 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.planning.costs import Counts, Matrix
+__all__ = ["Counts", "Matrix", "StageSeconds", "balanced_cuts", "cut_evenly", "least_bottleneck"]
 
-__all__ = ["StageSeconds", "cut_evenly", "least_bottleneck"]
+Matrix: TypeAlias = npt.NDArray[np.float64]
+Counts: TypeAlias = npt.NDArray[np.int64]
 
 StageSeconds: TypeAlias = Callable[[int, Counts], Matrix]
 """A function of (stage, starts) to the seconds of the layers from each start up to each stop as this stage,
 (len(starts), N+1); infinite if the stage is empty or does not fit."""
+
+
+_UNITS = 2**24
+"""What the layers of a chain weigh together in `balanced_cuts`. Sums of squares of such numbers are exact."""
+
+
+def balanced_cuts(weights: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The cuts whose largest stage weighs least: stage s holds layers ``[cuts[s], cuts[s + 1])``, at least one.
+
+    `weights`: of each layer, at least as many as `stages`; only their ratios count. Of all such cuts those with the
+    least sum of squares, and of these those whose earlier stages are longer. So layers of one weight are cut as
+    `Plan.uniform` does. Exact, in O(stages * layers^2).
+    """
+    total = sum(weights) or 1.0
+    # From the last layer to the first: `cut_evenly` puts what is left over into the stages behind.
+    whole = np.array([round(weight / total * _UNITS) for weight in reversed(weights)], dtype=np.float64)
+    before = np.concatenate([[0.0], np.cumsum(whole)])
+    seconds = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
+    exchange = [np.zeros(len(before))] * (stages - 1)
+    limit = least_bottleneck(lambda stage, starts: seconds[starts], exchange)
+    cuts = cut_evenly(lambda stage, starts: seconds[starts], exchange, limit)
+    return tuple(len(weights) - cut for cut in reversed(cuts))
 
 
 def least_bottleneck(stage_seconds: StageSeconds, exchange: Sequence[Matrix]) -> float:
@@ -40,7 +64,8 @@ def cut_evenly(stage_seconds: StageSeconds, exchange: Sequence[Matrix], limit: f
 
     Of all such cuts those with the least sum of squared stage times; empty if there are none.
     """
-    scale = limit or 1.0
+    # A power of two: whole numbers stay exact, so that equal cuts are seen as equal.
+    scale = float(np.ldexp(1.0, np.frexp(limit)[1]))
 
     def price(stage: int, starts: Counts) -> Matrix:
         seconds = stage_seconds(stage, starts)

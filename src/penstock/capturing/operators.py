@@ -1,0 +1,195 @@
+"""The operators that a layer runs on the sample: what each computes and how many bytes it moves.
+
+They are counted in the run of a capture that looks at every layer, so counting needs no run of its own. A dispatch mode
+sees the operators below autograd; it changes no tensor and no state of a module.
+
+Floating-point operations are those of PyTorch's own counter (`torch.utils.flop_counter`), which also has the formulas
+of `register_flop_formula` for operators of the user's own. An operator without a formula only moves bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from penstock.torch_internals.dispatch import TorchDispatchMode
+
+__all__ = ["OperatorCall", "OperatorCounter"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """One call of an operator in a forward."""
+
+    flops: int
+    """Floating-point operations; a multiplication and an addition are two. 0 where they are not known or not many."""
+    moved_bytes: int
+    """The bytes that it reads and writes."""
+    element_bytes: int
+    """The size of an element of its result, which decides how fast a device computes."""
+    backwards: int
+    """How many times as much as this forward its backward takes.
+
+    A product of two matrices has another product in its backward for each factor that needs a gradient. Any other
+    operator counts as two if it needs one.
+    """
+
+
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators of its body, layer after layer of one run of a model."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._noted: list[OperatorCall] = []
+        self._trained: dict[int, ref[Tensor]] = {}
+        """Tensors whose gradient a backward computes, by id. Capture runs without autograd: nothing else says so."""
+        self._kinds: dict[Any, _Kind] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts the operators of its body.
+
+        What is compiled runs eagerly: nothing is compiled under a dispatch mode, and with ``fullgraph=True`` that would
+        be an error.
+        """
+        with torch.compiler.set_stance("force_eager"), self:
+            yield
+
+    def take(self) -> tuple[OperatorCall, ...]:
+        """The operators since the last call."""
+        noted, self._noted = tuple(self._noted), []
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind.works:
+            self._note(kind, args, kwargs, result)
+        elif kind.has_gradient and args and isinstance(args[0], Tensor) and self._is_trained(args[0]):
+            self._mark([result] if isinstance(result, Tensor) else _tensors((result,)))
+        return result
+
+    def _mark(self, made: Sequence[Tensor]) -> None:
+        for tensor in made:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._trained[id(tensor)] = ref(tensor)
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        if tensor.requires_grad:
+            return True
+        found = self._trained.get(id(tensor))
+        # Another tensor may have had the id.
+        return found is not None and found() is tensor
+
+    def _note(self, kind: "_Kind", args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        given = _tensors(args)
+        if kwargs:
+            given += _tensors(kwargs.values())
+        made = [result] if isinstance(result, Tensor) else _tensors((result,))
+        if not made:
+            return
+        trained = [tensor for tensor in given if self._is_trained(tensor)]
+        if trained:
+            self._mark(made)
+        flops = kind.count(args, kwargs, result)
+        element_bytes = made[0].element_size()
+        moved_bytes = sum(map(_bytes, made))
+        if kind.gathers:
+            # It reads what it selects; the gradient of what it selects from is filled with zeros first, as a whole.
+            moved_bytes += moved_bytes + sum(map(_bytes, given[1:]))
+            if any(tensor is given[0] for tensor in trained):
+                self._noted.append(OperatorCall(0, _bytes(given[0]), element_bytes, 0))
+        else:
+            moved_bytes += sum(map(_bytes, given))
+        backwards = 2 if trained else 0
+        if flops:
+            # A bias needs no product.
+            backwards = min(2, sum(tensor.dim() > 1 for tensor in trained))
+        self._noted.append(OperatorCall(flops, moved_bytes, element_bytes, backwards))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known of an operator before it is called."""
+
+    works: bool
+    """Whether it reads or writes elements; a view does not."""
+    has_gradient: bool
+    gathers: bool
+    formula: Callable[..., int] | None
+
+    def count(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+        """The floating-point operations of a call; 0 if they are not known."""
+        if self.formula is None:
+            return 0
+        try:
+            return int(self.formula(*args, **kwargs, out_val=result))
+        except Exception:
+            # A formula refuses arguments that it does not know, such as fewer heads of keys than of queries.
+            return 0
+
+
+def _kind_of(operator: Any) -> _Kind:
+    name = str(operator).rpartition(".")[0] or str(operator)
+    formulas = {**_FORMULAS, **{str(target): formula for target, formula in flop_registry.items()}}
+    return _Kind(
+        works=name not in _FREE and not getattr(operator, "is_view", False),
+        has_gradient=name != "aten.detach",
+        gathers=name in _GATHERS,
+        formula=formulas.get(name),
+    )
+
+
+def _attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 4 * query.numel() * key.shape[-2]
+
+
+def _grouped_products(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _recurrence(steps: Tensor, *weights: Any, **kwargs: Any) -> int:
+    """A row of `steps` is multiplied with every weight."""
+    held = sum(weight.numel() for weight in _tensors(weights) if weight.dim() == 2)
+    return 2 * (steps.numel() // max(steps.shape[-1], 1)) * held
+
+
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten._grouped_mm": _grouped_products,
+    "aten._cudnn_rnn": _recurrence,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten.mkldnn_rnn_layer": _recurrence,
+}
+"""Operators that PyTorch's counter has no formula for."""
+_GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
+_FREE = frozenset({"aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.lift_fresh"})
+"""Operators that neither read nor write."""
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes that the elements of `tensor` take in memory; those that `expand` repeats count once."""
+    size = tensor.numel() * tensor.element_size()
+    if size and tensor.layout is torch.strided and 0 in tensor.stride():
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size //= 1 if stride else length
+    return size

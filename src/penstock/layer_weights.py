@@ -1,0 +1,96 @@
+"""What every layer weighs where no plan is given: ``balance=`` of a pipeline.
+
+Rank 0 weighs and tells all ranks, so that all cut alike: a model whose work depends on the data may do other work on
+another rank's sample, and no two measurements agree.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.estimates import estimate_seconds
+from penstock.errors import PlanError, suggestion
+from penstock.profiling.profiler import profile
+from penstock.runtime.transport.collective_errors import gather_results
+from penstock.runtime.transport.worlds import World
+from penstock.values.plans import Plan
+
+__all__ = ["Balance", "log_shares", "weigh_layers"]
+
+Balance: TypeAlias = Literal["work", "layers", "measured"]
+"""What stages have equal amounts of: estimated work, layers, or measured seconds."""
+
+
+def weigh_layers(
+    balance: Balance,
+    *,
+    planned: bool,
+    world: World,
+    chain: LayerChain,
+    sample: tuple[Any, ...] | dict[str, Any],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Sequence[float]:
+    """What each layer of `chain` weighs by `balance`, the same on all ranks. Collective.
+
+    `planned`: there is a plan, so the weights are not read, and `PlanError` if `balance` is not the default. An error
+    on one rank is raised on all.
+    """
+
+    def work() -> Sequence[float]:
+        _check(balance, planned)
+        equal = [1.0] * len(chain.layers)
+        if planned or world.rank != 0:
+            return equal
+        match balance:
+            case "work":
+                return _estimate(chain, device) or equal
+            case "measured":
+                if any(parameter.is_meta for parameter in chain.parameters.values()):
+                    raise PlanError(
+                        "balance='measured' and the model is on the meta device, where nothing can be measured: use "
+                        "balance='work', which needs no weights, or pass a plan"
+                    )
+                return [layer.seconds for layer in profile(chain, sample, autocast=autocast, progress=False).layers]
+            case "layers":
+                return equal
+
+    return gather_results(world, "while it weighed the layers", work)[0]
+
+
+def log_shares(plan: Plan, weights: Sequence[float], balance: Balance) -> None:
+    """Says in the log of ``penstock`` what share of the weight each stage of `plan` has."""
+    total = sum(weights) or 1.0
+    shares = [
+        f"layers [{stage.start}, {stage.stop}) {sum(weights[stage.start : stage.stop]) / total:.1%}"
+        for stage in plan.stages
+    ]
+    kind = {"work": "estimated work", "layers": "layers", "measured": "measured seconds"}[balance]
+    logging.getLogger("penstock").info("stages by %s: %s", kind, ", ".join(shares))
+
+
+def _check(balance: str, planned: bool) -> None:
+    known = get_args(Balance)
+    if balance not in known:
+        raise PlanError(
+            f"balance: expected one of {', '.join(known)}, found {balance!r}. {suggestion(str(balance), known)}Choose "
+            "one of them"
+        )
+    if planned and balance != known[0]:
+        raise PlanError(
+            f"balance={balance!r} and plan= are both given: balance= chooses where stages begin, and a plan says it. "
+            "Leave one of them out"
+        )
+
+
+def _estimate(chain: LayerChain, device: torch.device) -> Sequence[float] | None:
+    found = estimate_seconds(chain, device)
+    if found is None:
+        logging.getLogger("penstock").warning(
+            "no layer runs an operator of PyTorch's, so their work is not known: stages get equal numbers of layers. "
+            "balance='measured' measures the layers"
+        )
+    return found

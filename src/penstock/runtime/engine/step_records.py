@@ -1,0 +1,94 @@
+"""The last steps of this process: when it did what in them, and how fast they were.
+
+A step lasts from its start to the start of the next step, so that the time between steps (loading data, logging)
+counts. Where something else was done in between (an evaluation, a drain), the step is left out. If no two steps follow
+each other, a step lasts from its start to the end of its last action.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.runtime.batches.batch_run import ActionTiming
+from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.devices.timestamps import Timer, Timestamp
+from penstock.timelines.spans import Span
+from penstock.timelines.timelines import Timeline
+
+__all__ = ["Speed", "StepRecord", "measure_speed", "measured_spans"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """Records what this process did in one step, or with no samples in one drain."""
+
+    start: Timestamp
+    timings: Sequence[ActionTiming]
+    samples: int = 0
+    items: float | None = None
+    """The number of items that ``loss_weight`` counted in the minibatch; None if this process counts none."""
+    follows: bool = False
+    """Whether the process did nothing else since the step before."""
+
+    @classmethod
+    def of(
+        cls, start: Timestamp, timings: Sequence[ActionTiming], microbatches: Sequence[Microbatch], follows: bool
+    ) -> "StepRecord":
+        """The record of a step on `microbatches`."""
+        counted = microbatches[0].weigh is not None
+        samples = sum(microbatch.samples for microbatch in microbatches)
+        return cls(start, timings, samples, microbatches[0].total if counted else None, follows)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The measurement of some steps of this process."""
+
+    steps: int
+    seconds: float
+    """Of all of them together; so are the next two."""
+    samples: int
+    items: float | None
+    """None if this process does not count them."""
+    idle_share: float | None
+    """The share of the time without forward, backward or update; None if several ranks take turns in this process."""
+
+
+def measure_speed(records: Iterable[StepRecord], timer: Timer, ranks: Sequence[int]) -> Speed | None:
+    """The speed of `records` whose work is done, as `timer` has measured it; None if there are none. `ranks`: of this
+    process.
+    """
+    ended = [record for record in records if all(timer.passed(stop) for *_, stop in record.timings)]
+    following = ((first, second) for first, second in pairwise(ended) if second.follows)
+    lasting = [(first, timer.seconds(first.start, second.start)) for first, second in following]
+    lasting = lasting or [(record, _extent(record, timer)) for record in ended if record.samples]
+    seconds = sum(taken for _, taken in lasting)
+    if seconds <= 0:
+        return None
+    counts = [record.items for record, _ in lasting if record.items is not None]
+    idle = None
+    if len(ranks) == 1:
+        busy = sum(_busy_seconds(record, timer, ranks[0]) for record, _ in lasting)
+        idle = max(0.0, 1 - busy / seconds)
+    return Speed(
+        steps=len(lasting),
+        seconds=seconds,
+        samples=sum(record.samples for record, _ in lasting),
+        items=sum(counts) if len(counts) == len(lasting) else None,
+        idle_share=idle,
+    )
+
+
+def measured_spans(timings: Iterable[ActionTiming], timer: Timer, zero: Timestamp) -> Iterator[Span]:
+    """The spans of `timings`, in seconds from `zero`. Blocks until the device has done their work."""
+    for rank, action, start, stop in timings:
+        yield Span(rank, str(action), timer.seconds(zero, start), timer.seconds(zero, stop))
+
+
+def _extent(record: StepRecord, timer: Timer) -> float:
+    return max((timer.seconds(record.start, stop) for *_, stop in record.timings), default=0.0)
+
+
+def _busy_seconds(record: StepRecord, timer: Timer, rank: int) -> float:
+    spans = measured_spans(record.timings, timer, record.start)
+    return Timeline(tuple(spans), rank + 1).busy_seconds(rank)
