@@ -30,7 +30,8 @@ from model_cases.families import CASES, missing_packages, versions, warm_up
 from model_cases.pages import outcome_of, page, summary
 from model_cases.trials import try_case
 
-RESULTS = Path(__file__).parent / "results" / "models.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
 CPU_SECONDS = 90
 WALL_SECONDS = 400
 MEMORY_BYTES = 10 * 2**30
@@ -39,7 +40,7 @@ MEMORY_BYTES = 10 * 2**30
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="WORD", help="run these cases again: an expression found in family/name")
-    parser.add_argument("--again", metavar="OUTCOME", help="run again the cases of this outcome, such as wrong")
+    parser.add_argument("--again", metavar="OUTCOME", help="run again the cases of an outcome: wrong, or refused|internal")
     parser.add_argument("--save", type=Path, metavar="PAGE", help="write the page from all results that there are")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON lines")
     parser.add_argument("--seconds", type=int, default=CPU_SECONDS, help="processor seconds of one case")
@@ -51,7 +52,7 @@ def main() -> int:
         case
         for case in CASES
         if (re.search(options.only, _key(case)) if options.only else _key(case) not in kept or options.again)
-        and (not options.again or (_key(case) in kept and outcome_of(kept[_key(case)]) == options.again))
+        and (not options.again or (_key(case) in kept and re.fullmatch(options.again, outcome_of(kept[_key(case)]))))
     ]
     if options.list:
         print("\n".join(map(_key, chosen)))
@@ -91,8 +92,15 @@ def _write(path: Path, kept: dict[str, dict[str, Any]]) -> None:
     order = {_key(case): number for number, case in enumerate(CASES)}
     records = sorted(kept.items(), key=lambda item: order.get(item[0], len(order)))
     fresh = path.with_suffix(".new")
-    fresh.write_text("".join(json.dumps(record) + "\n" for _, record in records))
+    fresh.write_text("".join(_without_folders(json.dumps(record)) + "\n" for _, record in records))
     fresh.replace(path)
+
+
+def _without_folders(text: str) -> str:
+    """`text` with files named from the folder of their package on."""
+    for folder in sorted({*map(os.path.abspath, sys.path), str(ROOT)}, key=len, reverse=True):
+        text = text.replace(folder + os.sep, "")
+    return text
 
 
 def _in_a_process(case: Case, seconds: int) -> dict[str, Any]:
