@@ -246,15 +246,7 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
-            self._stats_source = StatsSource(
-                self._chain,
-                sample,
-                self.plan,
-                schedule=self.schedule,
-                device=self._device,
-                world=self._world,
-                countable=not self._parallel_stages.modules,
-            )
+            self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -65,24 +65,17 @@ class _Local(NamedTuple):
 
 
 class StatsSource:
-    """Makes the `Stats` of one pipeline. What it works out of the model and the schedule it keeps.
-
-    `countable`: whether the layers of `chain` are as they were captured, so that their operations can be counted.
-    """
+    """Makes the `Stats` of one pipeline. What it works out of the model and the schedule it keeps."""
 
     def __init__(
         self,
         chain: LayerChain,
-        sample: Any,
         plan: Plan,
-        *,
         schedule: Schedule,
         device: torch.device,
         world: World,
-        countable: bool,
     ) -> None:
-        self._chain, self._sample, self._plan, self._schedule = chain, sample, plan, schedule
-        self._device, self._world, self._countable = device, world, countable
+        self._chain, self._plan, self._schedule, self._device, self._world = chain, plan, schedule, device, world
 
     def stats(
         self,
@@ -133,7 +126,7 @@ class StatsSource:
 
     @cached_property
     def _flops_per_sample(self) -> float | None:
-        return count_training_flops(self._chain, self._sample) if self._countable else None
+        return count_training_flops(self._chain)
 
     @cached_property
     def _predicted_bubble(self) -> float:
