@@ -40,7 +40,9 @@ MEMORY_BYTES = 10 * 2**30
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="WORD", help="run these cases again: an expression found in family/name")
-    parser.add_argument("--again", metavar="OUTCOME", help="run again the cases of an outcome: wrong, or refused|internal")
+    parser.add_argument(
+        "--again", metavar="OUTCOME", help="run again the cases of an outcome: wrong, or refused|internal"
+    )
     parser.add_argument("--save", type=Path, metavar="PAGE", help="write the page from all results that there are")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON lines")
     parser.add_argument("--seconds", type=int, default=CPU_SECONDS, help="processor seconds of one case")

@@ -678,7 +678,7 @@ class Inner32(Block):
 class Einsum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, WIDTH, 3))
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, 3) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.einsum("blw,hwk->blhk", x, self.weight).flatten(2)

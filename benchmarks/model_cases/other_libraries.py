@@ -280,6 +280,7 @@ CASES: tuple[Case, ...] = (
         lambda: Residual(lambda library: library.GCNConv(8, 8)),
         batched_graph,
         lengths=(8,),
+        samples=3,
     ),
     Case(
         "SAGEConv of a fixed graph",
@@ -287,6 +288,7 @@ CASES: tuple[Case, ...] = (
         lambda: Residual(lambda library: library.SAGEConv(8, 8)),
         batched_graph,
         lengths=(8,),
+        samples=3,
     ),
     *(Case(name, "peft", build, draw) for name, (build, draw) in ADAPTED.items()),
     *(Case(name, "vector-quantize-pytorch", build, vectors) for name, build in QUANTIZERS.items()),

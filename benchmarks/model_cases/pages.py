@@ -149,8 +149,8 @@ training. Batches have other numbers of samples than the sample, and the second 
 model takes them; the column *free* says so. Numbers are float64 where the model can compute with them. Dropout is 0,
 except in the cases of random numbers: these have one microbatch and draw from PyTorch's own stream (`seed=None`).
 Graphs are not cut either; they have one microbatch and are compared with `penstock.reference_train` under `pipedream`.
-Models by hand are the classes of these names in `benchmarks/model_cases/habit_blocks.py` and `habit_models.py`; most are
-four blocks of a kind between two linear layers, with a connection over all of them.
+Models by hand are the classes of these names in `benchmarks/model_cases/habit_blocks.py` and `habit_models.py`; most
+are four blocks of a kind between two linear layers, with a connection over all of them.
 
 {versions}
 

@@ -25,7 +25,7 @@ def imported(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[], 
 def without_dropout(model: nn.Module) -> nn.Module:
     """`model` with a probability of 0 in all that drops at random."""
     for module in model.modules():
-        for name in ("p", "drop_prob", "dropout", "drop_path", "attn_drop_prob"):
+        for name in ("p", "drop_prob", "dropout", "drop_path", "attn_drop_prob", "drop_rate"):
             if isinstance(vars(module).get(name), float):
                 setattr(module, name, 0.0)
     return model
