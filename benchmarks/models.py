@@ -75,7 +75,9 @@ def main() -> int:
         print(summary(record), flush=True)
     if options.save:
         known = {_key(case): case for case in CASES}
-        options.save.write_text(page([record for key, record in kept.items() if key in known], versions()))
+        rest = len(known.keys() - kept.keys())
+        facts = f"{versions()} {rest} further cases of the program have not been run."
+        options.save.write_text(page([record for key, record in kept.items() if key in known], facts))
     return int(any(outcome_of(record) == "wrong" for record in kept.values()))
 
 

@@ -62,7 +62,7 @@ def build(case: Case, dtype: torch.dtype) -> nn.Module:
 def train_plainly(case: Case, batches: Batches, delayed: bool = False) -> Outcome:
     """A loop as PyTorch's users write it. `delayed`: with gradients at the weights before the last update, as 2bw."""
     model = build(case, batches.dtype)
-    optimizer = _sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = _sgd(_trained(model))
     sample, *data, last = batches.draw(case)
     losses = []
     before: list[Tensor] | None = None
@@ -70,7 +70,7 @@ def train_plainly(case: Case, batches: Batches, delayed: bool = False) -> Outcom
     for number, inputs in enumerate(data):
         if case.between is not None:
             case.between(model, number)
-        newest = [parameter.detach().clone() for parameter in model.parameters()]
+        newest = [parameter.detach().clone() for parameter in _trained(model)]
         if delayed and before is not None:
             _write(model, before)
         total, samples = 0.0, batches.sizes[number + 1][0]
@@ -182,6 +182,10 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
@@ -190,7 +194,7 @@ def _seed(seed: int) -> None:
 
 def _write(model: nn.Module, values: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        for parameter, value in zip(model.parameters(), values, strict=True):
+        for parameter, value in zip(_trained(model), values, strict=True):
             parameter.copy_(value)
 
 

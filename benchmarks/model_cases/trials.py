@@ -144,7 +144,7 @@ def _staged(case: Case, batches: Batches, entry: Record, record: Record, predict
             return _staged(case, batches, entry, record)
         entry.update(kind=_kind(error), error=_described(error))
         if entry["kind"] == "internal":
-            entry["traceback"] = traceback.format_exc()[-3000:]
+            traceback.print_exc()
     return None
 
 
