@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.capturing import capture
     from penstock.capturing.initialization import initialize, reset_parameters
+    from penstock.capturing.weight_files import load_weights
     from penstock.data import loader, prefetch, shapes_of
     from penstock.errors import (
         CaptureError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.scheduling.verification.verifier import verify
     from penstock.simulating.simulator import simulate
     from penstock.timelines.timelines import Timeline
+    from penstock.training.losses import model_loss, token_count
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
     from penstock.training.update_hooks import (
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         WeightUpdate,
     )
+    from penstock.training.user_microbatches import Microbatches
     from penstock.values.clusters import Cluster
     from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
@@ -58,6 +61,7 @@ __all__ = [
     "LayerProfile",
     "LookAhead",
     "LossScale",
+    "Microbatches",
     "NamedParameters",
     "PenstockError",
     "Pipeline",
@@ -80,9 +84,11 @@ __all__ = [
     "WeightUpdate",
     "capture",
     "initialize",
+    "load_weights",
     "loader",
     "local_device",
     "log_stats",
+    "model_loss",
     "plan",
     "prefetch",
     "probe",
@@ -93,6 +99,7 @@ __all__ = [
     "schedule",
     "shapes_of",
     "simulate",
+    "token_count",
     "verify",
 ]
 
@@ -106,6 +113,7 @@ _HOMES = {
     "LayerProfile": "values.profiles",
     "LookAhead": "training.update_hooks",
     "LossScale": "training.scaling",
+    "Microbatches": "training.user_microbatches",
     "NamedParameters": "training.optimizers",
     "PenstockError": "errors",
     "Pipeline": "pipeline",
@@ -128,9 +136,11 @@ _HOMES = {
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
     "initialize": "capturing.initialization",
+    "load_weights": "capturing.weight_files",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",
     "log_stats": "reporting.writers",
+    "model_loss": "training.losses",
     "plan": "planning.planners",
     "prefetch": "data",
     "probe": "profiling.links",
@@ -141,6 +151,7 @@ _HOMES = {
     "schedule": "values.plans",
     "shapes_of": "data",
     "simulate": "simulating.simulator",
+    "token_count": "training.losses",
     "verify": "scheduling.verification.verifier",
 }
 

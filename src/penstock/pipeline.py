@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
+from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
@@ -23,6 +24,8 @@ from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -34,6 +37,7 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
+from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
@@ -71,7 +75,8 @@ class Pipeline:
             `init_fn`. It is trained in place: its parameters on this rank are always the newest weights.
         sample: example inputs of one microbatch: a tuple of arguments or a dict of keywords.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the microbatch's samples. It may also return a dict
-            of other means (accuracy, terms of the loss), which become ``result.metrics``.
+            of other means (accuracy, terms of the loss), which become ``result.metrics``. `model_loss` takes the loss
+            that the model computes from labels among its inputs: docs/huggingface.md.
         optimizer: called once with the trained parameters of this process, a list with their names
             (`NamedParameters`). It returns a ``torch.optim.Optimizer``, or several for disjoint parameters.
         schedule: ``gpipe``, ``1f1b-flush`` (default), ``interleaved``, ``spp``, ``zb-h1``, ``zb-v``, ``pipedream`` or
@@ -179,7 +184,7 @@ class Pipeline:
         )
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
-        self._guarded, self._sample = FailureGuard(self._world), sample
+        self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
         with self._guarded("building the pipeline"):
             with agreed(self._world, "while it captured the model"):
@@ -246,6 +251,7 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -282,7 +288,7 @@ class Pipeline:
         factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
         self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
         in_step = self._parallel_stages.in_step
-        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe.loss_weight, in_step)
+        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe, in_step)
         context = self._context
         workers = make_workers(
             recipe,
@@ -328,12 +334,13 @@ class Pipeline:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
 
-    def step(self, inputs: Any, target: Any) -> StepResult:
+    def step(self, inputs: Any, target: Any = None) -> StepResult:
         """One training step on a minibatch: forward, backward and update. Every rank passes the same batch.
 
         `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
-        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. Under an asynchronous
-        schedule some backwards of this minibatch are left to the next step, or to `drain`.
+        `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. None with `model_loss`.
+        A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
+        backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
             microbatches = self._splitter.for_step(inputs, target)
@@ -350,15 +357,15 @@ class Pipeline:
         with self._guarded("in a drain"):
             self._engine.drain()
 
-    def evaluate(self, inputs: Any, target: Any) -> StepResult:
+    def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
 
         Drains first. The loss is the mean over the batch's samples.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True):
+        with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"):
+        with self._guarded("in an evaluation"), lifted(self._model):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
@@ -368,9 +375,9 @@ class Pipeline:
         concatenated, and others are stacked.
         """
         self.drain()
-        with self._guarded("reading a batch", harmless=True):
-            microbatches = self._splitter.for_evaluation(inputs, None)
-        with self._guarded("in a prediction"):
+        with self._guarded("reading a batch", harmless=True), lifted(self._model):
+            microbatches = self._splitter.for_prediction(inputs)
+        with self._guarded("in a prediction"), lifted(self._model):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
@@ -502,13 +509,39 @@ class Pipeline:
             state = read(directory, self._model_state(), self._parameters(), self._world)
             self.load_state_dict(state)
 
+    def save_weights(
+        self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+    ) -> None:
+        """Writes the whole model to `directory` for ``from_pretrained`` of transformers. Drains first. Collective.
+
+        The files are ``model.safetensors``, or shards of at most `max_shard_size` (bytes, or a text such as "5GB") with
+        an index, and the model's configurations if it has any. Every process writes its own tensors. `dtype`: of
+        floating-point values in the files; by default that of the model. Of a PEFT model the adapter is written, as
+        PEFT does. Weights that were in `directory` are replaced after everything is written; other files stay. Several
+        hosts must share the file system. There is no state of the optimizer: `save` writes that.
+        """
+        self.drain()
+        # Not guarded: an error reaches all processes here, and the training can go on after it.
+        held = hold(self._chain, self._model_state(), self._world)
+        export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
+
+    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
+        """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
+
+        The other ranks return an empty dict. Drains first. Collective. `save_weights` needs no memory for all of them.
+        """
+        self.drain()
+        return hold(self._chain, self._model_state(), self._world).state_dict(rank)
+
     def close(self) -> None:
-        """Ends the transport's threads and undoes the hooks of the process. A second call does nothing.
+        """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
 
         It does not drain. A pipeline that lives as long as its process need not be closed.
         """
         if not self._closed:
             self._closed = True
+            if self._reminder is not None:
+                self._reminder.remove()
             self._engine.transport.close()
             self._world.leave()
 

@@ -65,6 +65,7 @@ FLOW = {
         profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
         runtime.batches runtime.engine runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
+    "integrations": "errors training pipeline",
     "cli": "errors commands",
     "__main__": "cli",
 }
@@ -72,11 +73,11 @@ PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale NamedParameters PenstockError
-    Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats Subject Timeline
-    Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture initialize loader
-    local_device log_stats plan prefetch probe profile reference_train render reset_parameters schedule shapes_of
-    simulate verify
+    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
+    PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
+    Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
+    initialize load_weights loader local_device log_stats model_loss plan prefetch probe profile reference_train
+    render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
@@ -89,7 +90,8 @@ METHODS = {
     "averages": "(self)",
     "close": "(self)",
     "drain": "(self)",
-    "evaluate": "(self, inputs, target)",
+    "evaluate": "(self, inputs, target=None)",
+    "full_state_dict": "(self, *, rank=0)",
     "gradient_norm": "property",
     "load": "(self, directory)",
     "load_state_dict": "(self, state)",
@@ -103,9 +105,10 @@ METHODS = {
     "profile": "property",
     "rank": "property",
     "save": "(self, directory)",
+    "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
-    "step": "(self, inputs, target)",
+    "step": "(self, inputs, target=None)",
     "timeline": "(self, minibatches=1)",
 }
 """What a pipeline has, with the parameters of its methods."""
@@ -137,7 +140,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.planning.spp.mappings": 2,
     "penstock.planning.two_bw.orientations": 1,
     "penstock.runtime.assembly.stages": 1,
-    "penstock.runtime.batches.batch_splitter": 1,
     "penstock.runtime.batches.microbatches": 2,
     "penstock.runtime.engine.engine": 2,
     "penstock.runtime.engine.worker": 1,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.reminders import lifted
 from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
 from penstock.errors import CaptureError
@@ -44,7 +45,7 @@ def capture(
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
     call, inputs = read_sample(sample, microbatch_size)
-    with _without_garbage_collection():
+    with lifted(model), _without_garbage_collection():
         return _capture(model, call, inputs, check)
 
 

@@ -8,7 +8,8 @@ tensor starts a random stream of its own.
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -19,12 +20,44 @@ from penstock.errors import PenstockError
 from penstock.torch_internals.modules import own_reset
 from penstock.torch_internals.tensors import times_written
 
-__all__ = ["InitFn", "bare", "fill", "initialize", "install", "named_tensors", "place", "reset_parameters", "rooted"]
+__all__ = [
+    "InitFn",
+    "WeightSource",
+    "bare",
+    "examined",
+    "fill",
+    "initialize",
+    "install",
+    "named_tensors",
+    "place",
+    "reset_parameters",
+    "rooted",
+]
 
 InitFn: TypeAlias = Callable[[str, Tensor], object]
 """Writes a parameter or buffer in place, given the first name that it has in the model."""
 
 M = TypeVar("M", bound=nn.Module | Sequence[Any])
+
+
+class WeightSource(ABC):
+    """An `init_fn` that takes weights from elsewhere, and so may not have all that the model needs."""
+
+    @abstractmethod
+    def examine(self, model: nn.Module, given: Collection[str]) -> None:
+        """Compares what it has with the whole of `model`. Raises `PenstockError` if the two do not fit.
+
+        `given`: the first names of the tensors that have values already.
+        """
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether it has values for the tensor of this first name, which replace those that the model has."""
+
+    @abstractmethod
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Writes `tensor`, as every `InitFn`."""
+
 
 _MODEL_RESET = "_init_weights"
 
@@ -38,10 +71,23 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
     """
     root = rooted(model)
     tensors = named_tensors(root)
+    replaced = examined(init_fn, root, [name for name, tensor in tensors.items() if not tensor.is_meta])
     made = {id(tensor): place(tensor, torch.device(device)) for tensor in tensors.values()}
     install(root.modules(), made)
-    fill({name: made[id(tensor)] for name, tensor in tensors.items() if tensor.is_meta}, init_fn, seed)
+    fill({name: made[id(t)] for name, t in tensors.items() if t.is_meta or name in replaced}, init_fn, seed)
     return model
+
+
+def examined(init_fn: InitFn, model: nn.Module, given: Collection[str]) -> frozenset[str]:
+    """Returns the names in `given` whose tensors `init_fn` is to replace.
+
+    `given`: the first names of the tensors of `model` that have values. Only a `WeightSource` replaces any;
+    it is compared with the whole of `model` before, and may raise.
+    """
+    if not isinstance(init_fn, WeightSource):
+        return frozenset()
+    init_fn.examine(model, given)
+    return frozenset(filter(init_fn.has, given))
 
 
 def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:

@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.doors import capture
-from penstock.capturing.initialization import InitFn, bare, fill, install, named_tensors, place, rooted
+from penstock.capturing.initialization import InitFn, bare, examined, fill, install, named_tensors, place, rooted
 from penstock.capturing.preservation import preserved
 from penstock.capturing.samples import Call, flatten, read_sample
 from penstock.capturing.writes import find_writable
@@ -35,8 +35,11 @@ def is_weightless(model: nn.Module | Sequence[Any]) -> bool:
 
 
 def asks_for_weights(model: nn.Module | Sequence[Any], init_fn: InitFn | None) -> bool:
-    """Whether `init_fn` is to make the weights of `model`. Raises `CaptureError` if one of the two says otherwise."""
-    without = [name for name, tensor in named_tensors(rooted(model)).items() if tensor.is_meta]
+    """Whether `init_fn` is to make the weights of `model`. Raises `CaptureError` if one of the two says otherwise, and
+    what `init_fn` raises if it does not fit the model.
+    """
+    tensors = named_tensors(rooted(model))
+    without = [name for name, tensor in tensors.items() if tensor.is_meta]
     if without and init_fn is None:
         raise CaptureError(
             f"{', '.join(without[:3])}{f' and {len(without) - 3} more' if len(without) > 3 else ''}: on the meta "
@@ -48,6 +51,9 @@ def asks_for_weights(model: nn.Module | Sequence[Any], init_fn: InitFn | None) -
             "init_fn= is given and no parameter or buffer of the model is on the meta device: expected a model without "
             "weights, built under `with torch.device('meta'):`. Leave init_fn= out to keep the weights that it has"
         )
+    if init_fn is not None:
+        # Before the capture, which takes longer.
+        examined(init_fn, rooted(model), tensors.keys() - set(without))
     return bool(without)
 
 
@@ -69,6 +75,7 @@ class Weightless:
         What no layer reads comes with layer 0. `init_fn` and `seed` as in `initialize`. Raises `PenstockError` naming
         what `init_fn` left unwritten.
         """
+        replaced = examined(init_fn, self.model, self.given.keys())
         chains = (self.chain, self.chain.evaluation())
         held = {
             id(tensor)
@@ -86,7 +93,8 @@ class Weightless:
         install(self.model.modules(), made)
         for chain in chains:
             install(_modules(chain), made)
-        fill({name: made[id(t)] for name, t in wanted.items() if name not in self.given}, init_fn, seed)
+        unwritten = {name: made[id(t)] for name, t in wanted.items() if name not in self.given or name in replaced}
+        fill(unwritten, init_fn, seed)
         trained, evaluated = (_over(chain, made) for chain in chains)
         evaluated = replace(evaluated, evaluation=lambda: evaluated)
         return evaluated if chains[0] is chains[1] else replace(trained, evaluation=lambda: evaluated)

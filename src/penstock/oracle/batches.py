@@ -1,5 +1,6 @@
 """Cuts a batch into microbatches for the oracle, which shares no code with the runtime here, and so no mistakes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.samples import flatten
 from penstock.torch_internals import pytrees as pytree
+from penstock.training.user_microbatches import Microbatches
 
 __all__ = ["ReferenceMicrobatch", "cut", "pieces_of", "sizes_of"]
 
@@ -21,8 +23,19 @@ class ReferenceMicrobatch:
     size: int
 
 
-def cut(chain: LayerChain, inputs: Any, target: Any, count: int) -> list[ReferenceMicrobatch]:
-    """The `count` microbatches of a batch."""
+def cut(
+    chain: LayerChain, inputs: Any, target: Any, count: int, *, own_target: bool = False
+) -> list[ReferenceMicrobatch]:
+    """The `count` microbatches of a batch; those that the user has cut are taken as they are.
+
+    `own_target`: the batch is also the target.
+    """
+    if isinstance(inputs, Microbatches):
+        targets = [None] * count if inputs.targets is None else inputs.targets
+        pairs = list(zip(inputs.inputs, targets, strict=True))
+        return [part for batch, own in pairs for part in cut(chain, batch, own, 1, own_target=own_target)]
+    if own_target:
+        target = dict(inputs) if isinstance(inputs, Mapping) else inputs
     tensors = chain.inputs.read(inputs)
     samples = next(tensors[name].shape[0] for name in tensors if name in chain.inputs.batched)
     columns = {

@@ -74,8 +74,9 @@ def reference_train(
     """Trains a copy of `model` on `batches` of (inputs, target) as the schedule guarantees.
 
     The arguments are those of `Pipeline`; the plan of one with ``balance="measured"`` is passed as ``plan=pipe.plan``.
-    `drain_after`: the numbers of the minibatches (from 0) after which the pipeline is drained. W(x) is version x, s the
-    stage, and k and t count microbatches and minibatches since the last drain:
+    `batches` are what its `step` takes; a target that is left out is None. `drain_after`: the numbers of the
+    minibatches (from 0) after which the pipeline is drained. W(x) is version x, s the stage, and k and t count
+    microbatches and minibatches since the last drain:
 
     ==============================  =================================================================
     with a flush                    W(t+1) = W(t) - update of the mean gradient at W(t)
@@ -186,7 +187,8 @@ class _Run:
     def step(self, inputs: Any, target: Any) -> float:
         """Trains on one minibatch and returns its loss."""
         total, per_microbatch = 0.0, self.schedule.updates_per_microbatch
-        parts = cut(self.chain, inputs, target, self.plan.microbatches)
+        own_target = self.recipe.reads_model_loss
+        parts = cut(self.chain, inputs, target, self.plan.microbatches, own_target=own_target)
         amounts = [amount_of(self.recipe.loss_weight, part.target, part.size) for part in parts]
         for k, (part, amount) in enumerate(zip(parts, amounts, strict=True), self.minibatch * self.plan.microbatches):
             self.versions = _versions(self.guarantees, k, self.minibatch)

@@ -1,7 +1,8 @@
-"""Calls a user's `loss_fn` and checks its results: the loss, and metrics beside it."""
+"""Losses: those that a user's `loss_fn` returns, those that the model computes itself, and what they are means over."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -9,7 +10,19 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 
-__all__ = ["LossFunction", "LossWeight", "amount_of", "check_amounts", "compute_loss"]
+__all__ = [
+    "LossFunction",
+    "LossWeight",
+    "amount_of",
+    "check_amounts",
+    "check_counted_alike",
+    "compute_loss",
+    "model_loss",
+    "token_count",
+]
+
+IGNORED = -100
+"""The label that losses of PyTorch and of Hugging Face leave out of their mean."""
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """``loss_fn(output, target)``: the mean over the microbatch's samples as a tensor, or that and a dict of metrics."""
@@ -17,6 +30,53 @@ LossFunction: TypeAlias = Callable[[Any, Any], Any]
 
 LossWeight: TypeAlias = Callable[[Any], Tensor | float]
 """``loss_weight(target)``: the number of items (tokens, for example) that the loss for `target` is the mean over."""
+
+
+def model_loss(output: Any, target: None = None) -> Any:
+    """The loss that the model computed itself. Pass it as `loss_fn`, and the labels among the model's inputs.
+
+    `output`: an object or a mapping with an entry ``loss``, as models of Hugging Face return it; a tuple whose first
+    entry is the loss; or the loss. There is no target: ``pipe.step(batch)``. A `loss_weight` is called with the batch
+    instead. Raises `PenstockError` if there is no loss in `output`.
+    """
+    match output:
+        case Tensor():
+            found: Any = output
+        case Mapping():
+            found = output.get("loss")
+        case _ if getattr(output, "loss", None) is not None:
+            found = output.loss
+        case tuple() | list():
+            found = next(iter(output), None)
+        case _:
+            found = None
+    if not isinstance(found, Tensor):
+        raise PenstockError(
+            f"loss_fn=penstock.model_loss, and the model's output, {type(output).__name__}, has no loss: expected an "
+            "entry 'loss', a tuple that begins with it, or one number. Models of Hugging Face compute it if the "
+            "labels are among their inputs: sample={**batch, 'labels': labels}"
+        )
+    return found
+
+
+def token_count(labels: str = "labels", *, shifted: bool) -> LossWeight:
+    """A `loss_weight` for `model_loss` where it is a mean over tokens: the number of labels that are not -100.
+
+    `labels`: their name in the batch, a dict. `shifted`: True if the model compares the output at a position with the
+    next label, as causal language models do: then the first label of every sequence does not count. False if it
+    compares it with the label at the same position (masked language models, encoder-decoders, token classification).
+    """
+
+    def count(batch: Any) -> Tensor:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get(labels), Tensor):
+            raise PenstockError(
+                f"token_count({labels!r}) counts the labels of a batch, found {type(batch).__name__} without a tensor "
+                "of that name: pass batches as dicts, as in sample=, with loss_fn=penstock.model_loss"
+            )
+        found: Tensor = batch[labels]
+        return (found[..., 1:] if shifted else found).ne(IGNORED).sum()
+
+    return count
 
 
 def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
@@ -43,6 +103,31 @@ def check_amounts(amounts: Sequence[float]) -> None:
         raise PenstockError(
             "loss_weight(target) is 0 for every microbatch of this minibatch: expected at least one item that its "
             "loss can be the mean over. Leave such batches out"
+        )
+
+
+def check_counted_alike(name: str, batches: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Raises `PenstockError` if the samples of `batches`, of the model's input `name`, hold more labels in some pieces
+    than in others, relative to the `sizes` of the pieces: a mean over labels weighs these otherwise than a mean over
+    samples.
+
+    Labels are integers, and -100 does not count. Waits for the device of `batches`.
+    """
+    if batches[0].dtype not in (torch.int64, torch.int32) or batches[0].is_meta:
+        return
+    # Some losses leave out the first label of every sequence, so the first ones are counted apart.
+    columns = [(batch.reshape(len(batch), -1), batch[..., :1].reshape(len(batch), -1)) for batch in batches]
+    marks = [torch.stack([part.eq(IGNORED).sum(1) for part in parts], 1) for parts in columns]
+    rows: list[list[int]] = torch.cat(marks).tolist()
+    pieces = [rows[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    ignored = [[sum(column) for column in zip(*piece, strict=True)] for piece in pieces]
+    if len({tuple(count / size for count in counts) for counts, size in zip(ignored, sizes, strict=True)}) > 1:
+        raise PenstockError(
+            f"the {sizes} samples of the microbatches (or of the replicas' shares) hold "
+            f"{[counts[0] for counts in ignored]} labels of {IGNORED} in {name}, which do not count, and no "
+            "loss_weight= says whether the model's loss is a mean over the labels that do. If it is, pass "
+            "loss_weight=penstock.token_count('labels', shifted=True) for a causal language model and shifted=False "
+            "for others. If it is a mean over samples, pass loss_weight=lambda batch: len(batch['labels'])"
         )
 
 

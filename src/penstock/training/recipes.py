@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.training.clipping import check_clip
-from penstock.training.losses import LossFunction, LossWeight
+from penstock.training.losses import LossFunction, LossWeight, model_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import autocasting, check_autocast, check_version_dtype
 from penstock.training.scaling import LossScale, read_loss_scale
@@ -49,6 +49,11 @@ class Recipe:
     def scaling(self) -> LossScale | None:
         """The rule that `loss_scale` asks for."""
         return read_loss_scale(self.loss_scale)
+
+    @property
+    def reads_model_loss(self) -> bool:
+        """Whether the model computes its loss itself, from labels among its inputs."""
+        return self.loss_fn is model_loss
 
     @property
     def needs_norms(self) -> bool:

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from support.jobs import composition_jobs as jobs
 from support.jobs.composition_jobs import Run
@@ -41,3 +43,15 @@ def test_a_checkpoint_of_one_process_loads_into_shards(pool: Pool, tmp_path: Pat
     expected = jobs.save(one_process(run), str(tmp_path / "saved"))
 
     assert pool.run(4, jobs.load, run, str(tmp_path / "saved"))[0] == pytest.approx(expected, abs=ROUNDING, rel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", CHECKPOINTED[::2], ids=str)
+def test_weights_of_shards_are_exported_whole_and_once(pool: Pool, tmp_path: Path, run: Run) -> None:
+    results = pool.run(4, jobs.export, run, str(tmp_path))
+    written = [item for path in tmp_path.glob("*.safetensors") for item in load_file(path).items()]
+
+    assert len(written) == len(dict(written)) == len(jobs.build_model().state_dict())
+    for own, whole in results:
+        assert whole.keys() == jobs.build_model().state_dict().keys()
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in (*own.items(), *written))

@@ -32,6 +32,7 @@ __all__ = [
     "Run",
     "build_model",
     "divide_backward",
+    "export",
     "load",
     "look_around",
     "loss_fn",
@@ -354,6 +355,17 @@ def load(run: Run, directory: str) -> list[float]:
     pipe = run.make(seed=1)
     pipe.load(directory)
     return _finish(pipe)
+
+
+def export(run: Run, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two steps, the weights in files, and the state dicts of this process and of the whole model."""
+    pipe = run.make()
+    for x, y in BATCHES[:2]:
+        pipe.step(x, y)
+    pipe.save_weights(directory, max_shard_size="1KB")
+    own, whole = pipe.state_dict()["model"], pipe.full_state_dict(rank=None)
+    pipe.close()
+    return own, whole
 
 
 def _finish(pipe: penstock.Pipeline) -> list[float]:

@@ -20,6 +20,7 @@ from penstock.runtime.execution.recomputation import Granularity
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
+from penstock.training.losses import model_loss
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
 from penstock.values.plans import Plan, Stage
@@ -81,8 +82,17 @@ def capture_for_training(
     compilation = read_compilation(compile, parallelized)
     if asks_for_weights(model, init_fn):
         weightless = capture_weightless(model, sample)
+        _check_loss(weightless.chain, recipe)
         return CapturedModel(weightless.chain, weightless.device, weightless, init_fn, compilation)
     device = first_device(model)
     # Code of the model that branches on types must see the types of autocast.
     with recipe.autocast_context(device):
-        return CapturedModel(capture(model, sample), device, None, None, compilation)
+        chain = capture(model, sample)
+    _check_loss(chain, recipe)
+    return CapturedModel(chain, device, None, None, compilation)
+
+
+def _check_loss(chain: LayerChain, recipe: Recipe) -> None:
+    """Raises `PenstockError` if the model should compute its loss and its output has none."""
+    if recipe.reads_model_loss:
+        model_loss(chain.output.build([torch.empty(()) for _ in chain.output.values]))

@@ -1,13 +1,19 @@
 """Cuts a user's batch into the microbatches of a step or of an evaluation, and checks it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from penstock.capturing.chain import LayerChain
-from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, split
+from penstock.errors import PenstockError
+from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, gather, split
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs
 from penstock.scheduling.schedules import Schedule
-from penstock.training.losses import LossWeight
+from penstock.training.losses import LossWeight, amount_of, check_amounts, check_counted_alike
+from penstock.training.recipes import Recipe
+from penstock.training.user_microbatches import Microbatches
 
 __all__ = ["BatchSplitter"]
 
@@ -22,27 +28,130 @@ class BatchSplitter:
     chain: LayerChain
     schedule: Schedule
     required: RequiredInputs
-    loss_weight: LossWeight | None
+    recipe: Recipe
     in_step: int
 
     def for_step(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
         """The microbatches of a training step."""
-        placement = self.schedule.placement
+        placement, count = self.schedule.placement, self.schedule.microbatches
         slices = max(map(len, placement.stages)) if placement.split else 1
-        return self.required.checked(
-            split(self.chain.inputs, inputs, target, self.schedule.microbatches, slices, self._weigh)
-        )
+        if isinstance(inputs, Microbatches) and len(inputs.inputs) != count:
+            raise PenstockError(
+                f"Microbatches holds {len(inputs.inputs)} microbatch(es) and a step has {count}: pass as many, or "
+                f"build the Pipeline with microbatches={len(inputs.inputs)}"
+            )
+        return self.required.checked(self._cut(self.chain, inputs, target, count, slices))
 
     def for_evaluation(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
-        """As many microbatches of the captured size as a batch makes; `target` is None if only outputs are wanted."""
+        """As many microbatches of the captured size as a batch makes, with the weights of their losses."""
         # The trace of the evaluation may hold for other sizes than that of the training.
         chain = self.chain.evaluation()
-        count = count_microbatches(chain.inputs, inputs)
-        weigh = None if target is None else self._weigh
-        cut = split(chain.inputs, inputs, target, count + -count % self.in_step, weigh=weigh)
+        if isinstance(inputs, Microbatches):
+            if len(inputs.inputs) % self.in_step:
+                raise PenstockError(
+                    f"Microbatches holds {len(inputs.inputs)} microbatch(es), which {self.in_step} replicas cannot "
+                    "evaluate equally often: pass a multiple of them, or one batch"
+                )
+            count = len(inputs.inputs)
+        else:
+            count = self._evaluated_together(chain, inputs)
+        return find_inputs(chain, self.required.stages).checked(self._cut(chain, inputs, target, count))
+
+    def for_prediction(self, inputs: Any) -> tuple[Microbatch, ...]:
+        """The same without targets and weights."""
+        if isinstance(inputs, Microbatches):
+            raise PenstockError(
+                "predict takes one batch, since outputs are joined: call it for each of the Microbatches"
+            )
+        chain = self.chain.evaluation()
+        cut = split(chain.inputs, inputs, None, self._evaluated_together(chain, inputs))
         return find_inputs(chain, self.required.stages).checked(cut)
+
+    def _evaluated_together(self, chain: LayerChain, inputs: Any) -> int:
+        count = count_microbatches(chain.inputs, inputs)
+        return count + -count % self.in_step
+
+    def _cut(self, chain: LayerChain, inputs: Any, target: Any, count: int, slices: int = 1) -> tuple[Microbatch, ...]:
+        given = _as_given(inputs, target)
+        if self.recipe.reads_model_loss and any(target is not None for _, target in given):
+            raise PenstockError(
+                "loss_fn=penstock.model_loss takes no target, since the model computes its loss from labels among its "
+                "inputs: call step(batch) with the labels in the batch, as in sample="
+            )
+        weighed = self.recipe.reads_model_loss and self._weigh is not None
+        pairs = [(batch, _as_target(batch) if weighed else target) for batch, target in given]
+        each = [split(chain.inputs, *pair, count // len(pairs), slices, self._weigh) for pair in pairs]
+        made = gather([microbatch for cut in each for microbatch in cut]) if len(each) > 1 else each[0]
+        if self.recipe.loss_weight is None:
+            self._check_unweighed(chain, given, made, slices)
+        check_amounts([microbatch.amount for microbatch in made])
+        return made
+
+    def _check_unweighed(
+        self, chain: LayerChain, given: Sequence[tuple[Any, Any]], made: Sequence[Microbatch], slices: int
+    ) -> None:
+        """Raises `PenstockError` if the samples of `made` may not weigh the same, and no loss_weight says how much."""
+        counts = self.recipe.reads_model_loss and self.required.target
+        if len(given) == 1 and not counts:
+            return
+        tensors = [chain.inputs.read(batch) for batch, _ in given]
+        batched = [name for name in tensors[0] if name in chain.inputs.batched]
+        shapes = {name: sorted({tuple(each[name].shape[1:]) for each in tensors}) for name in batched}
+        if other := {name: found for name, found in shapes.items() if len(found) > 1}:
+            over_tokens, over_samples = (
+                ("penstock.token_count('labels', shifted=True or False)", "lambda batch: len(batch['labels'])")
+                if self.recipe.reads_model_loss
+                else ("lambda target: (target != -100).sum()", "lambda target: len(target)")
+            )
+            raise PenstockError(
+                f"the microbatches have different shapes behind the samples, {other}, and no loss_weight= says what "
+                f"the loss is a mean over: pass loss_weight={over_tokens} for a mean over tokens, or "
+                f"loss_weight={over_samples} for a mean over samples"
+            )
+        if counts:
+            sizes = [len(span) for microbatch in made for span in even_spans(microbatch.samples, slices)]
+            for name in batched:
+                check_counted_alike(name, [each[name] for each in tensors], sizes)
 
     @property
     def _weigh(self) -> LossWeight | None:
         """The weight of a target; None where the target is not read."""
-        return self.loss_weight if self.required.target else None
+        if not self.required.target:
+            return None
+        weigh = self.recipe.loss_weight
+        return _nonzero(weigh) if weigh is not None and self.recipe.reads_model_loss else weigh
+
+
+def _as_given(inputs: Any, target: Any) -> list[tuple[Any, Any]]:
+    """The batches with their targets: one, or one for each microbatch."""
+    if not isinstance(inputs, Microbatches):
+        return [(inputs, target)]
+    targets = [None] * len(inputs.inputs) if inputs.targets is None else inputs.targets
+    if target is not None or not inputs.inputs or len(targets) != len(inputs.inputs):
+        raise PenstockError(
+            f"Microbatches holds {len(inputs.inputs)} inputs and {len(targets)} targets"
+            f"{', and there is a target beside it' if target is not None else ''}: expected at least one, as many "
+            "targets as inputs, and pipe.step(penstock.Microbatches(inputs, targets))"
+        )
+    return list(zip(inputs.inputs, targets, strict=True))
+
+
+def _as_target(batch: Any) -> Any:
+    """`batch` as what a `loss_weight` is called with if the model computes its loss."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _nonzero(weigh: LossWeight) -> LossWeight:
+    """`weigh`, which must not be 0: the mean that a model computes over nothing is not a number."""
+
+    def weigh_batch(batch: Any) -> Tensor | float:
+        amount = amount_of(weigh, batch, 0)
+        if not amount:
+            raise PenstockError(
+                "loss_weight(batch) is 0 for a microbatch, or for a replica's share of it: nothing in it counts, so "
+                "the mean that the model computes is not a number. Leave such samples out, mix them with others, or "
+                "use fewer microbatches"
+            )
+        return amount
+
+    return weigh_batch

@@ -19,9 +19,9 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
-from penstock.training.losses import LossWeight, amount_of, check_amounts
+from penstock.training.losses import LossWeight, amount_of
 
-__all__ = ["Microbatch", "count_microbatches", "even_spans", "join", "split", "take_slice"]
+__all__ = ["Microbatch", "count_microbatches", "even_spans", "gather", "join", "split", "take_slice"]
 
 
 # Not frozen: a frozen one takes three times as long to make, and every step makes m of them.
@@ -98,7 +98,6 @@ def split(
     _check_target(target, samples)
     targets = _split_target(target, samples, spans)
     amounts = [amount_of(weigh, target_piece, size) for target_piece, size in zip(targets, sizes, strict=True)]
-    check_amounts(amounts)
     total = sum(amounts)
     names = tuple(tensors)
     columns = [_split_rows(t, spans) if name in spec.batched else [t] * count for name, t in tensors.items()]
@@ -112,6 +111,12 @@ def split(
         own = dict(zip(names, cut, strict=True))
         made.append(Microbatch(own, target_piece, size, amount, total, signature, size, amount, weigh))
     return tuple(made)
+
+
+def gather(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
+    """Makes one minibatch of `microbatches` that were cut from several."""
+    total = sum(microbatch.amount for microbatch in microbatches)
+    return tuple(replace(microbatch, total=total) for microbatch in microbatches)
 
 
 def take_slice(spec: ModelInputs, microbatch: Microbatch, index: int, slices: int) -> Microbatch:

@@ -1,0 +1,334 @@
+"""First weights out of safetensors files: one file, or several with an index, as model hubs store them.
+
+The names, shapes and types of all tensors are in the headers of the files. So the whole model is compared with the
+files before anything is read, on every process alike. Then a process reads the tensors of its own stages, one after
+the other, straight into their memory.
+
+Law of this file: a file is opened anew for every tensor. The library maps a file into memory, and what was read of it
+stays resident as long as it is open.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
+from penstock.errors import CheckpointError, PenstockError
+from penstock.torch_internals.modules import is_persistent
+from penstock.torch_internals.tensors import times_written
+
+__all__ = ["INDEX", "NEW", "SINGLE", "TYPE_CODES", "Rename", "load_weights"]
+
+Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
+"""The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NEW = ".weights.new"
+"""In a directory: the whole set of files that `Pipeline.save_weights` is moving into it."""
+
+TYPE_CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""How the headers of safetensors files call PyTorch's types."""
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+"""These are converted into each other. Smaller ones need scales, which are tensors of their own in the files."""
+
+
+def load_weights(path: str | Path, *, rename: Rename | None = None, missing: InitFn | None = None) -> InitFn:
+    """An `init_fn` that reads the weights of a model on the meta device from safetensors files.
+
+    Each process reads the tensors of its own stages only, and its memory never holds more than them and the one that
+    is being read. Values take the type of the parameter; to train in bfloat16, say ``model.to(torch.bfloat16)`` while
+    the model is on the meta device. A weight with several names may have any of them in the files. Buffers outside
+    the state dict are not in files; they get what `reset_parameters` makes, or `missing` where it makes nothing.
+
+    Args:
+        path: a file, or a directory with ``model.safetensors`` or ``model.safetensors.index.json``.
+        rename: the names in the files, from those of the model: a function, or a dict of regular expressions and what
+            replaces them (``re.sub``, in their order), as ``{r"^model\\.": ""}``.
+        missing: an `init_fn` for the parameters and buffers that the files do not have (a new head, adapters).
+
+    Before anything is read, the files are compared with the whole model. Raises `CheckpointError` with all names that
+    are missing or differ in shape or type. It warns once, on rank 0, of tensors in the files that the model has not.
+    Needs the package ``safetensors`` (the extra ``hub``).
+    """
+    return _WeightFiles(Path(path), rename, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where a tensor is, and what the header of its file says of it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    code: str
+
+
+class _WeightFiles(WeightSource):
+    """The tensors in the files of `path`, under the names of a model."""
+
+    def __init__(self, path: Path, rename: Rename | None, missing: InitFn | None) -> None:
+        self.path, self.rename, self.missing = path, _renaming(rename), missing
+        self._homes: dict[str, tuple[_StoredTensor, ...]] = {}
+        """By the first name of each tensor of the model."""
+        self._reset: InitFn | None = None
+        self._computed: frozenset[str] = frozenset()
+        """The buffers outside of the state dict."""
+        self._warned = False
+
+    @cached_property
+    def stored(self) -> Mapping[str, _StoredTensor]:
+        """What the files have, by name."""
+        return {stored.name: stored for file in _files_of(self.path) for stored in _read_header(file)}
+
+    def examine(self, model: nn.Module, given: Collection[str]) -> None:
+        names = _names(model)
+        persistent = _persistent_names(model)
+        self._computed = frozenset(first for first, known in names.items() if not persistent.intersection(known))
+        self._reset = reset_parameters(model)
+        self._homes = {
+            first: found
+            for first, known in names.items()
+            if first not in self._computed and (found := self._find(known))
+        }
+        self._compare(model, names, given)
+
+    def has(self, name: str) -> bool:
+        return name in self._homes
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        if name in self._computed:
+            self._compute(name, tensor)
+            return
+        homes = self._homes.get(name) or self._find([name])
+        if homes:
+            _read(name, homes, tensor)
+        elif self.missing is not None:
+            self.missing(name, tensor)
+        else:
+            raise CheckpointError(
+                f"{self.path}: expected {self.rename(name)!r}, the weights of {name}, found no such tensor. Pass "
+                "rename= with the names of the files, or missing= with what makes weights that they do not have"
+            )
+
+    def _compute(self, name: str, tensor: Tensor) -> None:
+        """Has the model write a buffer, or `missing` if the model does not."""
+        assert self._reset is not None, "it is after `examine`"
+        version = times_written(tensor)
+        self._reset(name, tensor)
+        if times_written(tensor) == version and self.missing is not None:
+            self.missing(name, tensor)
+
+    def _find(self, known: Collection[str]) -> tuple[_StoredTensor, ...]:
+        """The tensors in the files under the names `known` of one tensor of the model."""
+        places = dict.fromkeys(self.rename(name) for name in known)
+        return tuple(self.stored[place] for place in places if place in self.stored)
+
+    def _compare(self, model: nn.Module, names: Mapping[str, list[str]], given: Collection[str]) -> None:
+        """Raises `CheckpointError` for what is missing or misshapen, and warns of what is unexpected."""
+        tensors = named_tensors(model)
+        lacking = [
+            self._asked(first, known)
+            for first, known in names.items()
+            if not (first in self._homes or first in self._computed or first in given)
+        ]
+        if self.missing is not None and self._homes:
+            lacking = []
+        unlike = [text for first, homes in self._homes.items() for text in _differences(first, tensors[first], homes)]
+        expected = {self.rename(name) for known in names.values() for name in known}
+        unexpected = sorted(self.stored.keys() - expected)
+        if lacking or unlike:
+            raise CheckpointError(_complaint(self.path, lacking, unlike, unexpected))
+        if unexpected and not self._warned and _rank() == 0:
+            warnings.warn(
+                f"penstock: {self.path}: the model has no place for {len(unexpected)} tensor(s) of the files, which "
+                f"are not read: {', '.join(unexpected)}. If it should have one, pass rename=",
+                stacklevel=2,
+            )
+        self._warned = True
+
+    def _asked(self, first: str, known: Collection[str]) -> str:
+        """``name`` or ``name (as 'name in the files')``."""
+        places = dict.fromkeys(self.rename(name) for name in known)
+        return first if list(places) == [first] else f"{first} (as {' or '.join(map(repr, places))})"
+
+
+def _persistent_names(model: nn.Module) -> frozenset[str]:
+    """All names of the parameters, and of the buffers that are in the state dict."""
+    buffers = (
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        if is_persistent(module, name)
+    )
+    return frozenset((*(name for name, _ in model.named_parameters(remove_duplicate=False)), *buffers))
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of every tensor of `model`, by the first of them."""
+    firsts = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    result: dict[str, list[str]] = {name: [] for name in firsts.values()}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        result[firsts[id(tensor)]].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        result[firsts[id(buffer)]].append(name)
+    return result
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str]:
+    if rename is None:
+        return str
+    if not isinstance(rename, Mapping):
+        return rename
+    try:
+        rules = [(re.compile(pattern), new) for pattern, new in rename.items()]
+    except re.error as error:
+        raise PenstockError(
+            f"rename= has a key that is no regular expression: {error.pattern!r} ({error}). Write \\. for a dot"
+        ) from error
+
+    def renamed(name: str) -> str:
+        for pattern, new in rules:
+            name = pattern.sub(new, name)
+        return name
+
+    return renamed
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files that hold the tensors. `CheckpointError` if there are none, or one is absent."""
+    if path.is_file():
+        return [path] if path.name != INDEX else _indexed(path)
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if (path / INDEX).is_file():
+        return _indexed(path / INDEX)
+    found = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    if NEW in found:
+        raise CheckpointError(
+            f"{path}: expected {SINGLE} or {INDEX}, found {', '.join(found)}. A process was killed while it published "
+            f"weights here. They are whole: move the files of {NEW} up into this directory"
+        )
+    raise CheckpointError(
+        f"{path}: expected a safetensors file, or a directory with {SINGLE} or {INDEX}, found "
+        f"{', '.join(found) if found else 'an empty directory' if path.is_dir() else 'nothing'}. Download a model of "
+        "the hub with huggingface_hub.snapshot_download(name), which returns its directory. Convert files of another "
+        "format with from_pretrained(...).save_pretrained(...)"
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        places = json.loads(index.read_text())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index}: expected a JSON object with a weight_map, found {type(error).__name__}: {error}. Download it "
+            "again"
+        ) from error
+    files = [index.parent / name for name in dict.fromkeys(places)]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index}: expected the {len(files)} files that it names, found {len(files) - len(absent)}. Absent: "
+            f"{', '.join(absent)}. Download them"
+        )
+    return files
+
+
+def _read_header(file: Path) -> Iterator[_StoredTensor]:
+    with _opened(file) as opened:
+        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            part = opened.get_slice(name)
+            yield _StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise PenstockError(
+            "load_weights reads its files with the package safetensors, which is not installed: pip install "
+            "safetensors, or Penstock with its extra hub"
+        ) from error
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: expected a whole safetensors file, found {type(error).__name__}: {error}. Download or write it "
+            "again"
+        ) from error
+
+
+def _differences(name: str, tensor: Tensor, homes: Collection[_StoredTensor]) -> Iterator[str]:
+    """What stands between `tensor` and each of its `homes` in the files."""
+    own = TYPE_CODES.get(tensor.dtype, str(tensor.dtype))
+    for home in homes:
+        if home.shape != tuple(tensor.shape):
+            yield f"{name}: {tuple(tensor.shape)} in the model, {home.shape} in {home.file.name}"
+        elif home.code != own and not (home.code in _FLOATING and own in _FLOATING):
+            yield f"{name}: {own} in the model, {home.code} in {home.file.name}"
+
+
+def _complaint(path: Path, lacking: list[str], unlike: list[str], unexpected: list[str]) -> str:
+    lines = [f"{path}: the files do not fit the model."]
+    if lacking:
+        lines.append(f"The files lack {len(lacking)} tensor(s) of the model: {', '.join(lacking)}.")
+    if unlike:
+        lines.append(f"{len(unlike)} tensor(s) differ in shape or type: {'; '.join(unlike)}.")
+    if unexpected:
+        lines.append(f"The model lacks {len(unexpected)} tensor(s) of the files: {', '.join(unexpected)}.")
+    lines.append(
+        "Build the model with the configuration of the files. Pass rename= if only names differ, and "
+        "missing=penstock.reset_parameters(model) if the files are right not to have some. A file in a quantized type "
+        "must be converted before"
+    )
+    return "\n".join(lines)
+
+
+def _read(name: str, homes: tuple[_StoredTensor, ...], tensor: Tensor) -> None:
+    """Reads the first of `homes` into `tensor`. `CheckpointError` if the others are not the same."""
+    first, *others = homes
+    with torch.no_grad(), _opened(first.file) as opened:
+        tensor.copy_(opened.get_tensor(first.name))
+    for other in others:
+        with _opened(first.file) as opened, _opened(other.file) as again:
+            alike = torch.equal(opened.get_tensor(first.name), again.get_tensor(other.name))
+        if not alike:
+            raise CheckpointError(
+                f"{first.name} ({first.file.name}) and {other.name} ({other.file.name}) have different values, and are "
+                f"one tensor in the model ({name}): expected them alike. Untie the weights in the model "
+                "(tie_word_embeddings=False in its configuration), or remove one of them with rename="
+            )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,0 +1,18 @@
+"""Integrations: training loops of other libraries that train through a pipeline.
+
+Each is imported on first use, with the library that it belongs to.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.integrations.transformers_trainer import PipelineTrainer
+
+__all__ = ["PipelineTrainer"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock.integrations' has no attribute {name!r}")
+    return getattr(import_module("penstock.integrations.transformers_trainer"), name)

@@ -1,0 +1,158 @@
+"""Safetensors files, written tensor by tensor, and the directory that they appear in all at once.
+
+The format is a length, a JSON header with names, types, shapes and places, and then the numbers. The library's own
+writer takes all tensors of a file at once, on the CPU; a process of a pipeline has no room for that.
+
+Laws of this file:
+  1. A writer holds no tensor longer than it takes to write it.
+  2. New files appear in a directory after all of them are written, and the one that a reader looks for first is the
+     last. So an interruption leaves the old set, the new one, or none that looks whole, and never a mixture.
+  3. Nothing is removed but the weights that the new ones replace.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from penstock.capturing.weight_files import INDEX, NEW, SINGLE, TYPE_CODES
+from penstock.errors import CheckpointError
+
+__all__ = ["PARTIAL", "SafetensorsWriter", "StoredEntry", "begin", "publish", "write_index"]
+
+PARTIAL, REPLACED = ".weights.partial", ".weights.replaced.json"
+"""In the directory: where files are while they are written, and the index of the weights that they replace while these
+are removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """A tensor as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """What its numbers take in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Writes the tensors of `entries` to a new file at `path`, one after the other, in their order."""
+
+    def __init__(self, path: Path, entries: Sequence[StoredEntry]) -> None:
+        header = json.dumps(_header(entries), separators=(",", ":")).encode()
+        # Numbers begin at a multiple of eight bytes.
+        header += b" " * (-len(header) % 8)
+        self._left = [entry.bytes for entry in reversed(entries)]
+        self._file = path.open("xb")
+        self._file.write(len(header).to_bytes(8, "little") + header)
+
+    def append(self, tensor: Tensor) -> None:
+        """Writes the next tensor, which is on the CPU in the type and shape of its entry."""
+        values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert values.nbytes == self._left.pop(), "as its entry says"
+        self._file.write(values.data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if error is None:
+                assert not self._left, "all entries are written"
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def write_index(directory: Path, homes: Mapping[str, str], entries: Collection[StoredEntry]) -> None:
+    """Writes the index of the files in `directory`. `homes`: by the name of each of `entries`, its file."""
+    metadata = {
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries),
+        "total_size": sum(entry.bytes for entry in entries),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(homes.items()))}, indent=2)
+    (directory / INDEX).write_text(text + "\n")
+
+
+def begin(directory: Path) -> None:
+    """Makes an empty place in `directory` for files that are written. What an interruption left there is removed."""
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory}: expected a directory or nothing, found a file. Choose another name")
+    shutil.rmtree(directory / PARTIAL, ignore_errors=True)
+    (directory / PARTIAL).mkdir(parents=True)
+
+
+def publish(directory: Path, last: str) -> None:
+    """Moves all that was written to the place of `begin` into `directory`, in place of older weights; `last` goes last.
+
+    An interruption before the end leaves what is not yet moved in `.weights.new`.
+    """
+    for path in (directory / PARTIAL).iterdir():
+        _write_through(path)
+    new, index, replaced = directory / NEW, directory / INDEX, directory / REPLACED
+    # An interruption may have left shards that no index in the directory names any more.
+    left = _shards_of(new / INDEX) + _shards_of(replaced)
+    shutil.rmtree(new, ignore_errors=True)
+    (directory / PARTIAL).rename(new)
+    if last in (SINGLE, INDEX):
+        (directory / SINGLE).unlink(missing_ok=True)
+        if index.exists():
+            index.replace(replaced)
+        for name in (*left, *_shards_of(replaced)):
+            (directory / name).unlink(missing_ok=True)
+        replaced.unlink(missing_ok=True)
+    else:
+        (directory / last).unlink(missing_ok=True)
+    for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
+        path.replace(directory / path.name)
+    new.rmdir()
+    _write_through(directory)
+
+
+def _header(entries: Sequence[StoredEntry]) -> dict[str, Any]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        if entry.dtype not in TYPE_CODES:
+            raise CheckpointError(
+                f"{entry.name} has the type {entry.dtype}, which safetensors files cannot hold: expected one of "
+                f"{', '.join(str(known).removeprefix('torch.') for known in TYPE_CODES)}. Convert it with dtype="
+            )
+        stop = start + entry.bytes
+        header[entry.name] = {
+            "dtype": TYPE_CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    return header
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files that `index` names, in its own directory; none if it is no index."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return []
+    return [name for name in sorted(names) if Path(name).name == name]
+
+
+def _write_through(path: Path) -> None:
+    """Waits until `path` is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

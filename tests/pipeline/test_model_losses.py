@@ -1,0 +1,253 @@
+"""Losses that the model computes from labels among its inputs: the numbers of one device, or an error."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import penstock
+from support import models
+from support.jobs.model_loss_jobs import (
+    SENTENCES,
+    build,
+    labelled,
+    labelled_options,
+    refuse_uneven_labels,
+    replicated,
+    run_labelled,
+    train,
+)
+from support.jobs.transformer_jobs import SUBJECTS
+from support.processes import Pool
+from support.training import Outcome, assert_equal
+
+FLOAT32 = 1e-5
+"""Transformers computes losses in float32, whatever the type of the model, and so their gradients."""
+
+
+def oracle(batches: Any, options: dict[str, Any]) -> Outcome:
+    given = {name: value for name, value in options.items() if value is not None}
+    found = penstock.reference_train(build(), [(batch, None) for batch in batches], **given)
+    return Outcome(found.losses, found.state)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw", "pipedream"])
+def test_the_pipeline_equals_the_oracle(schedule: str) -> None:
+    options = labelled_options(schedule)
+
+    assert_equal(oracle(SENTENCES, options), train(build, SENTENCES, options))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_replicas_weigh_what_they_have(split: bool) -> None:
+    options = replicated("1f1b-flush", split)
+    # Replicas that split a microbatch have at least a sample each.
+    batches = [labelled(9, 8, seed) for seed in range(2)]
+
+    assert_equal(oracle(batches, options), train(build, batches, options))
+
+
+def test_in_two_processes(pool: Pool) -> None:
+    expected = run_labelled("1f1b-flush", False)
+    for outcome in pool.run(2, run_labelled, "1f1b-flush", False):
+        assert_equal(expected, outcome)
+        assert outcome.evaluated == expected.evaluated
+
+
+def plainly(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], float]:
+    """The losses of the whole batches, as their users write it, the final weights, and an evaluation."""
+    optimizer = models.momentum(list(model.parameters()))
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, model.state_dict(), model.eval()(**batches[0]).loss.item()
+
+
+def test_the_numbers_are_those_of_the_whole_batch_on_one_device() -> None:
+    losses, state, evaluated = plainly(build(), SENTENCES)
+    found = train(build, SENTENCES, labelled_options("1f1b-flush"))
+    # Counts other labels than the model does.
+    other = train(build, SENTENCES, labelled_options("1f1b-flush", loss_weight=lambda batch: len(batch["labels"])))
+
+    assert found.losses == pytest.approx(losses, rel=FLOAT32)
+    assert found.evaluated == pytest.approx(evaluated, rel=FLOAT32)
+    torch.testing.assert_close(found.state, state, rtol=1e-4, atol=1e-6)
+    assert other.losses != pytest.approx(losses, rel=100 * FLOAT32)
+
+
+def test_labels_that_are_not_shifted() -> None:
+    subject = SUBJECTS["bert"]
+    batches = []
+    for seed, (inputs, target) in enumerate(subject.batches):
+        kept = torch.rand(target.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+        batches.append({**inputs, "labels": target.masked_fill(~kept, -100)})
+    losses, *_ = plainly(subject.build(), batches)
+    sample = {name: tensor[:2] for name, tensor in batches[0].items()}
+    options = labelled_options("1f1b-flush", sample=sample, loss_weight=penstock.token_count("labels", shifted=False))
+
+    assert train(subject.build, batches, options).losses == pytest.approx(losses, rel=FLOAT32)
+
+
+def test_uneven_labels_without_a_weight_are_refused() -> None:
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush", loss_weight=None))
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    for batch in (SENTENCES[0], transformers.BatchEncoding(SENTENCES[0])):
+        with pytest.raises(penstock.PenstockError, match=r"penstock\.token_count\('labels', shifted=True\)"):
+            pipe.step(batch)
+    # As many in every microbatch, but the first ones of a sequence may not count.
+    batch = labelled(3, 6, 0, torch.tensor([6, 6, 6]))
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][0, 0] = batch["labels"][1, 1] = batch["labels"][2, 2] = -100
+    with pytest.raises(penstock.PenstockError, match="which do not count"):
+        pipe.step(batch)
+    with pytest.raises(penstock.PenstockError, match="which do not count"):
+        pipe.evaluate(SENTENCES[0])
+
+    torch.testing.assert_close(pipe.state_dict()["model"], before, rtol=0, atol=0)
+
+
+def test_uneven_labels_end_every_process(pool: Pool) -> None:
+    """The last stage reads the labels, and the other processes must not wait for it."""
+    first, last = pool.run(2, refuse_uneven_labels)
+
+    assert "penstock.token_count" in last
+    assert first.startswith("TransportError")
+    assert "penstock.token_count" in first
+
+
+def test_even_labels_need_no_weight() -> None:
+    lengths = torch.full((6,), 8)
+    batches = [{**(made := labelled(6, 8, seed, lengths)), "labels": made["input_ids"]} for seed in range(2)]
+    losses, *_ = plainly(build(), batches)
+    found = train(build, batches, labelled_options("1f1b-flush", loss_weight=None))
+
+    assert found.losses == pytest.approx(losses, rel=FLOAT32)
+
+
+def test_a_microbatch_without_labels_that_count_is_refused() -> None:
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush"))
+    batch = {**SENTENCES[0], "labels": SENTENCES[0]["labels"].clone()}
+    batch["labels"][:3] = -100
+    with pytest.raises(penstock.PenstockError, match="nothing in it counts"):
+        pipe.step(batch)
+
+
+def test_a_target_beside_the_labels_is_refused() -> None:
+    pipe = penstock.Pipeline(build(), **labelled_options("1f1b-flush"))
+    with pytest.raises(penstock.PenstockError, match="takes no target"):
+        pipe.step(SENTENCES[0], SENTENCES[0]["labels"])
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    sample = {"input_ids": SENTENCES[0]["input_ids"][:2]}
+    with pytest.raises(penstock.PenstockError, match="CausalLMOutputWithPast, has no loss"):
+        penstock.Pipeline(build(), **labelled_options("1f1b-flush", sample=sample))
+
+
+class Own(nn.Module):
+    """Returns its loss in one of the forms that models use."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.form = form
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        loss = (x - y).square().mean()
+        return {"scalar": loss, "tuple": (loss, x), "dict": {"output": x, "loss": loss}}[self.form]
+
+
+@pytest.mark.parametrize("form", ["scalar", "tuple", "dict"])
+def test_every_form_of_an_output(form: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return Own(form).double()
+
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64))
+    expected = make()
+    loss = penstock.model_loss(expected(*batch))
+    options = labelled_options("1f1b-flush", sample=tuple(t[:2] for t in batch), loss_weight=None)
+    found = train(make, [batch, batch], options)
+
+    assert found.losses[0] == pytest.approx(loss.item(), rel=1e-12)
+    assert found.losses[1] < found.losses[0]
+
+
+class Routed(nn.Module):
+    """Experts in every block, and a loss that asks all their routers to use the experts evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        chosen = []
+        for block in self.blocks:
+            x, logits = block(x)
+            chosen.append(logits)
+        balance = torch.cat(chosen).softmax(-1).mean(0).square().sum()
+        return {"loss": (self.head(x) - y).square().mean() + 0.5 * balance, "balance": balance}
+
+
+class RoutedBlock(nn.Module):
+    """Sends each sample to one of two experts, in a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        weights, result = logits.softmax(-1), x.clone()
+        for index, expert in enumerate(self.experts):
+            rows = (logits.argmax(-1) == index).nonzero().flatten()
+            if len(rows):
+                result[rows] = result[rows] + weights[rows, index, None] * expert(x[rows])
+        return result, logits
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_losses_of_routers_in_all_stages(stages: int) -> None:
+    """As in a plain loop, which accumulates the gradients of the same microbatches."""
+    torch.manual_seed(4)
+    start = Routed().double()
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64))
+    model = copy.deepcopy(start)
+    optimizer = models.momentum(list(model.parameters()))
+    losses = []
+    for _ in range(2):
+        parts = [model(x, y)["loss"] / 3 for x, y in zip(*(tensor.chunk(3) for tensor in batch), strict=True)]
+        sum(parts, torch.zeros(())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(sum(part.item() for part in parts)))
+    options = labelled_options("1f1b-flush", sample=tuple(t[:2] for t in batch), loss_weight=None, stages=stages)
+    found = train(lambda: copy.deepcopy(start), [batch, batch], options)
+
+    assert found.losses == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(found.state, model.state_dict(), rtol=1e-12, atol=1e-14)
+    gradients = {name for name, tensor in found.state.items() if not torch.equal(tensor, start.state_dict()[name])}
+    assert {f"blocks.{index}.router.weight" for index in range(4)} <= gradients
+
+
+def test_router_losses_that_hooks_collect_are_refused() -> None:
+    """Transformers collects the logits of routers by hooks inside of blocks, which no block returns."""
+    config = transformers.MixtralConfig(  # type: ignore[call-arg]
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True, experts_implementation="eager",
+    )  # fmt: skip
+    sample = {name: SENTENCES[0][name][:2] for name in ("input_ids", "labels")}
+    with pytest.raises(penstock.CaptureError, match="MixtralForCausalLM cannot be traced"):
+        penstock.Pipeline(transformers.MixtralForCausalLM(config), **labelled_options("1f1b-flush", sample=sample))

@@ -1,0 +1,225 @@
+"""What `save_weights` writes, transformers loads, and it computes the same bits; and the way back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CheckpointError, PenstockError
+from support import models
+from support.jobs.weight_jobs import (
+    TOKENS,
+    Exported,
+    build,
+    class_of,
+    export,
+    export_lora,
+    fail_to_write,
+    load_and_train,
+    lora,
+    make_pipeline,
+    written,
+)
+from support.processes import Pool
+
+SHARDED = {"max_shard_size": "10KB"}
+
+
+def assert_loads(kind: str, directory: Path, found: Exported) -> None:
+    """That transformers loads what was exported, without a remark, and computes the same bits."""
+    loaded, remarks = class_of(kind).from_pretrained(directory, output_loading_info=True)
+    assert not any(remarks.values()), remarks
+    state = loaded.state_dict()
+    assert state.keys() == found.state.keys()
+    assert all(torch.equal(tensor, found.state[name]) for name, tensor in state.items())
+    assert torch.equal(loaded.eval()(input_ids=TOKENS).logits, found.logits)
+
+
+def names_in(directory: Path) -> list[str]:
+    """All names in all safetensors files, in their order."""
+    found = []
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found += list(opened.keys())
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("kind", "sharded"), [("llama", False), ("llama-tied", True), ("gpt2", True), ("bert", False)])
+def test_transformers_loads_an_export_and_we_load_its_own(tmp_path: Path, kind: str, sharded: bool) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    options = SHARDED if sharded else {}
+    plain = written(kind, source, **options)
+    expected = export(make_pipeline(plain), tmp_path / "plain", **options)
+
+    found = load_and_train(kind, source, target, {}, options, {})
+
+    assert torch.equal(found.logits, expected.logits)
+    assert_loads(kind, target, found)
+    assert names_in(target) == names_in(source)
+    assert (target / "config.json").read_text() == (source / "config.json").read_text()
+    assert (target / "generation_config.json").exists() == (source / "generation_config.json").exists()
+    if sharded:
+        ours, theirs = (json.loads((each / "model.safetensors.index.json").read_text()) for each in (target, source))
+        assert ours["metadata"] == theirs["metadata"]
+        assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+
+
+@pytest.mark.parametrize(("kind", "save"), [("llama", {}), ("llama-tied", SHARDED)], ids=["single", "sharded"])
+def test_processes_read_and_write_their_own_tensors(
+    tmp_path: Path, kind: str, save: dict[str, str], pool: Pool
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    expected = export(make_pipeline(written(kind, source, **SHARDED)), tmp_path / "plain")
+
+    results = pool.run(3, load_and_train, kind, source, target, {}, save, {"stages": 3})
+
+    for found in results:
+        assert torch.equal(found.logits, expected.logits)
+        assert found.state.keys() == expected.state.keys()
+        assert all(torch.equal(tensor, expected.state[name]) for name, tensor in found.state.items())
+        assert found.warned == []
+        assert len(found.held) < 12
+    assert_loads(kind, target, results[0])
+    assert names_in(target) == names_in(source)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [
+        ((penstock.Stage(0, 2, (0, 1)), penstock.Stage(2, 4, (2,))), "1f1b-flush"),
+        ((penstock.Stage(0, 1, (0,)), penstock.Stage(1, 3, (1,)), penstock.Stage(3, 4, (2,))), "pipedream"),
+    ],
+    ids=["replicas", "versions"],
+)
+def test_a_tensor_is_written_once(
+    tmp_path: Path, pool: Pool, stages: tuple[penstock.Stage, ...], schedule: str
+) -> None:
+    """By the first of the processes that hold it, in its newest version. And rank 0 warns of what the model has not."""
+    written("llama", tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file({**load_file(file), "extra": torch.zeros(1)}, file, metadata={"format": "pt"})
+    options = {"plan": penstock.Plan(stages, schedule=schedule, microbatches=2), "stages": None, "microbatches": None}
+    target = tmp_path / "target"
+
+    results = pool.run(3, load_and_train, "llama", tmp_path / "source", target, {}, SHARDED, options)
+
+    assert_loads("llama", target, results[0])
+    assert ["extra", *names_in(target)] == names_in(tmp_path / "source")
+    (warned,) = results[0].warned
+    assert "which are not read: extra. If" in warned
+    assert results[1].warned == results[2].warned == []
+
+
+def test_values_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    pipe = make_pipeline(build("llama-tied"))
+    pipe.save_weights(tmp_path, dtype=torch.bfloat16)
+    loaded = class_of("llama-tied").from_pretrained(tmp_path)
+
+    assert loaded.dtype == torch.bfloat16
+    state = pipe.full_state_dict()
+    assert all(torch.equal(tensor, state[name].bfloat16()) for name, tensor in loaded.state_dict().items())
+
+
+def test_other_models_are_written_under_the_names_of_their_state_dict(tmp_path: Path) -> None:
+    """Without configurations; what the pipeline goes on to train does not change what was gathered."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    x, target = torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+    pipe = penstock.Pipeline(model, (x[:4],), nn.functional.cross_entropy, models.adamw, microbatches=2, stages=3)
+    gathered = pipe.full_state_dict()
+    kept = {name: tensor.clone() for name, tensor in gathered.items()}
+    pipe.step(x, target)
+    pipe.save_weights(tmp_path)
+
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in gathered.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_of_before_are_replaced_and_other_files_stay(tmp_path: Path) -> None:
+    pipe = make_pipeline(build("llama"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model-of-mine.safetensors").write_text("not one of ours")
+    files = []
+    for options in (SHARDED, {}, {"max_shard_size": 20_000}):
+        pipe.save_weights(tmp_path, **options)
+        files.append({path.name for path in tmp_path.iterdir()})
+
+    rest = {"tokenizer.json", "model-of-mine.safetensors", "config.json", "generation_config.json"}
+    assert [len(names - rest) for names in files] == [8, 1, 4]
+    assert files[1] - rest == {"model.safetensors"}
+    class_of("llama").from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["5 gigabytes", "0", "-1GB", ""])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
+    pipe = make_pipeline(build("llama"))
+
+    with pytest.raises(PenstockError, match=r"max_shard_size= is .*: expected bytes, 5000000000, or a text"):
+        pipe.save_weights(tmp_path, max_shard_size=size)
+    with pytest.raises(PenstockError, match="rank= is 1: expected None, or one of the 1 rank"):
+        pipe.full_state_dict(rank=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="expected a directory or nothing, found a file"):
+        pipe.save_weights(tmp_path / "file")
+
+
+def test_a_rank_that_cannot_write_ends_the_export_and_not_the_training(tmp_path: Path, pool: Pool) -> None:
+    (tmp_path / "model.safetensors").write_text("of before")
+    results = pool.run(2, fail_to_write, tmp_path)
+
+    (first, loss, files), (second, other, _) = results
+    assert "TransportError: rank 1 failed while it wrote weights" in first
+    assert "File too large" in first and second.startswith("OSError: [Errno 27] File too large")
+    assert loss == other > 0
+    assert "model.safetensors.index.json" in files and "model.safetensors" not in files
+
+
+def test_peft_loads_an_adapter(tmp_path: Path, pool: Pool) -> None:
+    """And nothing else is in it: names and configuration are those of PEFT itself."""
+    peft = pytest.importorskip("peft")
+    lora().save_pretrained(tmp_path / "own")
+    found = [export_lora(tmp_path / "alone", 2), *pool.run(2, export_lora, tmp_path / "two", 2)]
+
+    for name in ("alone", "two"):
+        directory = tmp_path / name
+        assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert names_in(directory) == names_in(tmp_path / "own")
+        ours, theirs = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in (name, "own"))
+        # It was a set.
+        assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
+        assert ours == theirs
+        loaded = peft.PeftModel.from_pretrained(build("llama"), directory).eval()
+        assert all(torch.equal(loaded(input_ids=TOKENS).logits, each.logits) for each in found)
+
+
+def test_an_adapter_goes_over_a_model_from_files(tmp_path: Path) -> None:
+    """As the docs show it: the base model from files, under the names that it has without PEFT."""
+    pytest.importorskip("peft")
+    plain = written("llama", tmp_path).eval()
+
+    def make_adapter(name: str, tensor: Tensor) -> None:
+        assert "lora_" in name
+        tensor.zero_()
+
+    names = {r"^base_model\.model\.": "", r"\.base_layer\.": "."}
+    init_fn = penstock.load_weights(tmp_path, rename=names, missing=make_adapter)
+    pipe = make_pipeline(lora("meta"), init_fn=init_fn)
+
+    assert torch.equal(pipe.predict({"input_ids": TOKENS}).logits, plain(input_ids=TOKENS).logits)
+
+
+def test_an_adapter_inside_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    with pytest.raises(PenstockError, match=r"has adapters of its own \(add_adapter\)"):
+        make_pipeline(model).save_weights(tmp_path)

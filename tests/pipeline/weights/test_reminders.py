@@ -1,0 +1,18 @@
+"""Who uses a model of which this process trains a part is told so, once; Penstock's own calls say nothing."""
+
+from support.jobs.weight_jobs import use_the_model
+from support.processes import Pool
+
+REMINDED = {"call", "call of a copy", "state dict of a pickle"}
+
+
+def test_a_process_with_a_part_of_the_model_is_reminded(pool: Pool) -> None:
+    for found in pool.run(2, use_the_model, "llama"):
+        assert {name for name, texts in found.items() if texts} == REMINDED
+        for name in REMINDED:
+            (text,) = found[name]
+            assert "of the" in text and "pipe.predict(inputs)" in text and "pipe.save_weights(directory)" in text
+
+
+def test_a_process_with_the_whole_model_is_not() -> None:
+    assert not any(use_the_model("llama").values())
