@@ -1,0 +1,87 @@
+"""All cases, and what each family of them needs."""
+
+import platform
+from collections.abc import Collection
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+import penstock
+from model_cases.cases import Case
+from model_cases.habits import CASES as HABITS
+from model_cases.other_libraries import CASES as LIBRARIES_OTHER
+from model_cases.transformers_other import CASES as OTHER
+from model_cases.transformers_text import CASES as TEXT
+from model_cases.vision_libraries import CASES as VISION
+
+__all__ = ["CASES", "missing_packages", "versions", "warm_up"]
+
+CASES: tuple[Case, ...] = (*HABITS, *TEXT, *OTHER, *VISION, *LIBRARIES_OTHER)
+NEEDS = {
+    "transformers": ("transformers",),
+    "peft": ("transformers", "peft"),
+    "diffusers": ("diffusers",),
+    "timm": ("timm",),
+    "torchvision": ("torchvision",),
+    "torch_geometric": ("torch_geometric",),
+    "vit-pytorch": ("vit_pytorch",),
+    "x-transformers": ("x_transformers",),
+    "segmentation-models-pytorch": ("segmentation_models_pytorch",),
+    "vector-quantize-pytorch": ("vector_quantize_pytorch",),
+    "mambapy": ("mambapy",),
+}
+
+LIBRARIES: list[torch.library.Library] = []
+"""A library's operators live as long as it."""
+
+
+def missing_packages(case: Case) -> list[str]:
+    """The packages that `case` needs and that are not installed."""
+    return [name for name in (*NEEDS.get(case.family, ()), *case.imports) if find_spec(name) is None]
+
+
+def versions() -> str:
+    """The versions of the packages that are installed, for the page."""
+    names = ("torch", *sorted({name for names in NEEDS.values() for name in names}))
+    found = [f"{name.replace('_', '-')} {version(name)}" for name in names if find_spec(name) is not None]
+    return f"Python {platform.python_version()}, {', '.join(found)}; on the CPU with one thread."
+
+
+def warm_up(families: Collection[str]) -> None:
+    """Loads what the cases of `families` import, and what a first capture imports, before any is measured."""
+    declare_torchvision_operators()
+    for name in {name for family in families for name in NEEDS.get(family, ())}:
+        import_module(name)
+
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    for schedule in ("zb-h1", "2bw"):
+        with penstock.Pipeline(
+            Warm(), torch.randn(2, 4), lambda o, t: o.square().mean(), sgd, schedule=schedule, stages=2, microbatches=2
+        ) as pipe:
+            pipe.step(torch.randn(4, 4), None)
+            pipe.predict(torch.randn(4, 4))
+
+
+def declare_torchvision_operators() -> None:
+    """Declares what torchvision registers a kernel for when it is imported.
+
+    Its wheel for CUDA cannot load its own operators beside a torch for the CPU. No model here needs them.
+    """
+    LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        LIBRARIES[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

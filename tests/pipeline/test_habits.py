@@ -1,0 +1,71 @@
+"""Habits of models that train with the numbers of a plain loop, or are refused: never other numbers without a word.
+
+The plain loops know nothing of capture: that of ``2bw`` computes its gradients at the weights before the last update.
+"""
+
+import pytest
+import torch
+
+from model_cases.cases import Case
+from model_cases.comparison import compare, compare_outputs
+from model_cases.habits import CASES
+from model_cases.training import Batches, train_plainly, train_staged
+from penstock.errors import PenstockError
+
+HABITS = {case.name: case for case in CASES}
+SIZES = [(2, 8), (5, 8), (6, 11), (4, 8)]
+"""Samples and length: of the sample, and of the steps."""
+SIZES_WITHOUT_MICROBATCHES = [(2, 8), (3, 8), (4, 11), (2, 8)]
+
+
+def batches_of(case: Case) -> Batches:
+    return Batches(SIZES if case.microbatches > 1 else SIZES_WITHOUT_MICROBATCHES, torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VectorQuantizer", "Queue", "Stateful", "CumulativeNormed", "TorchDepth", "DropPath", "AfterAccumulation",
+        "Spiking", "Penalized", "Halting", "PackedSequences", "Jacobian", "SpectralNormed", "WritesItsInput",
+        "UnusedNorm", "AuxiliaryReturned", "UnetSkips", "ComplexBlocks", "frozen BatchNorm",
+        "bn.momentum", "block.temperature", "a hook on a block",
+    ],
+)  # fmt: skip
+def test_a_habit_trains_with_the_numbers_of_a_plain_loop(name: str) -> None:
+    case = HABITS[name]
+    batches = batches_of(case)
+    expected = train_plainly(case, batches)
+    found = train_staged(case, batches, schedule="zb-h1", stages=3, predicts=name == "CumulativeNormed")
+
+    # A sum of gradients where a block was skipped is added in another order.
+    assert compare(expected, found).relative <= (1e-15 if name == "TorchDepth" else 0.0)
+    if found.prediction is not None:
+        assert compare_outputs(expected.prediction, found.prediction).relative == 0
+
+
+@pytest.mark.parametrize("name", ["Checkpointed", "SpectralNormed", "Stateful", "PreBackward", "TiedWords"])
+def test_a_habit_trains_under_2bw_with_the_numbers_of_a_delayed_loop(name: str) -> None:
+    case = HABITS[name]
+    batches = batches_of(case)
+    expected = train_plainly(case, batches, delayed=True)
+    found = train_staged(case, batches, schedule="2bw", stages=2)
+
+    # The gradients of a tied weight are added stage by stage.
+    assert compare(expected, found).relative <= (1e-13 if name == "TiedWords" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ParityOutside", r"args\[0\]"),
+        ("CounterOutside", r"changes steps"),
+        ("ReversalOutside", r"gradient of parameter"),
+        ("RandomOutside", r"Python's random"),
+        ("a new nn.Parameter", r"another tensor was assigned"),
+        ("requires_grad_(False)", r"requires_grad is False and was True"),
+    ],
+)
+def test_a_habit_that_would_train_on_other_numbers_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        train_staged(HABITS[name], batches_of(HABITS[name]), schedule="1f1b-flush", stages=2)
