@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
+from penstock.capturing.outside_state import OutsideState
 from penstock.capturing.reminders import lifted
 from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
@@ -252,6 +253,7 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
+            self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -343,6 +345,7 @@ class Pipeline:
         backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
+            self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
             return StepResult(self._engine.train(microbatches))

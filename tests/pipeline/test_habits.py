@@ -63,6 +63,12 @@ def test_a_habit_trains_under_2bw_with_the_numbers_of_a_delayed_loop(name: str) 
         ("ReversalOutside", r"gradient of parameter"),
         ("RandomOutside", r"Python's random"),
         ("a new nn.Parameter", r"another tensor was assigned"),
+        ("p.data = ...", r"its memory was replaced"),
+        ("nn.Sequential, p.data = ...", r"its memory was replaced"),
+        ("a new block", r"blocks.\w+ was replaced"),
+        ("model.temperature", r"temperature was 1.0 and is"),
+        ("a hook on the model", r"hooks were registered"),
+        ("register_hook", r"hooks were registered"),
         ("requires_grad_(False)", r"requires_grad is False and was True"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["TensorOwners"]
+__all__ = ["TensorOwners", "is_inside", "leaky"]
 
 
 class TensorOwners:

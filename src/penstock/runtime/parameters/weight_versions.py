@@ -151,6 +151,7 @@ class VersionedWeights:
             for name in slots.masters:
                 cast(Any, leaves[name]).grad_dtype = slots.parameters[name].dtype
         self._tables = _Tables.of(module, slots.parameters)
+        self._hooks = {name: _hooks_on(parameter) for name, parameter in slots.parameters.items()}
         self._pointed = None
 
     @property
@@ -183,6 +184,7 @@ class VersionedWeights:
             if self._pointed is None:
                 others = [leaves for sharer in self._sharing for leaves in sharer._leaves]
                 self._tables.check(self._slots.parameters, self._leaves[slot], others)
+                self._check_own()
             self._tables.point(self._leaves[slot])
             self._pointed = slot
         return self._module
@@ -192,6 +194,22 @@ class VersionedWeights:
         a forward again in it.
         """
         self.module(version)
+
+    def _check_own(self) -> None:
+        """Raises `PenstockError` if a parameter got other memory or other hooks since the pipeline was built."""
+        newest = self._slots.tensors[self._slots.slot_of(self._slots.newest)]
+        for name, parameter in self._slots.parameters.items():
+            if name not in self._slots.masters and local_shard(parameter).data_ptr() != newest[name].data_ptr():
+                raise PenstockError(
+                    f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
+                    "which steps would not see. Expected the same memory. Write in it instead (with torch.no_grad(): "
+                    "parameter.copy_(...)), or build a new Pipeline"
+                )
+            if _hooks_on(parameter) != self._hooks[name]:
+                raise PenstockError(
+                    f"parameter {name}: hooks were registered or removed after the pipeline was built, which steps "
+                    "would not see. Register them before, or build a new Pipeline"
+                )
 
     def rest(self) -> None:
         """Puts the optimizer's parameters back into the module, where the user finds them."""
@@ -336,6 +354,10 @@ class _Tables:
                     f"{leaves[name].requires_grad} when the pipeline was built. Expected no change. Freeze or unfreeze "
                     "parameters before the pipeline is built, or build a new Pipeline"
                 )
+
+
+def _hooks_on(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return (*gradient_hooks(parameter), *accumulated_hooks(parameter))
 
 
 def _leaf_over(slot: Tensor, parameter: nn.Parameter) -> nn.Parameter:

@@ -1,0 +1,86 @@
+"""What a model holds outside of its blocks when a pipeline is built, to see whether it was changed since.
+
+Blocks are called as the Python that they are, and a change of them counts as in a plain loop. The code between them was
+traced: a new temperature, another block in a list or a hook on the model would be ignored in silence.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from penstock.capturing.chain import LayerChain
+from penstock.capturing.sequential import EagerLayer
+from penstock.errors import PenstockError
+from penstock.torch_internals.modules import hooks_of
+
+__all__ = ["OutsideState"]
+
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
+class OutsideState:
+    """The modules of `model` that are in no block of `chain`: their plain attributes, hooks, and what they register.
+
+    It is empty for a list of layers, which has no code of its own, and for a model without weights.
+    """
+
+    def __init__(self, model: nn.Module | Sequence[Any], chain: LayerChain) -> None:
+        self._attributes: list[tuple[str, dict[str, Any], str, Any]] = []
+        self._registered: list[tuple[str, nn.Module, str, Any]] = []
+        self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
+        self._hooks: list[tuple[str, nn.Module, list[Any]]] = []
+        if not isinstance(model, nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
+            return
+        bodies = [
+            inner.get_submodule("body")
+            for layer in chain.layers
+            for inner in layer.module.modules()
+            if isinstance(inner, EagerLayer)
+        ]
+        inside = {id(inner) for body in bodies for inner in body.modules()}
+        for path, module in model.named_modules():
+            if id(module) in inside:
+                continue
+            held = vars(module)
+            self._attributes += [
+                (path, held, key, value) for key, value in held.items() if type(value) in _PLAIN and key != "training"
+            ]
+            named = (
+                *module.named_children(),
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            self._registered += [(path, module, name, found) for name, found in named]
+            self._keys.append((path, module, frozenset(held)))
+            self._hooks.append((path, module, hooks_of(module)))
+
+    def check(self) -> None:
+        """Raises `PenstockError` that names what was changed."""
+        for path, held, key, value in self._attributes:
+            now = held.get(key)
+            if now is not value and now != value:
+                raise _changed(path, key, f"was {value!r} and is {now!r}")
+        for path, module, keys in self._keys:
+            held = vars(module)
+            if len(held) != len(keys):
+                # What its code kept in an attribute of the class.
+                for key in held.keys() - keys:
+                    own = [vars(base)[key] for base in type(module).__mro__ if key in vars(base)]
+                    if own and type(held[key]) in _PLAIN:
+                        raise _changed(path, key, f"was {own[0]!r} and is {held[key]!r}")
+        for path, module, name, found in self._registered:
+            if getattr(module, name, None) is not found:
+                raise _changed(path, name, "was replaced or removed")
+        for path, module, hooks in self._hooks:
+            if hooks_of(module) != hooks:
+                raise _changed(path, "hooks", "were registered or removed")
+
+
+def _changed(path: str, name: str, change: str) -> PenstockError:
+    where = f"{path}.{name}" if path else name
+    return PenstockError(
+        f"{where} {change} since the pipeline was built. It is outside of the model's blocks, where code was traced: "
+        "steps would not see the change. Expected no change. Change it before the pipeline is built, build a new "
+        "Pipeline, or keep it in a block"
+    )
