@@ -440,23 +440,24 @@ def test_a_forward_that_a_block_repeats_in_its_backward_reads_the_same_weights(s
 
 
 class Repeated(Model):
-    """Calls its two blocks in turn, twice, as models with shared layers do."""
+    """Calls its blocks in turn, twice or more, as models with shared layers do."""
 
-    def __init__(self) -> None:
-        super().__init__(Block, 2)
+    def __init__(self, blocks: int) -> None:
+        super().__init__(Block, blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         early = x = self.first(x)
-        for block in (*self.blocks, *self.blocks):
+        for block in list(self.blocks) * (4 // len(self.blocks)):
             x = block(x)
         return self.last(x + early)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 3), ("2bw", 2)])
-def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int) -> None:
+def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int, blocks: int) -> None:
     def made() -> Model:
         torch.manual_seed(5)
-        return Repeated().double()
+        return Repeated(blocks).double()
 
     data = batches((6, 6, 6, 6))
     sample = (data[0][0][:2],)
@@ -691,3 +692,43 @@ def test_what_leaves_a_block_by_a_hook_is_refused() -> None:
 def test_what_leaves_a_block_in_an_attribute_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"its forward changes blocks.0.loss, which is outside of its blocks"):
         capture(Collecting().double(), (batches((6,))[0][0],))
+
+
+class Odd(Block):
+    """Returns a number of steps that no rule explains."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x).mean(1, keepdim=True).expand(-1, (7 * x.shape[1] + 3 * other.shape[1]) // 5, -1)
+
+
+class OddModel(Model):
+    def __init__(self) -> None:
+        super().__init__(Odd, 2)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, other)
+        return self.last(x)
+
+
+def test_sizes_that_no_rule_explains_are_fixed() -> None:
+    x = batches((6,))[0][0]
+    model = OddModel().double()
+    chain = capture(model, (x[:2], x[:2, :5]))
+    found = chain.stage(0, len(chain.layers))((), chain.inputs.bind((x, x[:, :5]), {}))
+
+    assert torch.equal(found[0], model(x, x[:, :5]))
+    with pytest.raises(CaptureError, match=r"has shape \(4, 5, 6\), but the capture holds for \(any, 6, 6\)"):
+        chain.inputs.bind((x[:, :5], x[:, :5]), {})
+
+
+class Reentrant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the backward of Model fails on the sample: .* needs use_reentrant=False"):
+        capture(build(Reentrant), (batches((6,))[0][0],))

@@ -84,7 +84,7 @@ def _run(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> 
     with sampled.preserved(), torch.enable_grad():
         for run in range(_RUNS):
             outputs = _outputs(function, call, run)
-            gradients = _gradients(outputs, parameters) if run == _RUNS - 1 else {}
+            gradients = _gradients(outputs, parameters, sampled.name) if run == _RUNS - 1 else {}
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(([output.detach().clone() for output in outputs], gradients, buffers))
     return found
@@ -102,14 +102,20 @@ def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tens
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+def _gradients(outputs: list[Tensor], parameters: dict[str, nn.Parameter], name: str) -> dict[str, Tensor | None]:
     """The gradients of a sum over all outputs with weights that let no element cancel another."""
     differentiable = [output for output in outputs if output.requires_grad]
     if not differentiable or not parameters:
         return dict.fromkeys(parameters)
     weights = [torch.linspace(0.5, 1.5, max(output.numel(), 1), device=output.device) for output in differentiable]
     seeds = [w[: o.numel()].reshape(o.shape).to(o.dtype) for w, o in zip(weights, differentiable, strict=True)]
-    found = torch.autograd.grad(differentiable, list(parameters.values()), seeds, allow_unused=True)
+    try:
+        found = torch.autograd.grad(differentiable, list(parameters.values()), seeds, allow_unused=True)
+    except RuntimeError as error:
+        raise CaptureError(
+            f"the backward of {name} fails on the sample: {str(error).splitlines()[0]}. Expected a model that "
+            "torch.autograd.grad can differentiate; torch.utils.checkpoint needs use_reentrant=False for that"
+        ) from error
     return dict(zip(parameters, found, strict=True))
 
 

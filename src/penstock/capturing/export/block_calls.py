@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
@@ -171,12 +171,20 @@ class RecordedCalls:
     """Groups of dimensions of inputs that may only have one size together."""
 
 
-def record_calls(sampled: SampledModel, paths: Collection[str], run: ModelRun) -> RecordedCalls:
-    """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample."""
+def record_calls(
+    sampled: SampledModel, paths: Collection[str], run: ModelRun, free: Literal["sizes", "samples", "nothing"] = "sizes"
+) -> RecordedCalls:
+    """The calls of the modules `paths` in `run`, and in runs with other sizes of each dimension of the sample.
+
+    `free`: with ``"samples"`` only their number is changed, and all other dimensions are fixed.
+    """
     first, again = ({path: calls[path] for path in paths} for calls in run.calls)
     _check_repeatable(first, again)
     runs, fixed, equal = [first, again], set[Dimension](), []
     groups = list(_size_groups(sampled))
+    tried = {"sizes": len(groups), "samples": 1, "nothing": 0}[free]
+    fixed.update(*groups[tried:])
+    groups = groups[:tried]
     while groups:
         group = groups.pop(0)
         found = _record_resized(sampled, group, paths, first)

@@ -6,6 +6,7 @@ The training and the evaluation mode are two traces over the same parameters and
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.checking import check_chain
 from penstock.capturing.export.block_calls import (
     Dimension,
+    ModelRun,
     RecordedCalls,
     failures_explained,
     record_calls,
@@ -22,7 +24,7 @@ from penstock.capturing.export.block_calls import (
 from penstock.capturing.export.blocks import choose_blocks, group_calls
 from penstock.capturing.export.cutting import Partition, call_stacks, cut, result_names
 from penstock.capturing.export.dependence import depend
-from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque_paths
+from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UnknownSize, opaque_paths
 from penstock.capturing.export.optional_arguments import leave_out_optional_arguments
 from penstock.capturing.export.smallest import bound_sizes_of_one
 from penstock.capturing.export.tracing import FlatModel, Trace, trace
@@ -36,6 +38,8 @@ from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
 
 __all__ = ["capture_exported"]
+
+_FREE: tuple[Literal["sizes", "samples", "nothing"], ...] = ("sizes", "samples", "nothing")
 
 
 def capture_exported(model: nn.Module, call: Call, inputs: ModelInputs, check: bool) -> LayerChain:
@@ -67,10 +71,7 @@ def _capture(
         flat, written = _run_eagerly(model, call, inputs)
     chosen = choose_blocks(model, run.working)
     own = opaque_paths(model, chosen, run)
-    recorded = record_calls(sampled, own, run)
-    with sampled.preserved():
-        blocks = OpaqueBlocks(recorded.calls, model, partition is not None)
-        traced = trace(model, call, inputs, blocks, recorded.fixed)
+    traced, recorded = _trace(sampled, own, run, evaluates=partition is not None)
     leave_out_optional_arguments(traced)
     dependence = depend(traced, {id(parameter) for parameter in model.parameters()}, written)
     if not dependence.steps:
@@ -105,6 +106,22 @@ def _capture(
         check_chain(sampled, chain)
         chain = replace(chain, inputs=bound_sizes_of_one(sampled, chain))
     return chain, _joined_partition(partition, joined)
+
+
+def _trace(
+    sampled: SampledModel, paths: Collection[str], run: ModelRun, evaluates: bool
+) -> tuple[Trace, RecordedCalls]:
+    """The trace with as many free sizes as the blocks at `paths` allow."""
+    for free in _FREE:
+        recorded = record_calls(sampled, paths, run, free)
+        blocks = OpaqueBlocks(recorded.calls, sampled.model, evaluates)
+        try:
+            with sampled.preserved():
+                return trace(sampled.model, sampled.call, sampled.inputs, blocks, recorded.fixed), recorded
+        except UnknownSize:
+            if free == _FREE[-1]:
+                raise
+    raise AssertionError("the last one returns or raises")
 
 
 def _equal(traced: Trace, recorded: RecordedCalls, inputs: ModelInputs) -> tuple[tuple[Dimension, ...], ...]:

@@ -125,9 +125,12 @@ class VersionedWeights:
         """The slot that the module's tables are pointed at; None while they hold the optimizer's parameters."""
         if pointed:
             self._make(self._slots, module)
-            for lender in dict.fromkeys(lenders.values()):
-                lender._sharing.append(self)
-                self._sharing.append(lender)
+            # Stages that borrow from the same one share its module, too.
+            self._sharing = list(
+                dict.fromkeys(each for lender in lenders.values() for each in (lender, *lender._sharing))
+            )
+            for other in self._sharing:
+                other._sharing.append(self)
             return
         assert versions == 1 and not masters, "a module with one version of its weights, which the optimizer steps"
         self._leaves, self._tables = [dict(parameters)], _Tables([], [])
