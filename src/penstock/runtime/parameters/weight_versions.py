@@ -187,7 +187,8 @@ class VersionedWeights:
             if self._pointed is None:
                 others = [leaves for sharer in self._sharing for leaves in sharer._leaves]
                 self._tables.check(self._slots.parameters, self._leaves[slot], others)
-                self._check_own()
+                if self._tables.entries:
+                    self._check_own()
             self._tables.point(self._leaves[slot])
             self._pointed = slot
         return self._module
