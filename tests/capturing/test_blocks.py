@@ -732,3 +732,34 @@ class Reentrant(Block):
 def test_reentrant_checkpoints_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"the backward of Model fails on the sample: .* needs use_reentrant=False"):
         capture(build(Reentrant), (batches((6,))[0][0],))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "recompute"),
+    [
+        (Counted, r"blocks.\d.calls", True),
+        (Counted, r"blocks.\d.calls", "layers"),
+        (Drawing, r"random numbers of Python", True),
+    ],
+)
+def test_state_in_python_is_not_recomputed(kind: type[Block], message: str, recompute: Any) -> None:
+    data = batches((6,))
+    with (
+        penstock.Pipeline(
+            build(kind), (data[0][0][:1],), squares, sgd, stages=2, microbatches=4, recompute=recompute
+        ) as pipe,
+        pytest.raises(penstock.PenstockError, match=f"recompute= repeats changes (the )?{message}"),
+    ):
+        pipe.step(*data[0])
+
+
+@pytest.mark.parametrize("kind", [Book, Reassigned])
+def test_state_in_buffers_is_recomputed(kind: type[Block]) -> None:
+    data = batches((6, 6))
+
+    def losses(recompute: bool) -> list[float]:
+        options: Any = {"stages": 2, "microbatches": 4, "recompute": recompute}
+        with penstock.Pipeline(build(kind), (data[0][0][:1],), squares, sgd, **options) as pipe:
+            return [pipe.step(x, target).loss.item() for x, target in data]
+
+    assert losses(True) == losses(False)

@@ -17,25 +17,22 @@ Laws of this file:
      when work first runs is therefore there before the first capture of the stage, and holds for all its slots.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, TypeAlias, cast
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from penstock.capturing.chain import LayerRunner, StageModule
-from penstock.capturing.module_state import ModuleState
 from penstock.capturing.preservation import preserved
-from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.runtime.devices.graph_capture import GraphCapturer, GraphPool
+from penstock.runtime.execution.python_state import PythonState
 from penstock.torch_internals.tensors import times_written
 
 __all__ = ["CudaGraphStage"]
@@ -136,28 +133,6 @@ class _SharedCapture:
         return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=enabled, cache_enabled=False)
 
 
-class _PythonState:
-    """The present state of the user's modules in `module` that is in Python, and of Python's random generators."""
-
-    def __init__(self, module: nn.Module) -> None:
-        bodies = {inner.name: inner.body for inner in module.modules() if isinstance(inner, EagerLayer)}
-        self._states = {name: ModuleState([body]) for name, body in bodies.items()}
-        self._generators = _generators()
-
-    def changes(self) -> list[str]:
-        """What is another object or number now, such as ``blocks.1.count``."""
-        names = [
-            f"{name}.{path}" for name, state in self._states.items() for path, written in state.changes() if not written
-        ]
-        drawn = [name for name, state in _generators().items() if state != self._generators[name]]
-        return names + [f"the random numbers of {name}" for name in drawn]
-
-
-def _generators() -> dict[str, object]:
-    _, keys, *rest = numpy.random.get_state(legacy=True)
-    return {"Python": random.getstate(), "NumPy": (numpy.asarray(keys).tobytes(), *rest)}
-
-
 class _CapturedGraphs:
     """Holds the captured forward and backward of one slot, and replays them for one microbatch at a time.
 
@@ -222,7 +197,7 @@ class _CapturedGraphs:
         with stage.capturer.warm_up():
             for _ in range(WARM_UPS):
                 # What is changed by the first runs only is a cache.
-                state = _PythonState(stage.module)
+                state = PythonState(stage.module)
                 self._compute()
                 found = self._differentiate([torch.zeros_like(o) for o in self._live if o.requires_grad])
         if any(one is not other for one, other in zip(buffers, stage.module.buffers(), strict=True)):
@@ -231,7 +206,7 @@ class _CapturedGraphs:
                 "a buffer in its forward, which a CUDA graph does not repeat: expected that it writes the one "
                 "that it has, as in self.buffer.copy_(...). Or leave the mode out of compile="
             )
-        if changed := state.changes():
+        if changed := state.changes(in_place=False):
             raise PenstockError(
                 f"a layer of stage {stage.number} ({', '.join(stage.module.names)}) changes {changed[0]} in its "
                 "forward or backward, which a CUDA graph does not repeat: expected state in buffers that it writes in "

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
+from penstock.runtime.execution.python_state import PythonState
 from penstock.torch_internals.profiler import is_profiling
 from penstock.torch_internals.tensors import times_written
 from penstock.values.plans import Plan
@@ -136,6 +137,7 @@ class Recomputation:
     granularity: Granularity
     loss_fn: object = None
     _known: dict[nn.Module, tuple[tuple[Place, ...], frozenset[torch.device]]] = field(default_factory=dict)
+    _watched: set[nn.Module] = field(default_factory=set)
 
     def context_for(
         self, point: Callable[[], object], module: nn.Module, given: Sequence[Tensor]
@@ -147,7 +149,7 @@ class Recomputation:
         if self.granularity == "layers":
             return None
         modules = [module, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [module]
-        return partial(_repeated, point, self._observe(modules, given, checked=True))
+        return partial(_repeated, point, self._observe(modules, given, checked=True), partial(self._watch, module))
 
     def layer_runner(self, point: Callable[[], object]) -> LayerRunner | None:
         """Runs the layers of the stage, and the loss, one by one; None if the stage recomputes as a whole. `point`: as
@@ -172,9 +174,31 @@ class Recomputation:
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_contexts, point, context),
+            context_fn=partial(_contexts, point, context, partial(self._watch, module)),
         )
         return results
+
+    @contextmanager
+    def _watch(self, module: nn.Module | None) -> Iterator[None]:
+        """Raises `PenstockError` if the repetition of `module` in this block changes more than buffers.
+
+        It looks at the first repetition only, which takes a copy of the module's state. By then caches are made.
+        """
+        if module is None or module in self._watched:
+            yield
+            return
+        self._watched.add(module)
+        state = PythonState(module)
+        try:
+            yield
+        finally:
+            # torch.utils.checkpoint ends a repetition by an exception, once it has what it needs.
+            if changed := state.changes(in_place=True):
+                raise PenstockError(
+                    f"a forward that recompute= repeats changes {changed[0]}, which would then happen twice for every "
+                    "microbatch: expected state in registered buffers, and random numbers of PyTorch. Keep it in a "
+                    "buffer, draw with torch.rand, or leave this stage out of recompute="
+                )
 
     def _observe(self, modules: Sequence[nn.Module], given: Sequence[Tensor], checked: bool) -> _ForwardContext:
         writable: list[Place] = []
@@ -189,14 +213,16 @@ class Recomputation:
 
 
 def _contexts(
-    point: Callable[[], object], context: _ForwardContext
+    point: Callable[[], object], context: _ForwardContext, watch: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the first forward and of the second."""
-    return nullcontext(), _repeated(point, context)
+    return nullcontext(), _repeated(point, context, watch)
 
 
 @contextmanager
-def _repeated(point: Callable[[], object], context: _ForwardContext) -> Iterator[None]:
+def _repeated(
+    point: Callable[[], object], context: _ForwardContext, watch: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     point()
-    with context.restored(), record_function("penstock recompute") if is_profiling() else nullcontext():
+    with watch(), context.restored(), record_function("penstock recompute") if is_profiling() else nullcontext():
         yield
