@@ -203,7 +203,10 @@ class VersionedWeights:
         """Raises `PenstockError` if a parameter got other memory or other hooks since the pipeline was built."""
         newest = self._slots.tensors[self._slots.slot_of(self._slots.newest)]
         for name, parameter in self._slots.parameters.items():
-            if name not in self._slots.masters and local_shard(parameter).data_ptr() != newest[name].data_ptr():
+            # The stage that lends a parameter moves it to another slot when it updates.
+            lent = parameter.requires_grad and name not in self._slots.stepped
+            own = name not in self._slots.masters and not lent
+            if own and local_shard(parameter).data_ptr() != newest[name].data_ptr():
                 raise PenstockError(
                     f"parameter {name}: its memory was replaced after the pipeline was built (parameter.data = ...), "
                     "which steps would not see. Expected the same memory. Write in it instead (with torch.no_grad(): "
