@@ -9,7 +9,7 @@ import torch
 from model_cases.cases import Case
 from model_cases.comparison import compare, compare_outputs
 from model_cases.habits import CASES
-from model_cases.training import Batches, train_plainly, train_staged
+from model_cases.training import Batches, train_by_oracle, train_plainly, train_staged
 from penstock.errors import PenstockError
 
 HABITS = {case.name: case for case in CASES}
@@ -53,6 +53,15 @@ def test_a_habit_trains_under_2bw_with_the_numbers_of_a_delayed_loop(name: str) 
 
     # The gradients of a tied weight are added stage by stage.
     assert compare(expected, found).relative <= (1e-13 if name == "TiedWords" else 0.0)
+
+
+def test_the_oracle_takes_sparse_gradients() -> None:
+    case = HABITS["SparseWords"]
+    batches = batches_of(case)
+    expected = train_by_oracle(case, batches, schedule="2bw", stages=2)
+    found = train_staged(case, batches, schedule="2bw", stages=2)
+
+    assert found.losses == expected.losses
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ class Training:
             scale = 1.0 if self.scales is None else self.scales.scale_of(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
-        self._note_norms(versions)
+        if self._clip is not None or self.scales is not None:
+            self._note_norms(versions)
         for index, version in versions.items():
             stage = self._stages[index]
             known = self._known(index, apart)
