@@ -97,7 +97,14 @@ class ModuleState:
 
 def is_plain_memory(tensor: Tensor) -> bool:
     """Whether `tensor` lies in memory of its own kind, and is no tensor of several devices or without numbers."""
-    return type(tensor.data) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
+    if type(tensor.data) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    try:
+        tensor.untyped_storage()
+    except RuntimeError:
+        # Such as those inside of torch.vmap.
+        return False
+    return True
 
 
 def same_content(first: Tensor, second: Tensor) -> bool:

@@ -252,8 +252,7 @@ class Training:
             scale = 1.0 if self.scales is None else self.scales.scale_of(len(self._stages[index].versions))
             for name, parameter in self._stages[index].newest.items():
                 parameter.grad = gradients[name] / count / scale if name in gradients else None
-        if self._clip is not None or self.scales is not None:
-            self._note_norms(versions)
+        self._note_norms(versions)
         for index, version in versions.items():
             stage = self._stages[index]
             known = self._known(index, apart)
@@ -275,6 +274,8 @@ class Training:
             stage.publish(readings)
 
     def _note_norms(self, indices: Iterable[int]) -> None:
+        if self._clip is None and self.scales is None:
+            return
         for index in indices:
             found = {
                 name: torch.linalg.vector_norm(parameter.grad)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from penstock.capturing.export.opaque_blocks import is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
+from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
 
@@ -131,7 +132,15 @@ def _families(nodes: list[Node]) -> dict[int, list[Node]]:
 def memory_of(node: Any) -> int:
     """The key of the memory of the tensor that `node` makes; 0 for no tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else 0
+    if not isinstance(value, Tensor):
+        return 0
+    try:
+        return storage_key(value.untyped_storage())
+    except RuntimeError as error:
+        raise CaptureError(
+            f"the code between blocks computes {node.name} inside of a transform such as torch.vmap, which a trace "
+            "does not keep. Apply it inside of a block, or pass the model as a list of layers"
+        ) from error
 
 
 def _is_random(node: Node) -> bool:
