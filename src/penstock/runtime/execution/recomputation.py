@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -184,7 +185,8 @@ class Recomputation:
 
         It looks at the first repetition only, which takes a copy of the module's state. By then caches are made.
         """
-        if module is None or module in self._watched:
+        # Fully sharded modules put whole parameters in place of shards, and free them, in every forward.
+        if module is None or module in self._watched or any(isinstance(m, FSDPModule) for m in module.modules()):
             yield
             return
         self._watched.add(module)
