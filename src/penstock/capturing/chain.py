@@ -48,7 +48,7 @@ class Layer:
     output_bytes: tuple[float, ...] = ()
     """Of each of `outputs`, for the captured sample; empty where this is not known."""
     operators: tuple[OperatorCall, ...] = ()
-    """That its forward runs on the captured sample."""
+    """The operators that its forward runs on the captured sample."""
     volatile: tuple[str, ...] = ()
     """Those of `outputs` that share memory with a buffer that it writes: its next forward changes them."""
 

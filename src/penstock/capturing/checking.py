@@ -28,8 +28,7 @@ def check_chain(sampled: SampledModel, chain: LayerChain) -> None:
     what a run leaves behind shows in the next one. Buffers and generators are left as they were. Tolerance: that of
     `torch.testing` for the data type, since CUDA kernels may add in any order.
     """
-    expected = _run(sampled, sampled.call, _model_of(sampled))
-    for own, its in zip(expected, _run(sampled, sampled.call, _whole(chain)), strict=True):
+    for own, its in zip(_run(sampled, _model_of(sampled)), _run(sampled, _whole(chain)), strict=True):
         _compare(own, its, sampled.name)
 
 
@@ -75,7 +74,7 @@ def _compare(expected: _Outcome, found: _Outcome, name: str) -> None:
         _compare_tensors(f"buffer {path}", buffer, found[2][path], name)
 
 
-def _run(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> list[_Outcome]:
+def _run(sampled: SampledModel, function: Callable[[Call], Any]) -> list[_Outcome]:
     """The output tensors and the buffers of `_RUNS` consecutive passes, and the gradients of the last one."""
     model = sampled.model
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -83,7 +82,7 @@ def _run(sampled: SampledModel, call: Call, function: Callable[[Call], Any]) -> 
     # The buffers are given back after the backward: BatchNorm's backward wants the ones of its forward.
     with sampled.preserved(), torch.enable_grad():
         for run in range(_RUNS):
-            outputs = _outputs(function, call, run)
+            outputs = _outputs(function, sampled.call, run)
             gradients = _gradients(outputs, parameters, sampled.name) if run == _RUNS - 1 else {}
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(([output.detach().clone() for output in outputs], gradients, buffers))
@@ -96,7 +95,7 @@ def _results(sampled: SampledModel, call: Call, function: Callable[[Call], Any])
 
 
 def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tensor]:
-    """Only tensors: an object that pytree cannot open, such as a cache, is left out of the chain's output."""
+    """The tensors that `function` returns. An object that pytree cannot open, such as a cache, is left out."""
     torch.manual_seed(_SEED + run)
     leaves, _ = flatten(function(call.copied()))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.capturing.module_state import ModuleState
 from penstock.torch_internals.modules import is_persistent, tensor_tables
 
-__all__ = ["SavedBuffers", "evaluating", "preserved"]
+__all__ = ["SavedBuffers", "evaluating", "preserved", "python_generators"]
 
 
 @contextmanager
@@ -40,6 +40,12 @@ def preserved(modules: Iterable[nn.Module], state: ModuleState | None = None) ->
             generator.set_state(found)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+
+
+def python_generators() -> dict[str, object]:
+    """The states of the global random generators of Python and NumPy, by library, to be compared."""
+    _, keys, *rest = numpy.random.get_state(legacy=True)
+    return {"Python": random.getstate(), "NumPy": (numpy.asarray(keys).tobytes(), *rest)}
 
 
 @contextmanager

@@ -5,7 +5,6 @@ sizes of the tensors in them. A dispatch mode notes in which modules something i
 these are the modules that blocks are chosen from.
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,6 +20,7 @@ from penstock.capturing.export.escapes import TensorOwners
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_state import ModuleState, is_plain_memory
 from penstock.capturing.observation import memory_of
+from penstock.capturing.preservation import python_generators
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -234,7 +233,7 @@ class _Watch:
         self.drawing_elsewhere: set[str] = set()
         self.owners = TensorOwners()
         self._stack: list[tuple[str, _Call]] = []
-        self._generators = _python_generators() if draws else ()
+        self._generators = python_generators() if draws else {}
 
     def run(self, call: Call) -> None:
         with ExitStack() as hooks:
@@ -285,7 +284,7 @@ class _Watch:
         """Notes whether Python's or NumPy's generator was used by the innermost module since the last look."""
         if not self._draws:
             return
-        now = _python_generators()
+        now = python_generators()
         if now != self._generators:
             path = self._path
             self.drawing_elsewhere.add(path)
@@ -327,11 +326,6 @@ class _Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in made:
                 self._dependent[tensor] = True
         return result
-
-
-def _python_generators() -> tuple[Any, ...]:
-    name, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), name, numpy.asarray(keys).tobytes(), tuple(rest)
 
 
 def _shape_of(tensor: Tensor) -> _Shape:

@@ -20,7 +20,7 @@ from penstock.errors import CaptureError
 from penstock.torch_internals.dispatch import schema_of
 from penstock.torch_internals.tensors import storage_key
 
-__all__ = ["Dependence", "depend", "memory_of", "size_bytes"]
+__all__ = ["Dependence", "depend", "is_random", "node_memory", "size_bytes"]
 
 _ASSERTIONS = ("aten::_assert", "aten::sym_constrain")
 
@@ -67,7 +67,7 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
         fixed = _fixed(operators, bound)
         more = set(fixed)
         for writer in writers:
-            family = families[memory_of(writer.args[0])]
+            family = families[node_memory(writer.args[0])]
             if writer in fixed or any(member in fixed or member in bound for member in family):
                 more |= {writer, *(member for member in family if member.op == "call_function")}
         if more == fixed:
@@ -78,7 +78,7 @@ def depend(trace: Trace, parameters: Collection[int], written_buffers: Collectio
     by_node: dict[Node, frozenset[Node]] = {}
     for writer in writers:
         if writer in free:
-            for member in families[memory_of(writer.args[0])]:
+            for member in families[node_memory(writer.args[0])]:
                 by_node[member] = by_node.get(member, frozenset()) | {writer}
     return Dependence(order, tuple(node for node in operators if node in fixed and node in live), free, by_node)
 
@@ -100,7 +100,7 @@ def _fixed(operators: list[Node], bound: set[Node]) -> set[Node]:
         if (
             node in bound
             or is_block(node)
-            or _is_random(node)
+            or is_random(node)
             or any(i in fixed or i in bound for i in node.all_input_nodes)
         ):
             fixed.add(node)
@@ -122,14 +122,14 @@ def _families(nodes: list[Node]) -> dict[int, list[Node]]:
     """The nodes by the memory that their tensors share."""
     families: dict[int, list[Node]] = defaultdict(list)
     for node in nodes:
-        memory = memory_of(node)
+        memory = node_memory(node)
         if memory:
             families[memory].append(node)
     families[0] = []
     return families
 
 
-def memory_of(node: Any) -> int:
+def node_memory(node: Any) -> int:
     """The key of the memory of the tensor that `node` makes; 0 for no tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, Tensor):
@@ -143,13 +143,14 @@ def memory_of(node: Any) -> int:
         ) from error
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """Whether `node` draws random numbers, itself or in a graph inside of it."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         # dropout(input, p, train) draws nothing in evaluation mode.
         return not (node.target is torch.ops.aten.dropout.default and node.args[2] is False)
     return any(
-        _is_random(inner) or is_mutating(inner)
+        is_random(inner) or is_mutating(inner)
         for graph in _inner_graphs(node)
         for inner in graph.graph.nodes
         if inner.op == "call_function"

@@ -41,8 +41,8 @@ class TensorOwners:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Whether the module `path` is `outer` or in it."""
-    return outer in ("", path) or path.startswith(f"{outer}.")
+    """Whether the module or attribute `path`, such as ``layer.memory[0]``, is `outer` or in it."""
+    return outer in ("", path) or path.startswith((f"{outer}.", f"{outer}["))
 
 
 def leaky(block: str, escapes: Collection[tuple[str, str]]) -> bool:

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.library import Library
 
 from penstock.capturing.export.block_calls import BlockCall, ModelRun, ResultTensor, Sizes, is_plain
-from penstock.capturing.export.escapes import leaky
+from penstock.capturing.export.escapes import is_inside, leaky
 from penstock.capturing.samples import flatten
 from penstock.capturing.sequential import Anew, EagerLayer, Form
 from penstock.errors import CaptureError
@@ -259,17 +259,17 @@ def opaque_paths(model: nn.Module, blocks: Collection[str], run: ModelRun) -> tu
     """The paths of the `blocks` that are called as they are.
 
     A block without parameters, state and hooks, such as a table of positions, is traced: what it computes can be
-    computed again in any stage, so that it need not be sent. Nor is a block called as it is if a tensor escapes from
-    it. Raises `CaptureError` for what happens outside of these
-    blocks and is no operator on tensors: a trace would lose it.
+    computed again in any stage, so that it need not be sent. So is a block that a tensor escapes from. Raises
+    `CaptureError` for what happens outside of these blocks and is no operator on tensors: a trace would lose it.
     """
     paths = []
     for path in sorted(blocks):
-        module = model.get_submodule(path)
-        state = any(_is_in(each, path) for each in (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere))
-        hooked = any(map(hooks_of, module.modules()))
         if not path or leaky(path, run.escapes):
             continue
+        module = model.get_submodule(path)
+        noted = (*run.changed, *run.written, *run.drawing, *run.drawing_elsewhere)
+        state = any(is_inside(each, path) for each in noted)
+        hooked = any(map(hooks_of, module.modules()))
         if state or hooked or any(True for _ in module.parameters()):
             paths.append(path)
     _refuse_outside(model, paths, run)
@@ -284,13 +284,13 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
     )
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
     for attribute in sorted({*run.changed, *(run.written - buffers)}):
-        if not any(_is_in(attribute, path) for path in paths):
+        if not any(is_inside(attribute, path) for path in paths):
             raise CaptureError(
                 f"{name}: its forward changes {attribute}, which is outside of its blocks and would be lost. {way}. "
                 "Move what changes it into a block, or pass the model as nn.Sequential or as a list of layers"
             )
     for path in sorted(run.drawing_elsewhere):
-        if not any(_is_in(path, block) for block in paths):
+        if not any(is_inside(path, block) for block in paths):
             raise CaptureError(
                 f"{name}: the forward of {path or 'the model'} draws random numbers of Python's random or of NumPy "
                 f"outside of its blocks, which would be the same in every step. {way}. Draw them with torch.rand, or "
@@ -298,12 +298,8 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
             )
     for path, module in model.named_modules():
         hooks = hooks_of(module)
-        if hooks and not any(_is_in(path, block) for block in paths):
+        if hooks and not any(is_inside(path, block) for block in paths):
             raise CaptureError(
                 f"{name}: {path or 'the model'} has the hook {getattr(hooks[0], '__qualname__', hooks[0])!r} and is "
                 f"not a block, so that the hook would not be run in steps. {way}. Register it on a block, or remove it"
             )
-
-
-def _is_in(attribute: str, path: str) -> bool:
-    return attribute == path or attribute.startswith((f"{path}.", f"{path}["))

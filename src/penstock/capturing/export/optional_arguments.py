@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from penstock.capturing.export.dependence import memory_of
+from penstock.capturing.export.dependence import is_random, node_memory
 from penstock.capturing.export.opaque_blocks import is_block
 from penstock.capturing.export.tracing import Trace, is_mutating
 from penstock.torch_internals.dispatch import schema_of
@@ -56,18 +56,14 @@ def _valued(trace: Trace) -> set[Node]:
         for node in trace.graph.graph.nodes:
             if (
                 is_block(node)
-                or _is_drawn(node)
-                or memory_of(node) in written
+                or is_random(node)
+                or node_memory(node) in written
                 or (any(each in found for each in node.all_input_nodes) and not _of_sizes(node))
             ):
                 found.add(node)
-        written = {memory_of(node.args[0]) for node in found if is_mutating(node)} - {0}
+        written = {node_memory(node.args[0]) for node in found if is_mutating(node)} - {0}
         if len(found) == before:
             return found
-
-
-def _is_drawn(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _of_sizes(node: Node) -> bool:

@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from penstock.capturing.export.block_calls import is_plain
 from penstock.capturing.export.explanations import explained
 from penstock.capturing.export.gradient_modes import open_regions
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, opaque
@@ -287,5 +288,4 @@ def _form(leaf: Any) -> Any:
             "the model"
         )
     # Objects that pytree cannot open, such as a cache of keys and values, hold tensors that cannot be sent.
-    plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
-    return leaf if plain else None
+    return leaf if is_plain(leaf) else None

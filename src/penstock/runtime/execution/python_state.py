@@ -1,11 +1,9 @@
 """What a forward may change beside buffers: attributes, lists and plain tensors of modules, and Python's generators."""
 
-import random
-
-import numpy
 from torch import nn
 
 from penstock.capturing.module_state import ModuleState
+from penstock.capturing.preservation import python_generators
 from penstock.capturing.sequential import EagerLayer
 
 __all__ = ["PythonState"]
@@ -17,7 +15,7 @@ class PythonState:
     def __init__(self, module: nn.Module) -> None:
         bodies = {inner.name: inner.body for inner in module.modules() if isinstance(inner, EagerLayer)}
         self._states = {name: ModuleState([body]) for name, body in bodies.items()}
-        self._generators = _generators()
+        self._generators = python_generators()
 
     def changes(self, in_place: bool) -> list[str]:
         """What is another object or number now, such as ``blocks.1.count``. `in_place`: tensors that were written,
@@ -29,10 +27,5 @@ class PythonState:
             for path, written in state.changes()
             if in_place or not written
         ]
-        drawn = [name for name, state in _generators().items() if state != self._generators[name]]
+        drawn = [name for name, state in python_generators().items() if state != self._generators[name]]
         return names + [f"the random numbers of {name}" for name in drawn]
-
-
-def _generators() -> dict[str, object]:
-    _, keys, *rest = numpy.random.get_state(legacy=True)
-    return {"Python": random.getstate(), "NumPy": (numpy.asarray(keys).tobytes(), *rest)}
