@@ -4,9 +4,11 @@ Forward is PyTorch's own, layer by layer. Backward makes the Jacobians of all st
 gradients of the parameters of all steps at once. Only the order of additions differs from PyTorch's backward.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -15,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from penstock.errors import PenstockError
 from penstock.scan.cells import CELLS, Weights
 from penstock.scan.estimates import MACHINES, estimate
+from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
 from penstock.scan.scans import blelloch, chunked, linear
 
 __all__ = ["ScanGRU", "ScanRNN"]
@@ -23,13 +26,27 @@ LayerMethod: TypeAlias = Literal["auto", "linear", "blelloch", "chunked"]
 _FORWARDS = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru}
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How a layer is computed."""
+
+    mode: str
+    method: str
+    group: dist.ProcessGroup | None
+    """The ranks that time is cut over."""
+
+
 class _LayerBackward(torch.autograd.Function):
     """One layer in one direction: inputs (T, B, I) and a first hidden state (B, H) make outputs (T, B, H)."""
 
     @staticmethod
-    def forward(ctx: Any, modes: tuple[str, str], inputs: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
-        ctx.mode, ctx.method = modes
-        outputs = _run_forward(ctx.mode, inputs, first, weights)
+    def forward(ctx: Any, how: "_How", inputs: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
+        ctx.how = how
+        if how.group is not None:
+            first = receive_state(first, how.group)
+        outputs = _run_forward(how.mode, inputs, first, weights)
+        if how.group is not None:
+            send_state(outputs[-1], how.group)
         ctx.save_for_backward(inputs, first, outputs, *weights)
         return outputs
 
@@ -41,8 +58,8 @@ class _LayerBackward(torch.autograd.Function):
         own = Weights(*(weight.to(wide) for weight in weights))
         before = torch.cat([first.unsqueeze(0), outputs[:-1]]).to(wide)
         with torch.autocast(gradient.device.type, enabled=False):
-            cell = CELLS[ctx.mode](own, inputs.to(wide), before, outputs.to(wide))
-            at_steps, at_first = _scanned(gradient.to(wide), cell.jacobians(), ctx.method)
+            cell = CELLS[ctx.how.mode](own, inputs.to(wide), before, outputs.to(wide))
+            at_steps, at_first = _scanned(gradient.to(wide), cell.jacobians(), ctx.how)
             of_inputs, of_hidden = (part.flatten(0, 1) for part in cell.gradients(at_steps))
             found = [
                 None,
@@ -79,31 +96,44 @@ def _run_forward(
     return outputs
 
 
-def _scanned(gradient: Tensor, jacobians: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _scanned(gradient: Tensor, jacobians: Tensor, how: _How) -> tuple[Tensor, Tensor]:
     """The whole gradients after every step, and that of the first state. `gradient`: what enters after every step."""
     reversed_jacobians, entering = jacobians.flip(0), gradient.flip(0)
     before_each = torch.cat([entering[1:], torch.zeros_like(entering[:1])])
-    match method:
+    last = entering[0]
+    if how.group is not None:
+        last = last + gradient_from_later_ranks(last, reversed_jacobians, before_each, how.group)
+    match how.method:
         case "blelloch":
-            found = blelloch(entering[0], reversed_jacobians, before_each)
+            found = blelloch(last, reversed_jacobians, before_each)
         case "chunked":
             workers = MACHINES["cpu" if gradient.device.type == "cpu" else "cuda"].matrix_workers
-            found = chunked(entering[0], reversed_jacobians, before_each, workers=workers)
+            found = chunked(last, reversed_jacobians, before_each, workers=workers)
         case _:
-            found = linear(entering[0], reversed_jacobians, before_each)
-    return found[:-1].flip(0), found[-1]
+            found = linear(last, reversed_jacobians, before_each)
+    # The first state of another rank than the first one is that of the rank before.
+    own_first = how.group is None or dist.get_rank(how.group) == 0
+    return found[:-1].flip(0), found[-1] if own_first else torch.zeros_like(found[-1])
 
 
 class _Scanning(nn.RNNBase):
     """What `ScanRNN` and `ScanGRU` share."""
 
-    def __init__(self, *args: Any, method: LayerMethod = "auto", **options: Any) -> None:
+    def __init__(
+        self, *args: Any, method: LayerMethod = "auto", group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        if group is not None and self.bidirectional:
+            raise PenstockError(
+                f"{type(self).__name__}(group=..., bidirectional=True): expected one direction, since the forward of "
+                "each rank waits for that of the one before. Leave out one of them"
+            )
         if method not in ("auto", "linear", "blelloch", "chunked"):
             raise PenstockError(
                 f"{type(self).__name__}(method={method!r}): expected 'auto', 'linear', 'blelloch' or 'chunked'"
             )
         self.method = method
+        self.group = group
 
     def forward(
         self, input: Tensor | PackedSequence, hx: Tensor | None = None
@@ -121,6 +151,11 @@ class _Scanning(nn.RNNBase):
         return (outputs, last) if batched else (outputs.squeeze(0 if self.batch_first else 1), last.squeeze(1))
 
     def _run_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+        if self.group is not None:
+            raise PenstockError(
+                f"{type(self).__name__}(group=...): expected a tensor of this rank's steps, found a PackedSequence. "
+                "Pad it, and cut all samples at the same steps"
+            )
         # Without its indices: the samples stay sorted by length.
         steps, lengths = pad_packed_sequence(PackedSequence(input.data, input.batch_sizes))
         first = self._first(steps, hx if hx is None else self.permute_hidden(hx, input.sorted_indices))
@@ -154,11 +189,11 @@ class _Scanning(nn.RNNBase):
         kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.bias else 2]
         weights = [getattr(self, f"{kind}_{name}") for kind in kinds]
         method = self.chosen_method(inputs)
-        if method == "linear":
+        if method == "linear" and self.group is None:
             # PyTorch's own backward needs no Jacobians.
             return _run_forward(self.mode, inputs, first, weights, train=self.training)
         found: Tensor = _LayerBackward.apply(  # type: ignore[no-untyped-call]
-            (self.mode, method), inputs, first, *weights
+            _How(self.mode, method, self.group), inputs, first, *weights
         )
         return found
 
@@ -180,6 +215,10 @@ class ScanRNN(_Scanning, nn.RNN):  # type: ignore[misc]
         method: ``"blelloch"`` scans in about ``2 log2(T)`` steps. ``"chunked"`` goes through pieces of the sequence
             side by side. ``"linear"`` is PyTorch's own backward. ``"auto"`` takes what `estimate` predicts to be the
             fastest for the sizes of the call.
+        group: a process group over which the time of one sequence is cut. Rank 0 passes its first steps and its first
+            state, each other rank the steps that follow. Forward goes from rank to rank; backward is a scan over the
+            ranks. Gradients of parameters are those of this rank's steps: sum them over the group. All ranks must run
+            forward and backward. It excludes ``bidirectional`` and packed sequences.
 
     A backward of a scan holds the Jacobians of a layer, ``T * B * H * H`` numbers, and cannot be differentiated again.
     """

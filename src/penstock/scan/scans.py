@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.scan.scaled import PlainMatrices, ScaledMatrices, ScaledVectors
+from penstock.scan.steps import Steps
 
 __all__ = ["blelloch", "chunked", "hybrid", "levels_of", "linear"]
 
@@ -114,33 +115,6 @@ def _rescaled(
     return scaled.plain()
 
 
-class _Steps:
-    """Consecutive steps, each ``g -> J g + u``. Vectors and matrices are plain or scaled."""
-
-    def __init__(self, matrices: Any, entering: Any) -> None:
-        self.matrices, self.entering = matrices, entering
-
-    def apply(self, index: Any, vectors: Any) -> Any:
-        """What the steps at `index` make of `vectors`."""
-        found = self.matrices[index].apply(vectors)
-        return found if self.entering is None else found + self.entering[index]
-
-    def then(self, later: "_Steps") -> "_Steps":
-        """These steps, each followed by one of `later`."""
-        entering = None if self.entering is None else later.matrices.apply(self.entering) + later.entering
-        return _Steps(later.matrices @ self.matrices, entering)
-
-    def put(self, index: Any, steps: "_Steps") -> None:
-        """Replaces the steps at `index`."""
-        self.matrices[index] = steps.matrices
-        if self.entering is not None:
-            self.entering[index] = steps.entering
-
-    def at(self, index: Tensor) -> "_Steps":
-        """A copy of the steps at `index`."""
-        return _Steps(self.matrices[index], None if self.entering is None else self.entering[index])
-
-
 def _scan(gradient: Any, matrices: Any, entering: Any, levels: int) -> Any:
     """A scan over n + 1 places: `gradient` is at place 0, and the steps are at the others.
 
@@ -149,7 +123,7 @@ def _scan(gradient: Any, matrices: Any, entering: Any, levels: int) -> Any:
     steps = len(matrices.values)
     device = matrices.values.device
     each = torch.arange(steps, device=device)
-    products = _Steps(matrices, entering).at(each)
+    products = Steps(matrices, entering).at(each)
     # The products at the left edge begin with the gradient, so they are vectors.
     edge = [gradient]
     for level in range(levels):
@@ -172,7 +146,7 @@ def _scan(gradient: Any, matrices: Any, entering: Any, levels: int) -> Any:
             before[later[1:] + 1] = products.apply(earlier[1:], found)
             before[earlier[1:] + 1] = found
         before[later[:1] + 1] = edge[level][None]
-    last = _Steps(matrices, entering).apply(steps - 1, before[steps])
+    last = Steps(matrices, entering).apply(steps - 1, before[steps])
     # Place 1 has the gradient of the end of the chain before it, place n that of its second value.
     return _shifted(before, last)
 
@@ -182,7 +156,7 @@ def _in_chunks(gradient: Any, matrices: Any, entering: Any, workers: int) -> Any
     device = matrices.values.device
     length = -(-steps // workers)
     workers = -(-steps // length)
-    own = _Steps(matrices, entering)
+    own = Steps(matrices, entering)
     starts = torch.arange(0, steps, length, device=device)
     # The last chunk may be shorter. Its product is not needed.
     products = own.at(starts[:-1])
