@@ -6,6 +6,7 @@ The backward through n steps is a product of n Jacobians. The product is associa
 May import ``errors`` only, and no other room imports this one. Start reading in ``scans.py``.
 """
 
+from penstock.scan.chains import ScanSequential
 from penstock.scan.counts import ScanCounts, count
 from penstock.scan.diagonal import DiagonalRecurrence, diagonal_recurrence
 from penstock.scan.estimates import Estimate, Machine, estimate
@@ -19,6 +20,7 @@ __all__ = [
     "ScanCounts",
     "ScanGRU",
     "ScanRNN",
+    "ScanSequential",
     "blelloch",
     "chunked",
     "count",
