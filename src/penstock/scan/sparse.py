@@ -166,7 +166,7 @@ def _axis(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) 
 
 
 def _along(dimension: int, dimensions: int, numbers: Tensor) -> Tensor:
-    """`numbers` along one of so many dimensions."""
+    """`numbers` along `dimension`, of as many as `dimensions` says."""
     return numbers.view([-1 if each == dimension else 1 for each in range(dimensions)])
 
 
