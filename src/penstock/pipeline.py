@@ -50,6 +50,7 @@ from penstock.runtime.execution.recomputation import Granularity, Recompute, cho
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
+from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -184,7 +185,7 @@ class Pipeline:
             update_hooks=update_hooks,
         )
         compiled, parallelized = bool(compile), parallelize is not None
-        self._world: World = join_world()
+        self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
         with self._guarded("building the pipeline"):
@@ -545,6 +546,7 @@ class Pipeline:
             self._closed = True
             if self._reminder is not None:
                 self._reminder.remove()
+            self._world.announce_leave()
             self._engine.transport.close()
             self._world.leave()
 
