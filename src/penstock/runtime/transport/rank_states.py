@@ -94,16 +94,17 @@ class RankState:
     def describe(self) -> str:
         """What the rank does, as the end of a sentence about it."""
         silent = time.monotonic() - self.seen
-        doing = f"{self.place or 'outside the pipeline'} for {self.place_seconds + silent:.1f} s"
+        place = self.place or "outside the pipeline"
+        last = f"its last sign of life came {silent:.1f} s ago, {place}"
         if self.left:
             return "has left: it closed its pipeline, or its script has ended"
         if self.ended:
             return "was killed (out of memory?) or crashed: its process has ended"
         if self.letter in _STOPPED:
-            return f"stands still: its process is stopped (SIGSTOP, a debugger?); it was {doing}"
+            return f"stands still: its process is stopped (SIGSTOP, a debugger?), {last}"
         if silent > _STILL_SECONDS:
-            return f"has given no sign of life for {silent:.1f} s: it or its host stands still; it was {doing}"
-        return f"is at work: {doing}"
+            return f"stands still, or its host does: {last}"
+        return f"is at work, {place} for {self.place_seconds + silent:.1f} s"
 
 
 @cache

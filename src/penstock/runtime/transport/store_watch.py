@@ -118,17 +118,18 @@ class StoreWatch:
             store = _connected_anew(self._store)
             store.set(_identity_key(self._rank), encode_plain(ProcessIdentity.own().fields()).decode())
             look = life = 0.0
+            shown = self.doing
             while True:
                 now = time.monotonic()
-                if now >= life:
-                    self._live(store)
-                    life = now + _LIFE_SECONDS
                 if now >= look:
+                    if now >= life or self.doing != shown:
+                        shown, life = self.doing, now + _LIFE_SECONDS
+                        self._live(store)
                     self._look(store)
                     look = now + _LOOK_SECONDS
                 self._answered = time.monotonic()
                 with suppress(queue.Empty):
-                    request = self._requests.get(timeout=max(0.0, min(look, life) - self._answered))
+                    request = self._requests.get(timeout=max(0.0, look - self._answered))
                     if request is None:
                         break
                     self._answer(store, *request)
