@@ -27,6 +27,7 @@ from penstock.runtime.transport.default_groups import call_at_meeting, make_defa
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
@@ -166,7 +167,8 @@ class Processes:
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
-            self.gather(None, _MEETING)
+            identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
+            self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             # Our own error says more than one of a collective, so it must come first.
             limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
