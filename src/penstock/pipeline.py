@@ -21,6 +21,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
+from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -31,13 +32,13 @@ from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
-    check_agreement,
     check_plan,
     choose_plan,
     counted_parameters,
     learning_rate_factors,
     make_schedule,
 )
+from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
@@ -186,8 +187,9 @@ class Pipeline:
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
-        self._closed = False
         with self._guarded("building the pipeline"):
+            alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
+            check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
                     model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
@@ -252,6 +254,10 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._guarded.all_refuse = self._engine.calls.refuse
+            schedulers = self._updater.schedulers
+            trains = check_optimizers(self._world, self.optimizers, self._parameters(), schedulers)
+            self._conditions = StepConditions([model] if isinstance(model, nn.Module) else model, trains)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
@@ -345,6 +351,7 @@ class Pipeline:
         backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
+            self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
@@ -408,11 +415,12 @@ class Pipeline:
         not for training.
         """
         averages = self.averages()
-        with replaced_parameters(self._parameters(), averages):
+        with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
+        self._guarded.check_open()
         return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
 
     def stats(
@@ -541,8 +549,8 @@ class Pipeline:
 
         It does not drain. A pipeline that lives as long as its process need not be closed.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._guarded.closed:
+            self._guarded.closed = True
             if self._reminder is not None:
                 self._reminder.remove()
             self._engine.transport.close()
@@ -557,13 +565,13 @@ class Pipeline:
         """Drains and closes. After an exception it only closes, and the exception ends the other ranks as well."""
         if error is None:
             try:
-                if not (self._closed or self._guarded.failed):
+                if not (self._guarded.closed or self._guarded.failed):
                     self.drain()
             finally:
                 self.close()
             return
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
-        if not (self._closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
+        if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):

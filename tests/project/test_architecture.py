@@ -139,7 +139,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.planning.requests": 3,
     "penstock.planning.spp.mappings": 2,
     "penstock.planning.two_bw.orientations": 1,
-    "penstock.runtime.assembly.stages": 1,
     "penstock.runtime.batches.microbatches": 2,
     "penstock.runtime.engine.engine": 2,
     "penstock.runtime.engine.worker": 1,

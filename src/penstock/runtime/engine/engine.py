@@ -21,6 +21,7 @@ from penstock.runtime.batches.result_broadcast import ResultBroadcast
 from penstock.runtime.batches.results import Loss
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.engine.buffers import share_buffers
+from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
@@ -78,6 +79,9 @@ class Engine:
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
+        ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
+        self.calls = CallAgreement(transport, self._ranks[0], ranks, comparing_rank(schedule.placement.stages[-1]))
+        """Compares the calls of this process with those of the others."""
         last = schedule.stages - 1
         self._scalers = [
             worker.gradients.scaler
@@ -99,6 +103,7 @@ class Engine:
 
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
+        self._announce("step", microbatches)
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
@@ -115,6 +120,7 @@ class Engine:
 
     def drain(self) -> None:
         """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
+        self._announce("drain")
         self._follows = False
         if not self._schedule.flushes and self._minibatch > 0:
             microbatches = self._minibatch * self._schedule.microbatches
@@ -140,11 +146,13 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:
         """The mean loss of `microbatches` in evaluation mode with the newest weights; it may still be in flight."""
+        self._announce("evaluate", microbatches)
         batch = self._infer(microbatches, keeps_outputs=False)
         return self._results.loss(batch, self._round_robin, range(len(microbatches)))
 
     def predict(self, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each of `microbatches`. Waits for them."""
+        self._announce("predict", microbatches)
         batch = self._infer(microbatches, keeps_outputs=True)
         return self._results.outputs(batch, self._round_robin, microbatches)
 
@@ -196,6 +204,9 @@ class Engine:
         """
         comparison = self._check.compare() if self._check else None
         return None if comparison is None else comparison.error
+
+    def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> None:
+        self.calls.announce(name, microbatches, self.trained, self.seed)
 
     def _training_run(self, admitted: int) -> BatchRun:
         return BatchRun(training=True, seed=self.seed, microbatches_before=self._microbatches_before, admitted=admitted)
