@@ -59,6 +59,7 @@ from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
+from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
@@ -110,6 +111,8 @@ class Pipeline:
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
             read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
+        on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
+            are not finite are left out, as with `loss_scale`: docs/training.md.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
             where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
             mention this; PipeDream's program does it. Off by default.
@@ -162,6 +165,7 @@ class Pipeline:
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
         update_hooks: Sequence[UpdateHook] = (),
+        on_nonfinite: OnNonfinite = "raise",
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
         compile: bool | Mapping[str, Any] = False,
@@ -183,6 +187,7 @@ class Pipeline:
             loss_weight=loss_weight,
             version_dtype=version_dtype,
             update_hooks=update_hooks,
+            on_nonfinite=on_nonfinite,
         )
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
@@ -255,9 +260,9 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._guarded.all_refuse = self._engine.calls.refuse
-            schedulers = self._updater.schedulers
-            trains = check_optimizers(self._world, self.optimizers, self._parameters(), schedulers)
-            self._conditions = StepConditions([model] if isinstance(model, nn.Module) else model, trains)
+            named, schedulers = self._parameters(), self._updater.schedulers
+            trains = check_optimizers(self._world, self.optimizers, named, schedulers)
+            self._conditions = StepConditions(model, trains)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
@@ -457,7 +462,12 @@ class Pipeline:
     @property
     def loss_scale(self) -> float | None:
         """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
-        return self._engine.loss_scale()
+        return None if self._recipe.loss_scale is None else self._engine.loss_scale()
+
+    @property
+    def skipped_updates(self) -> int:
+        """The updates that a stage of this process left out since their gradients were not finite (the most of one)."""
+        return self._engine.skipped_updates()
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.

@@ -1,7 +1,8 @@
 """What must hold for a step to train anything, checked before the step begins."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ __all__ = ["StepConditions"]
 
 
 class StepConditions:
-    """The conditions for steps of a pipeline on `modules`. `trains`: whether any process trains a parameter."""
+    """The conditions for steps of a pipeline on `model`. `trains`: whether any process trains a parameter."""
 
-    def __init__(self, modules: Iterable[nn.Module], trains: bool) -> None:
-        self._claim, self._trains, self._averaged = ModelClaim(modules), trains, False
+    def __init__(self, model: nn.Module | Sequence[Any], trains: bool) -> None:
+        layers = [model] if isinstance(model, nn.Module) else model
+        self._claim = ModelClaim(layer for layer in layers if isinstance(layer, nn.Module))
+        self._trains, self._averaged = trains, False
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.nonfinite_losses import LateLosses
 from penstock.runtime.engine.prediction_check import PredictionCheck
 from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
 from penstock.runtime.engine.worker import Worker
@@ -89,6 +90,10 @@ class Engine:
             if worker.gradients.scaler is not None and last in worker.stages
         ]
         """The loss scalers of the ranks that hold the last stage. Only these change their scale."""
+        # On the CPU the loss head checks them.
+        late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
+        self._late = LateLosses(schedule.microbatches) if late else None
+        """The losses to check, on the ranks of the last stage."""
         self._minibatch = 0
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
@@ -104,6 +109,8 @@ class Engine:
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self._announce("step", microbatches)
+        if self._late is not None:
+            self._late.check()
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
@@ -116,7 +123,10 @@ class Engine:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
             self._check.compare()
-        return self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
+        loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
+        if self._late is not None:
+            self._late.add(self._microbatches_before + first, loss)
+        return loss
 
     def drain(self) -> None:
         """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
@@ -170,6 +180,10 @@ class Engine:
         if norms is None or norms.newest_scale is None or gradients.scaler is None:
             return None
         return float(norms.newest_scale)
+
+    def skipped_updates(self) -> int:
+        """The updates that a stage of this process skipped; of the stage with the most."""
+        return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
 
     def scale_state(self) -> dict[str, Any]:
         """The state of the loss scaler for a checkpoint; {} on processes without the last stage."""
@@ -265,7 +279,14 @@ def make_workers(
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
         gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
         heads = {
-            index: LossHead(rank, chain, recipe.loss_fn, gradients.loss_weight, copies=stage.cuda_graphs is not None)
+            index: LossHead(
+                rank,
+                chain,
+                recipe.loss_fn,
+                gradients.loss_weight,
+                copies=stage.cuda_graphs is not None,
+                checks=recipe.checks_losses,
+            )
             for index, stage in own.items()
             if index == schedule.stages - 1
         }
