@@ -80,6 +80,11 @@ class Worker:
         self._timings: list[ActionTiming] = []
         self._microbatches: dict[int, Microbatch] = {}
 
+    @property
+    def checks_losses(self) -> bool:
+        """Whether a loss of this rank that is not finite is an error."""
+        return any(head.checks for head in self._heads.values())
+
     def begin(
         self, batch: BatchRun, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Sequence[Action]
     ) -> None:

@@ -173,10 +173,11 @@ class Endpoints:
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, self._staging)
+            staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
+            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
-            staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
+            staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
             self.inboxes[edge] = GlooInbox(edge, self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
