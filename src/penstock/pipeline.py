@@ -261,6 +261,7 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._guarded.all_refuse = self._engine.calls.refuse
+            self._guarded.discard = self._engine.discard if self._world.processes == 1 else None
             named, schedulers = self._parameters(), self._updater.schedulers
             trains = check_optimizers(self._world, self.optimizers, named, schedulers)
             self._conditions = StepConditions(model, trains)
@@ -503,7 +504,10 @@ class Pipeline:
 
         Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
         """
-        self.drain()
+        with self._guarded.loading(self.drain):
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
         self._updater.load_state(progress)
         self._engine.load_scale(progress)
@@ -526,10 +530,8 @@ class Pipeline:
 
         `CheckpointError` if there is no checkpoint, or one of another model.
         """
-        self.drain()
-        with self._guarded("in a load", harmless=True):
-            state = read(directory, self._model_state(), self._parameters(), self._world)
-            self.load_state_dict(state)
+        with self._guarded.loading(self.drain), self._guarded("in a load", harmless=True):
+            self._restore(read(directory, self._model_state(), self._parameters(), self._world))
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None

@@ -26,6 +26,11 @@ class FailureGuard:
         """What that call does."""
         self.closed = False
         """Whether the pipeline was closed."""
+        self.discard: Callable[[], bool] | None = None
+        """Called after an error in a single process: drops what the call has left behind, and returns whether the
+        pipeline is as it was before the call."""
+        self._lost_state = False
+        """Whether the pipeline failed in a way that a new state repairs."""
         self.all_refuse: Callable[[str], bool] | None = None
         """Called with the reason on every process that refuses a call. Returns whether all of them do."""
 
@@ -53,7 +58,8 @@ class FailureGuard:
         except BaseException as error:
             # A failure within a call of this block was reported there.
             if not self._failed and not (harmless and self._is_refusal(error)):
-                self._failed = f"{type(error).__name__} {place}"
+                if not self._recovers(error):
+                    self._failed = f"{type(error).__name__} {place}"
                 self._world.report(place, error)
             raise
         finally:
@@ -63,6 +69,12 @@ class FailureGuard:
 
     def check_open(self) -> None:
         """Raises `PenstockError` if the pipeline has failed, was closed, or is used by another call."""
+        if self._lost_state and self._failed:
+            raise PenstockError(
+                f"this pipeline failed before ({self._failed}), when some stages had made an update that others had "
+                "not, or microbatches were in flight: its weights are those of no step. Call load(...) or "
+                "load_state_dict(...), after which it can go on"
+            )
         if self._failed:
             raise PenstockError(
                 f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
@@ -75,6 +87,32 @@ class FailureGuard:
             )
         if self._running.locked():
             self._refuse_second()
+
+    @contextmanager
+    def loading(self, drain: Callable[[], None]) -> Iterator[None]:
+        """Calls `drain`, and then runs a block that gives the pipeline a new state. A pipeline that has only lost its
+        state by a failure is not drained, and can go on afterwards.
+        """
+        lost = self._failed if self._lost_state else ""
+        if lost:
+            self._failed = ""
+        try:
+            drain()
+            yield
+        except BaseException:
+            self._failed = self._failed or lost
+            raise
+        self._lost_state = False
+
+    def _recovers(self, error: BaseException) -> bool:
+        """Whether the pipeline can go on after `error` in a call. Says so in a note."""
+        if self.discard is None:
+            return False
+        intact = self.discard()
+        self._lost_state = not intact
+        if intact:
+            error.add_note("penstock: this call has changed no weight, and the pipeline can go on")
+        return intact
 
     def _refuse_second(self) -> None:
         raise PenstockError(

@@ -98,6 +98,8 @@ class Engine:
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
+        self._begun: Mapping[int, int] | None = None
+        """While a segment runs: by stage of this process, the newest version of the weights when it began."""
         self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a segment, made ahead of their use."""
 
@@ -119,6 +121,7 @@ class Engine:
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
+        self._begun = None
         if self._check:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
@@ -138,6 +141,7 @@ class Engine:
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
             self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
+            self._begun = None
         self.share_buffers()
         self.transport.flush()
 
@@ -149,6 +153,27 @@ class Engine:
         for worker in self._workers:
             worker.gradients.restart()
         self._microbatches_before, self._minibatch = microbatches, 0
+
+    def discard(self) -> bool:
+        """Drops what a call that failed has left behind: messages, microbatches in flight, gradients. Returns whether
+        the weights are those before the call, and no microbatch of an earlier call was dropped.
+
+        For an engine that runs all ranks, since no other process is asked.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            # The call failed before its first action, or after its last one.
+            return True
+        intact = begun == self._newest_versions() and (self._schedule.flushes or self._minibatch == 0)
+        for worker in self._workers:
+            worker.discard()
+        self.transport.close()
+        self._follows = False
+        self.restart(self.trained)
+        return intact
+
+    def _newest_versions(self) -> dict[int, int]:
+        return {index: stage.weights.newest for own in self._stages.values() for index, stage in own.items()}
 
     def share_buffers(self) -> None:
         """Copies the buffers of the first replica of every stage to the others."""
@@ -231,6 +256,7 @@ class Engine:
         made = self._schedule
         forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
         self._run(batch, microbatches, 0, forwards, Step(0))
+        self._begun = None
         return batch
 
     @property
@@ -245,6 +271,7 @@ class Engine:
         prepared, programs = self._prepared
         if schedule is not self._schedule or segment != prepared:
             programs = self._programs(schedule, segment)
+        self._begun = self._newest_versions()
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])

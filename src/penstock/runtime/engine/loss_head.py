@@ -48,6 +48,10 @@ class LossHead:
         """Prepares for the forwards of `batch`."""
         self._batch = batch
 
+    def discard(self) -> None:
+        """Drops the gradients of losses whose backward will not come."""
+        self._gradients.clear()
+
     def compute(self, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to
         `metrics`.
