@@ -16,6 +16,7 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.handshake import Gather
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Edge, PendingMessage, SumKinds
@@ -28,7 +29,8 @@ class DistributedTransport:
     them.
 
     Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
-    rank passes to it, on every rank. `store` connects the processes, and is used for nothing else.
+    rank passes to it, on every rank. `store` connects the processes, and is used for nothing else. `key`: that of
+    the run.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class DistributedTransport:
         timeout_seconds: float,
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
+        *,
+        key: RunKey,
     ) -> None:
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout)
+        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, key=key)
         self._endpoints.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums

@@ -35,11 +35,13 @@ from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
@@ -68,6 +70,7 @@ class Endpoints:
     store: Store
     """Where the processes exchange addresses. It holds no keys of other endpoints."""
     timeout: Timeout
+    key: RunKey
     accelerator: Accelerator | None = field(init=False)
     watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
@@ -91,9 +94,9 @@ class Endpoints:
         process passes to it, on every process.
         """
         rank = self.rank
-        enabled = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        shares = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        local_peers = connect_local_peers(peers - {rank}, rank, gather, enabled)
+        local_peers = connect_local_peers(peers - {rank}, rank, gather, self.key if shares else None)
         mine = {edge for edge in edges if rank == edge.source and edge.target in local_peers}
         gathered = gather((mine, device_info_of(self.device)))
         devices, shared = [device for _, device in gathered], {edge for local, _ in gathered for edge in local}
@@ -135,25 +138,35 @@ class Endpoints:
         sends = edge.source == self.rank
         if backend is Backend.MEMORY:
             if sends:
-                self.outboxes[edge] = SharedOutbox(edge, local_peers, self.flusher)
+                self.outboxes[edge] = SharedOutbox(SentKinds(edge, self.key), local_peers, self.flusher)
             else:
-                self.inboxes[edge] = SharedInbox(edge, local_peers, self.timeout)
+                self.inboxes[edge] = SharedInbox(ReceivedKinds(edge, self.key), local_peers, self.timeout)
             return
         members = self._members(str(edge), (edge.source, edge.target))
         peer = members.group_rank(edge.target if sends else edge.source)
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(edge, connect_gloo(members), peer, self._staging)
+            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), connect_gloo(members), peer, self._staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
-            self.inboxes[edge] = GlooInbox(edge, connect_gloo(members), peer, staging, self.timeout)
+            kinds = ReceivedKinds(edge, self.key)
+            self.inboxes[edge] = GlooInbox(kinds, connect_gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
         group = self.accelerator.communicator(members, ctas_per_message())
-        options = EndpointOptions(edge, group, peer, self.accelerator, self.notices, self.timeout, self.watchdog.check)
+        options = EndpointOptions(
+            edge=edge,
+            key=self.key,
+            group=group,
+            peer=peer,
+            accelerator=self.accelerator,
+            notices=self.notices,
+            timeout=self.timeout,
+            check=self.watchdog.check,
+        )
         endpoint: NcclOutbox | NcclInbox
         if edge.source == self.rank:
             endpoint = self.outboxes[edge] = NcclOutbox(options)

@@ -24,6 +24,7 @@ from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
@@ -116,11 +117,12 @@ class Processes:
         # Python objects need a group of their own: the default group may be NCCL's, which takes GPU tensors only.
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-        name = self.gather(uuid.uuid4().hex)[0]
+        nonces = self.gather(uuid.uuid4().hex)
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
-        store = PrefixStore(f"penstock/{name}", world.get_group_store())
+        store = PrefixStore(f"penstock/{nonces[0]}", world.get_group_store())
         self._store, self._transports = store, 0
+        self._key = agree_on_key(self.rank, nonces, store, self.gather)
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         if hooks_allowed():
@@ -139,7 +141,8 @@ class Processes:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
-        store = PrefixStore(f"transport {self._transports}", self._store)
+        name = f"transport {self._transports}"
+        store = PrefixStore(name, self._store)
         self._transports += 1
         with _explained():
             return DistributedTransport(
@@ -152,6 +155,7 @@ class Processes:
                 timeout_seconds,
                 self.gather,
                 groups,
+                key=self._key.derived(name),
             )
 
     def gather(self, value: T) -> Sequence[T]:
