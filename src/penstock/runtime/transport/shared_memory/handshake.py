@@ -20,8 +20,6 @@ from penstock.runtime.transport.run_keys import PROOF_BYTES, RunKey
 
 __all__ = ["LocalPeers", "connect_local_peers"]
 
-_SECONDS = 20.0
-"""How long a process of this host may take to answer; it makes the same call."""
 _STRANGER_SECONDS = 5.0
 """How long a process that has connected may take for its proof. Others wait meanwhile."""
 _NONCE_BYTES = 16
@@ -64,9 +62,11 @@ class LocalPeers:
             connection.close()
 
 
-def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, key: RunKey | None) -> LocalPeers:
+def connect_local_peers(
+    peers: Iterable[int], rank: int, gather: Gather, key: RunKey | None, *, seconds: float = 20.0
+) -> LocalPeers:
     """Connects this process, `rank`, with those of `peers` that are on the same host. `key`: that of the run; None if
-    this process is not to share memory.
+    this process is not to share memory. `seconds`: how long a peer may take to answer; it makes the same call.
 
     Collective; `gather` returns what each process passes to it, by rank. A connection that fails is dropped on both
     sides.
@@ -90,8 +90,9 @@ def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, key: Ru
         if listener is not None and key is not None:
             for peer in local:
                 if peer < rank:
-                    connections[peer] = _connect(peer, rank, addresses[peer][1], key)
-            _accept(connections, [peer for peer in local if peer > rank], listener, name, key)
+                    connections[peer] = _connect(peer, rank, addresses[peer][1], key, seconds)
+            listener.settimeout(seconds)
+            connections |= _accept([peer for peer in local if peer > rank], listener, name, key)
     if listener is not None:
         listener.close()
     agreed = gather(list(connections))
@@ -100,11 +101,11 @@ def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, key: Ru
     return LocalPeers(connections, len(here))
 
 
-def _connect(peer: int, rank: int, name: str, key: RunKey) -> socket.socket:
+def _connect(peer: int, rank: int, name: str, key: RunKey, seconds: float) -> socket.socket:
     """Connects with `peer`, which listens under `name`. `OSError` unless it has the key."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_SECONDS)
+        connection.settimeout(seconds)
         connection.connect(_address(name))
         _check_user(connection)
         challenge, own = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -118,26 +119,31 @@ def _connect(peer: int, rank: int, name: str, key: RunKey) -> socket.socket:
     return connection
 
 
-def _accept(
-    connections: dict[int, socket.socket], peers: Sequence[int], listener: socket.socket, name: str, key: RunKey
-) -> None:
-    """Adds a connection with each of `peers`. Any process of the host can connect; only those of this run stay."""
-    awaited, deadline = set(peers), time.monotonic() + _SECONDS
-    while awaited:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        connection, _ = listener.accept()
+def _accept(peers: Sequence[int], listener: socket.socket, name: str, key: RunKey) -> dict[int, socket.socket]:
+    """The connections with those of `peers` that come in time. Any process of the host can connect; only those of this
+    run stay.
+    """
+    accepted: dict[int, socket.socket] = {}
+    seconds = listener.gettimeout()
+    deadline = time.monotonic() + (seconds or 0.0)
+    while len(accepted) < len(peers) and (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            break
         try:
             connection.settimeout(_STRANGER_SECONDS)
             _check_user(connection)
             peer = _check(connection, name, key)
-            if peer not in awaited:
+            if peer not in peers or peer in accepted:
                 raise ConnectionError(f"rank {peer} connects once more")
         except OSError:
             connection.close()
             continue
-        connection.settimeout(_SECONDS)
-        awaited.remove(peer)
-        connections[peer] = connection
+        connection.settimeout(seconds)
+        accepted[peer] = connection
+    return accepted
 
 
 def _check(connection: socket.socket, name: str, key: RunKey) -> int:
