@@ -23,9 +23,11 @@ def agree(ranks: int) -> list[RunKey]:
         def gather(own: str) -> Sequence[str]:
             proofs[rank] = own
             barrier.wait()
-            return list(proofs)
+            gathered = list(proofs)
+            barrier.wait()
+            return gathered
 
-        keys[rank] = agree_on_key(rank, ["one", "two"], store, gather)
+        keys[rank] = agree_on_key(rank, gather, lambda text: store.compare_set("token", "", text))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

@@ -130,4 +130,6 @@ class DistributedTransport:
         if failed or not all(ended) or not self._endpoints.shutdown():
             self._endpoints.watchdog.abort()
         self._endpoints.watchdog.close()
+        if all(ended):
+            self._endpoints.release()
         return all(ended)

@@ -24,6 +24,7 @@ from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
 from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
     Backend,
+    DeviceInfo,
     ctas_per_message,
     device_info_of,
     select_backends,
@@ -97,9 +98,11 @@ class Endpoints:
         shares = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
         local_peers = connect_local_peers(peers - {rank}, rank, gather, self.key if shares else None)
-        mine = {edge for edge in edges if rank == edge.source and edge.target in local_peers}
-        gathered = gather((mine, device_info_of(self.device)))
-        devices, shared = [device for _, device in gathered], {edge for local, _ in gathered for edge in local}
+        # The edges are the same on all ranks, so their positions name them.
+        mine = [n for n, edge in enumerate(edges) if rank == edge.source and edge.target in local_peers]
+        gathered = gather((mine, tuple(device_info_of(self.device))))
+        devices = [DeviceInfo(*info) for _, info in gathered]
+        shared = {edges[number] for numbers, _ in gathered for number in numbers}
         warn_of_shared_gpus(devices, rank)
         chosen = select_backends(edges, devices, shared)
         for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
@@ -122,6 +125,13 @@ class Endpoints:
         thread.start()
         thread.join(_SHUTDOWN_SECONDS)
         return not thread.is_alive()
+
+    def release(self) -> None:
+        """Forgets all endpoints, which have been closed, and with them their communicators."""
+        self.outboxes.clear()
+        self.inboxes.clear()
+        self.sums.clear()
+        self.notices.release()
 
     def _release_in_order(self) -> None:
         if self.accelerator is not None:

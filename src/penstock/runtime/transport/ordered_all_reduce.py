@@ -6,7 +6,6 @@ does, but a ring adds each slice in another order. Two ranks swap whole tensors,
 one round instead of two. Small tensors of more than two ranks are sent whole to all ranks.
 """
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, coalesce
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import SumKinds
 from penstock.torch_internals.distributed import gather_into
@@ -111,7 +111,7 @@ class Agreement:
         mine = [(repr(kind), numbers, str(dtype)) for kind, (numbers, dtype) in kinds.items()]
         keys = [f"{name} {rank}" for rank in self._order]
         try:
-            self._store.set(f"{name} {self._rank}", json.dumps(mine))
+            self._store.set(f"{name} {self._rank}", encode_plain(mine).decode())
             self._timeout.wait_for(lambda: self._store.check(keys), self.context, self.peers)
             added = [self._parse(rank, self._store.get(key)) for rank, key in zip(self._order, keys, strict=True)]
         except RuntimeError as error:
@@ -137,8 +137,8 @@ class Agreement:
     def _parse(self, rank: int, text: bytes) -> list[_SummandSpec]:
         """Reads what `rank` adds. `TransportError` if `text` does not say so."""
         try:
-            return [(str(kind), int(numbers), str(dtype)) for kind, numbers, dtype in json.loads(text)]
-        except (ValueError, TypeError, RecursionError) as error:
+            return [(str(kind), int(numbers), str(dtype)) for kind, numbers, dtype in decode_plain(text)]
+        except (ValueError, TypeError) as error:
             raise TransportError(
                 f"{self.context}: expected a list of tensors from rank {rank}, found {text[:40]!r}. The ranks run "
                 "different versions of Penstock, or another program writes to the store: install the same version "

@@ -12,8 +12,6 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 
-from torch.distributed.distributed_c10d import Store
-
 from penstock.errors import TransportError
 
 __all__ = ["PROOF_BYTES", "TOKEN", "RunKey", "agree_on_key"]
@@ -64,22 +62,23 @@ class RunKey:
         return body
 
 
-def agree_on_key(rank: int, nonces: Sequence[str], store: Store, gather: Callable[[str], Sequence[str]]) -> RunKey:
+def agree_on_key(rank: int, gather: Callable[[str], Sequence[str]], share: Callable[[str], bytes]) -> RunKey:
     """Returns the key of the run, after all processes have proved to each other that they have it. Collective.
 
-    `nonces`: a random text of every process, by rank. `gather` returns what each process passes to it. `TransportError`
-    on every rank if the token of one of them is another one, or too short to protect anything.
+    `gather` returns the text that each process passes to it, by rank. `share` returns the text that the first process
+    has passed to it. `TransportError` on every rank if the token of one of them is another one, or too short to protect
+    anything.
     """
     token = os.environ.get(TOKEN)
     usable = token is None or len(token) >= _LEAST_CHARACTERS
-    secret = store.compare_set("token", "", secrets.token_hex(32)) if token is None else token.encode()
+    nonces = gather(secrets.token_hex(16))
+    secret = share(secrets.token_hex(32)) if token is None else token.encode()
     key = RunKey(secret).derived(" ".join(nonces))
-    own = key.proof(b"rank", str(rank).encode()).hex() if usable else ""
-    proofs = gather(own)
+    proofs = gather(key.proof(b"rank", str(rank).encode()).hex() if usable else "")
     if not usable:
         raise TransportError(
             f"{TOKEN} on rank {rank}: expected at least {_LEAST_CHARACTERS} characters, found {len(token or '')}. Set "
-            f"it to the same random text on every rank (openssl rand -hex 32), or unset it on all"
+            "it to the same random text on every rank (openssl rand -hex 32), or unset it on all"
         )
     others = [
         other

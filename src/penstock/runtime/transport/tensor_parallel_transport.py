@@ -209,6 +209,12 @@ class _SlicedMessage:
         )
 
     def _gather(self, own: Tensor, shape: torch.Size) -> Tensor:
+        if _slice_size(shape.numel(), self.size) != own.numel():
+            raise TransportError(
+                f"expected a slice of a tensor of shape {tuple(shape)} for {self.size} tensor-parallel ranks, found "
+                f"{own.numel()} numbers. The ranks make different calls: call the same methods of the Pipeline on "
+                "every rank, in the same order"
+            )
         # The slices are gathered as bytes, since not every backend can gather every dtype.
         sent = own.detach().view(torch.uint8)
         gathered = sent.new_empty(self.size * sent.numel())
@@ -230,9 +236,18 @@ def _encoded(shapes: _Shapes) -> Tensor:
 
 
 def _decoded(code: Tensor) -> _Shapes:
-    numbers, shapes = iter(code.tolist()), []
-    for count in numbers:
-        shapes.append(None if count < 0 else torch.Size([next(numbers) for _ in range(count)]))
+    """Reads what `_encoded` made. `TransportError` if it made no such thing."""
+    numbers, shapes, position = code.tolist(), list[torch.Size | None](), 0
+    while position < len(numbers):
+        count, position = numbers[position], position + 1
+        shape = numbers[position : position + max(count, 0)]
+        if count < -1 or len(shape) < count or min(shape, default=0) < 0:
+            raise TransportError(
+                f"expected the shapes of a message between tensor-parallel stages, found {numbers[:16]}. The ranks "
+                "make different calls: call the same methods of the Pipeline on every rank, in the same order"
+            )
+        shapes.append(None if count < 0 else torch.Size(shape))
+        position += len(shape)
     return tuple(shapes)
 
 

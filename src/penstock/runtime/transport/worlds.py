@@ -25,6 +25,7 @@ from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.run_keys import agree_on_key
+from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
@@ -117,12 +118,12 @@ class Processes:
         # Python objects need a group of their own: the default group may be NCCL's, which takes GPU tensors only.
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-        nonces = self.gather(uuid.uuid4().hex)
+        name = self.gather(uuid.uuid4().hex)[0]
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
-        store = PrefixStore(f"penstock/{nonces[0]}", world.get_group_store())
+        store = PrefixStore(f"penstock/{name}", world.get_group_store())
         self._store, self._transports = store, 0
-        self._key = agree_on_key(self.rank, nonces, store, self.gather)
+        self._key = agree_on_key(self.rank, self.gather, lambda text: store.compare_set("token", "", text))
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         if hooks_allowed():
@@ -182,6 +183,11 @@ class Processes:
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+            self.group = None
+        if not self._board.failed:
+            remove_keys(self._store, self.processes)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
