@@ -3,6 +3,7 @@
 A process may make many pipelines, and a store keeps what no one deletes.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
@@ -10,13 +11,15 @@ from torch.distributed.distributed_c10d import Store
 __all__ = ["remove_keys"]
 
 
-def remove_keys(store: Store, processes: int) -> None:
+def remove_keys(store: Store, processes: int, others: Sequence[Store] = ()) -> None:
     """Called once by each of the `processes` of `store`, which is theirs alone, when it is done with the store.
 
-    The last one deletes all keys. A store that cannot list its keys or delete them keeps them.
+    The last one deletes all keys of `store` and of `others`. A store that cannot list its keys or delete them keeps
+    them.
     """
     # If the store cannot be reached, its process has ended.
     with suppress(RuntimeError, AttributeError):
         if store.add("left", 1) == processes:
-            for key in store.list_keys():
-                store.delete_key(key)
+            for own in (store, *others):
+                for key in own.list_keys():
+                    own.delete_key(key)

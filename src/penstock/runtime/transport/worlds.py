@@ -121,7 +121,8 @@ class Processes:
         name = self.gather(uuid.uuid4().hex)[0]
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
-        store = PrefixStore(f"penstock/{name}", world.get_group_store())
+        self._world_store = world.get_group_store()
+        store = PrefixStore(f"penstock/{name}", self._world_store)
         self._store, self._transports = store, 0
         self._key = agree_on_key(self.rank, self.gather, lambda text: store.compare_set("token", "", text))
         self._board = FailureBoard(store, self.rank, self.processes)
@@ -183,11 +184,12 @@ class Processes:
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-            self.group = None
-        if not self._board.failed:
-            remove_keys(self._store, self.processes)
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+            if not self._board.failed:
+                # The addresses of its members are in the store of the default group.
+                remove_keys(self._store, self.processes, [PrefixStore(f"{group.group_name}/", self._world_store)])
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
