@@ -40,7 +40,7 @@ class PostedReceive:
         if inbox is not None:
             if self.message is None:
                 inbox.wait(self)
-            # Another thread may wait as well. A user may keep a loss for longer than the pipeline, whose communicators should not stay with it.
+            # A user may keep a loss for longer than the pipeline, whose communicators should not stay with it.
             self.inbox = None
         assert self.message is not None
         return self.message
