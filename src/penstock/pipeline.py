@@ -51,6 +51,7 @@ from penstock.runtime.execution.recomputation import Granularity, Recompute, cho
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
+from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -186,7 +187,7 @@ class Pipeline:
             update_hooks=update_hooks,
         )
         compiled, parallelized = bool(compile), parallelize is not None
-        self._world: World = join_world()
+        self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._opened = ExitStack()
         self._opened.callback(self._world.leave)
@@ -256,6 +257,7 @@ class Pipeline:
             self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)
             self._opened.callback(transport.close)
+            self._opened.callback(self._world.announce_leave)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:

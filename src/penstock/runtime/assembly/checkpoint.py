@@ -160,7 +160,11 @@ def write(state: Mapping[str, Any], directory: str | Path, world: World) -> None
         shutil.rmtree(partial)
     world.gather(None)
     with _alone_without_warning():
-        save_files(dict(state), checkpoint_id=partial, process_group=world.group, no_dist=world.processes == 1)
+        alone = world.processes == 1
+        world.run(
+            lambda: save_files(dict(state), checkpoint_id=partial, process_group=world.group, no_dist=alone),
+            "in a save",
+        )
     world.gather(None)
     if world.rank == 0:
         old = target.with_name(target.name + ".old")
@@ -203,7 +207,10 @@ def read(directory: str | Path, held: Collection[str], trained: Collection[str],
             torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         )
     with _alone_without_warning():
-        load_files(state, checkpoint_id=directory, process_group=world.group, no_dist=world.processes == 1)
+        alone = world.processes == 1
+        world.run(
+            lambda: load_files(state, checkpoint_id=directory, process_group=world.group, no_dist=alone), "in a load"
+        )
     state.setdefault("optimizer", {})
     return state
 

@@ -10,6 +10,7 @@ Invariants of this file:
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.devices.accelerators import Accelerator, accelerator_of
-from penstock.runtime.devices.communicators import Communicator, Members, connect_gloo
+from penstock.runtime.devices.communicators import Communicator, Members, break_gloo, connect_gloo
 from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
 from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
@@ -46,7 +47,8 @@ from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
-from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.timeouts import GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
 __all__ = ["Endpoints"]
@@ -55,8 +57,6 @@ _AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
 _AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
 _AnySum: TypeAlias = GlooSum | NcclSum
 
-_GRACE = 60.0
-"""The time by which a communicator's own timeout exceeds ours. Our error says more, so it must come first."""
 _SHUTDOWN_SECONDS = 30.0
 """How long the other ranks may take to reach the shutdown."""
 
@@ -69,8 +69,10 @@ class Endpoints:
     ranks: int
     device: torch.device
     store: Store
-    """Where the processes exchange addresses. It holds no keys of other endpoints."""
+    """Where communicators exchange addresses. It holds no keys of other endpoints."""
     timeout: Timeout
+    notes: WatchedStore
+    """Where the processes exchange everything else."""
     key: RunKey
     accelerator: Accelerator | None = field(init=False)
     watchdog: Watchdog = field(init=False)
@@ -81,13 +83,15 @@ class Endpoints:
     sums: dict[tuple[int, ...], _AnySum] = field(default_factory=dict)
     _staging: Staging = field(init=False)
     """One staging for all messages through the host: a GPU has few streams."""
+    _breaks: list[Callable[[], None]] = field(default_factory=list)
+    """Ends the operations of a communicator between hosts each."""
     _shutdowns: list[Callable[[], None]] = field(default_factory=list)
     """Releases the communicators between devices, in the order in which they were made."""
 
     def __post_init__(self) -> None:
         self.accelerator = accelerator_of(self.device)
         self.watchdog = Watchdog(self.timeout, self.accelerator.enter_thread if self.accelerator else lambda: None)
-        self.notices = SendNotices(self.store, self.ranks)
+        self.notices = SendNotices(self.notes, self.ranks)
         self._staging = staging_for(self.device, self.watchdog.check)
 
     def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
@@ -117,6 +121,20 @@ class Endpoints:
         warn_of_many_communicators(len(self._shutdowns), rank)
         self.watchdog.start()
 
+    def threads(self) -> list[threading.Thread]:
+        """The threads that wait for Gloo, or may do so."""
+        ends = [*self.outboxes.values(), *self.inboxes.values(), *self.sums.values()]
+        known = [end.thread for end in ends if isinstance(end, GlooInbox | GlooOutbox | GlooSum)]
+        return [thread for thread in known if thread is not None and thread.is_alive()]
+
+    def break_connections(self, seconds: float) -> None:
+        """Ends all operations over Gloo, and waits for at most `seconds` until the threads that wait for them end."""
+        for end in self._breaks:
+            end()
+        deadline = time.monotonic() + seconds
+        for thread in self.threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def shutdown(self) -> bool:
         """Releases the communicators between devices, together with the other ranks. Returns whether all ranks came."""
         if not self._shutdowns:
@@ -131,6 +149,7 @@ class Endpoints:
         self.outboxes.clear()
         self.inboxes.clear()
         self.sums.clear()
+        self._breaks.clear()
         self.notices.release()
 
     def _release_in_order(self) -> None:
@@ -140,8 +159,15 @@ class Endpoints:
             self._shutdowns.pop(0)()
 
     def _members(self, name: str, ranks: Sequence[int]) -> Members:
-        seconds = self.timeout.timeout_seconds + _GRACE
+        seconds = self.timeout.timeout_seconds + GRACE_SECONDS
         return Members(f"penstock {name}", tuple(sorted(ranks)), self.rank, self.store, seconds)
+
+    def _gloo(self, members: Members) -> Communicator:
+        """Makes a communicator on the host. That waits for all members."""
+        peers = [member for member in members.ranks if member != self.rank]
+        group = self.timeout.run(lambda: connect_gloo(members), f"connecting {members.name}", peers)
+        self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
+        return group
 
     def _connect(self, edge: Edge, backend: Backend, local_peers: LocalPeers) -> None:
         """Makes this process's endpoint of `edge`."""
@@ -157,12 +183,12 @@ class Endpoints:
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), connect_gloo(members), peer, self._staging)
+            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), self._gloo(members), peer, self._staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
             kinds = ReceivedKinds(edge, self.key)
-            self.inboxes[edge] = GlooInbox(kinds, connect_gloo(members), peer, staging, self.timeout)
+            self.inboxes[edge] = GlooInbox(kinds, self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
@@ -201,10 +227,10 @@ class Endpoints:
         self.timeout.wait_for(can_go_on, context, peers)
 
     def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
-        agreement = Agreement(ranks, self.rank, self.store, self.timeout)
+        agreement = Agreement(ranks, self.rank, self.notes, self.timeout)
         members = self._members(agreement.context, ranks)
         if not over_nccl or self.accelerator is None:
-            ordered_sum = OrderedSum(ranks, connect_gloo(members), self.rank)
+            ordered_sum = OrderedSum(ranks, self._gloo(members), self.rank)
             return GlooSum(ordered_sum, agreement, self._staging, self.timeout)
         group = self.accelerator.communicator(members, 2 * ctas_per_message())
         made = NcclSum(
