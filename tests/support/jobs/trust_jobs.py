@@ -97,21 +97,33 @@ def _held() -> Held:
 
 
 def _train(shared: bool, end: str, plan: Plan | None) -> StepResult | None:
-    """Trains one step with a pipeline, and ends it: it is closed, closed with messages in flight, or dropped. Returns
-    a loss that was read.
+    """Trains one step with a pipeline, and ends it: it is closed, closed with messages in flight, closed after an error
+    in the loss, or dropped. Returns a loss that was read.
     """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     options: dict[str, Any] = {"plan": plan} if plan else {"schedule": "2bw", "microbatches": 2, "stages": 2}
     with sharing_memory(shared):
-        pipe = Pipeline(model, (torch.zeros(2, 4),), nn.functional.mse_loss, _make_optimizer, **options)
-    result = pipe.step(torch.ones(4, 4), torch.ones(4, 4))
-    if end != "in flight":
+        pipe = Pipeline(model, (torch.zeros(2, 4),), _compute_loss, _make_optimizer, **options)
+    result, target = None, torch.full((4, 4), -1.0 if end == "failed" else 1.0)
+    try:
+        result = pipe.step(torch.ones(4, 4), target)
+        if end == "failed":
+            pipe.drain()
+    except (ArithmeticError, TransportError):
+        assert end == "failed"
+    if result is not None and end in ("closed", "dropped"):
         pipe.drain()
         assert float(result.loss) >= 0.0
     if end != "dropped":
         pipe.close()
         pipe.close()
-    return None if end == "in flight" else result
+    return result if end in ("closed", "dropped") else None
+
+
+def _compute_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if bool(target.min() < 0):
+        raise ArithmeticError("a target below 0")
+    return nn.functional.mse_loss(output, target)
 
 
 def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:

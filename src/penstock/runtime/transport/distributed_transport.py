@@ -141,6 +141,7 @@ class DistributedTransport:
         self._endpoints.watchdog.close()
         if self._endpoints.threads():
             return False
-        if all(ended):
+        # A communicator between devices that did not end would be waited for when it is dropped.
+        if all(ended) or self._endpoints.accelerator is None:
             self._endpoints.release()
         return True

@@ -253,7 +253,7 @@ class Processes:
             # The addresses of its members are in the store of the default group.
             addresses = PrefixStore(f"{group.group_name}/", self._common)
             remove = partial(remove_keys, processes=self.processes, others=[addresses])
-        self._board.close(None if self._board.failed else remove)
+        self._board.close(remove)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
