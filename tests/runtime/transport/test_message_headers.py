@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.message_headers import (
     ReceivedKinds,
     SentKinds,
@@ -16,7 +18,11 @@ from penstock.runtime.transport.message_headers import (
     parse_specs,
     write_specs,
 )
+from penstock.runtime.transport.ordered_all_reduce import Agreement
 from penstock.runtime.transport.run_keys import RunKey
+from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.tensor_parallel_transport import decode_shapes, encode_shapes
+from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge
 
 EDGE, KEY = Edge(0, 1), RunKey(b"the key of this run")
@@ -162,3 +168,35 @@ def test_a_header_counts_once() -> None:
     received.read("first", header_of())
     with pytest.raises(TransportError, match="header 1: expected a proof"):
         received.read("second", header_of())
+
+
+@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 9), max_size=4)), max_size=5))
+def test_shapes_between_tensor_parallel_stages_are_read_as_they_were_written(shapes: list[list[int] | None]) -> None:
+    sent = tuple(None if shape is None else torch.Size(shape) for shape in shapes)
+
+    assert decode_shapes(encode_shapes(sent)) == sent
+
+
+@given(st.lists(st.one_of(st.integers(-3, 5), st.integers(-(2**63), 2**63 - 1)), max_size=12))
+def test_all_numbers_are_such_shapes_or_refused(numbers: list[int]) -> None:
+    code = torch.tensor(numbers, dtype=torch.int64)
+    try:
+        shapes = decode_shapes(code)
+    except TransportError as error:
+        assert "expected the shapes of a message between tensor-parallel stages, found [" in str(error)
+    else:
+        assert torch.equal(encode_shapes(shapes), code)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"no JSON", b"3", b'["a"]', b'[["kind", 3]]', b'[["kind", "many", "torch.float32"]]', b'{"set": [[]]}'],
+)
+def test_an_agreement_on_sums_is_parsed(text: bytes) -> None:
+    store = HashStore()
+    board = FailureBoard(store, 0, 2)
+    agreement = Agreement((0, 1), 0, WatchedStore(board.watch, "", 30.0), Timeout(board, 30.0))
+    store.set("sum (0, 1) 0 1", text.decode())
+    with pytest.raises(TransportError, match=r"expected a list of tensors from rank 1, found|cannot be read"):
+        agreement.agree({"kind": (3, torch.float32)})
+    board.close()

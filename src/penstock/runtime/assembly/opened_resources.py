@@ -4,10 +4,12 @@ Threads of the transport and hooks on the process would otherwise keep descripto
 as the process lives.
 """
 
-import _thread
 import os
+import queue
+import threading
 import weakref
 from contextlib import ExitStack, suppress
+from functools import cache
 
 __all__ = ["close_when_collected"]
 
@@ -16,22 +18,27 @@ def close_when_collected(owner: object, opened: ExitStack) -> None:
     """Closes `opened` on a thread of its own after `owner` has been collected.
 
     Closing delivers what was sent, which takes time, and a collection may come at any place of a program, also where it
-    holds a lock. At the end of the process nothing is done: the transport ends itself then.
+    holds a lock. So the collection only puts `opened` into a queue, which takes no lock of Python's. At the end of the
+    process nothing is done: the transport ends itself then.
     """
-    finalizer = weakref.finalize(owner, _close_beside, opened, os.getpid())
+    finalizer = weakref.finalize(owner, _dropped(os.getpid()).put, opened)
     finalizer.atexit = False
 
 
-def _close_beside(opened: ExitStack, process: int) -> None:
-    # What a child inherited by a fork is its parent's.
-    if os.getpid() == process:
-        # A `threading.Thread` takes locks when it starts, which the interrupted code may hold. The interpreter starts
-        # no thread when it shuts down.
-        with suppress(RuntimeError):
-            _thread.start_new_thread(_close, (opened,))
+@cache
+def _dropped(process: int) -> queue.SimpleQueue[ExitStack]:
+    """The queue of what is to be closed by a thread of the `process`. A child that was forked closes nothing of its
+    parent's.
+    """
+    waiting: queue.SimpleQueue[ExitStack] = queue.SimpleQueue()
+    threading.Thread(target=_close_all, args=(waiting,), name="penstock close", daemon=True).start()
+    return waiting
 
 
-def _close(opened: ExitStack) -> None:
-    # The pipeline that could raise it is gone.
-    with suppress(Exception):
-        opened.close()
+def _close_all(waiting: queue.SimpleQueue[ExitStack]) -> None:
+    while True:
+        opened = waiting.get()
+        # The pipeline that could raise it is gone.
+        with suppress(Exception):
+            opened.close()
+        del opened

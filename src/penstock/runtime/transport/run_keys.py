@@ -1,7 +1,7 @@
 """The key of a run, by which its processes know each other: derived from a token that all of them must have.
 
 The token is the environment variable ``PENSTOCK_TOKEN``. It is never written anywhere. Without it, the processes share
-one that the first of them puts into the store at which they meet, so that whoever can reach the store has it.
+one that the first of them puts into the store at which they meet. Anyone who can reach the store then has it.
 
 Every process contributes a random number to the key, so what was recorded in another run proves nothing in this one.
 docs/trust.md says what the key protects, and what it does not.

@@ -92,7 +92,7 @@ def connect_local_peers(
                 if peer < rank:
                     connections[peer] = _connect(peer, rank, addresses[peer][1], key, seconds)
             listener.settimeout(seconds)
-            connections |= _accept([peer for peer in local if peer > rank], listener, name, key)
+            connections |= _accept([peer for peer in local if peer > rank], listener, key.derived(name))
     if listener is not None:
         listener.close()
     agreed = gather(list(connections))
@@ -103,6 +103,7 @@ def connect_local_peers(
 
 def _connect(peer: int, rank: int, name: str, key: RunKey, seconds: float) -> socket.socket:
     """Connects with `peer`, which listens under `name`. `OSError` unless it has the key."""
+    key = key.derived(name)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
@@ -110,8 +111,8 @@ def _connect(peer: int, rank: int, name: str, key: RunKey, seconds: float) -> so
         _check_user(connection)
         challenge, own = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
         rank_bytes = _RANK.pack(rank)
-        connection.sendall(rank_bytes + own + key.proof(b"connect", name.encode(), rank_bytes, challenge, own))
-        if not key.proves(_receive(connection, PROOF_BYTES), b"accept", name.encode(), rank_bytes, challenge, own):
+        connection.sendall(rank_bytes + own + key.proof(b"connect", rank_bytes, challenge, own))
+        if not key.proves(_receive(connection, PROOF_BYTES), b"accept", rank_bytes, challenge, own):
             raise ConnectionError(f"what listens for rank {peer} does not have the token of this run")
     except OSError:
         connection.close()
@@ -119,7 +120,7 @@ def _connect(peer: int, rank: int, name: str, key: RunKey, seconds: float) -> so
     return connection
 
 
-def _accept(peers: Sequence[int], listener: socket.socket, name: str, key: RunKey) -> dict[int, socket.socket]:
+def _accept(peers: Sequence[int], listener: socket.socket, key: RunKey) -> dict[int, socket.socket]:
     """The connections with those of `peers` that come in time. Any process of the host can connect; only those of this
     run stay.
     """
@@ -135,7 +136,7 @@ def _accept(peers: Sequence[int], listener: socket.socket, name: str, key: RunKe
         try:
             connection.settimeout(_STRANGER_SECONDS)
             _check_user(connection)
-            peer = _check(connection, name, key)
+            peer = _check(connection, key)
             if peer not in peers or peer in accepted:
                 raise ConnectionError(f"rank {peer} connects once more")
         except OSError:
@@ -146,15 +147,15 @@ def _accept(peers: Sequence[int], listener: socket.socket, name: str, key: RunKe
     return accepted
 
 
-def _check(connection: socket.socket, name: str, key: RunKey) -> int:
+def _check(connection: socket.socket, key: RunKey) -> int:
     """The rank of the process that has connected. `OSError` unless it has the key."""
     challenge = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(challenge)
     answer = _receive(connection, _RANK.size + _NONCE_BYTES + PROOF_BYTES)
     rank, other = answer[: _RANK.size], answer[_RANK.size : _RANK.size + _NONCE_BYTES]
-    if not key.proves(answer[-PROOF_BYTES:], b"connect", name.encode(), rank, challenge, other):
+    if not key.proves(answer[-PROOF_BYTES:], b"connect", rank, challenge, other):
         raise ConnectionError("a process that does not have the token of this run")
-    connection.sendall(key.proof(b"accept", name.encode(), rank, challenge, other))
+    connection.sendall(key.proof(b"accept", rank, challenge, other))
     return int(_RANK.unpack(rank)[0])
 
 
