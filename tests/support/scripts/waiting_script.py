@@ -1,4 +1,4 @@
-"""A training script in which one rank stops, dies or leaves somewhere: ``waiting_script.py SCENARIO FAILING_RANK SECONDS``.
+"""A script in which one rank stops, dies or leaves somewhere: ``waiting_script.py SCENARIO FAILING_RANK SECONDS``.
 
 SECONDS: the ``timeout_seconds`` of its pipeline. A scenario in two words names the call before which the rank stops.
 """
@@ -54,7 +54,7 @@ def kill_beside_child() -> None:
 
 def before(call: str) -> None:
     """Stops before `call` if the scenario says so."""
-    if SCENARIO == f"stop {call}" and RANK == FAILING:
+    if f"stop {call}" == SCENARIO and RANK == FAILING:
         stop()
 
 

@@ -183,10 +183,11 @@ class Endpoints:
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), self._gloo(members), peer, self._staging)
+            staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
+            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
-            staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
+            staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
             kinds = ReceivedKinds(edge, self.key)
             self.inboxes[edge] = GlooInbox(kinds, self._gloo(members), peer, staging, self.timeout)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import ProcessIdentity, RankState
+from penstock.runtime.transport.rank_states import RankState
 
 __all__ = ["FAILURE", "READERS", "StoreUnreachable", "StoreWatch", "WatchedStore"]
 
@@ -118,7 +118,6 @@ class StoreWatch:
     def _run(self) -> None:
         try:
             store = _connected_anew(self._store)
-            store.set(_identity_key(self._rank), encode_plain(ProcessIdentity.own().fields()).decode())
             look = life = 0.0
             shown = self.doing
             while True:
@@ -167,10 +166,9 @@ class StoreWatch:
             if self.failure["rank"] != self._rank:
                 store.add(READERS, 1)
         for rank in self._observed:
-            keys = [_identity_key(rank), _state_key(rank)]
-            if store.check(keys):
-                identity, state = (decode_plain(store.get(key)) for key in keys)
-                self.states[rank] = RankState.read(state, identity, self.states.get(rank))
+            if store.check([_state_key(rank)]):
+                state = decode_plain(store.get(_state_key(rank)))
+                self.states[rank] = RankState.read(state, self.states.get(rank))
 
 
 class WatchedStore:
@@ -212,10 +210,6 @@ def _connected_anew(store: Store) -> Store:
     except RuntimeError:
         # A store of the user's own need not implement it.
         return store
-
-
-def _identity_key(rank: int) -> str:
-    return f"process/{rank}"
 
 
 def _state_key(rank: int) -> str:

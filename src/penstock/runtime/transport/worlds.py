@@ -27,6 +27,7 @@ from penstock.runtime.transport.default_groups import call_at_meeting, make_defa
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_keys import remove_keys
@@ -169,6 +170,8 @@ class Processes:
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
+            identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
+            self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
             self._key = agree_on_key(
                 self.rank,
                 partial(self.gather, context=_MEETING),
