@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from penstock import __version__
 from penstock.commands import PLAN, PROBE, PROFILE, SHOW, SIMULATE, VERIFY
 from penstock.commands.command import Command
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, visible
 
 __all__ = ["main"]
 
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None, program: str = "penstock") -> int:
     except OSError as error:
         if arguments.traceback:
             traceback.print_exc()
-        print(f"penstock: error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}"
+        print(f"penstock: error: {visible(reason)}; give another path", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130  # what a shell reports of a process that was interrupted

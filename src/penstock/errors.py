@@ -8,7 +8,8 @@
     ├── TransportError    a peer died, hung, or sent an unexpected message
     └── CheckpointError   a saved state does not fit this model or plan
 
-A message says where, what was expected, what was found, and what to do.
+A message says where, what was expected, what was found, and what to do. Names in it may come from files and other
+processes, so a message holds no character that would command a terminal.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,15 @@ __all__ = [
     "ScheduleError",
     "TransportError",
     "suggestion",
+    "visible",
 ]
 
 
 class PenstockError(Exception):
     """Base of all errors that Penstock raises on purpose."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(visible(part, lines=True) if isinstance(part, str) else part for part in arguments))
 
 
 class CaptureError(PenstockError):
@@ -58,3 +63,14 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     """``Did you mean 'x'? `` with the nearest of `known`, or nothing; for messages."""
     nearest = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f"Did you mean {nearest[0]!r}? " if nearest else ""
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """`text` with every character that is not printed as its escape, such as ``\\x1b``. These are the commands of
+    terminals, marks that turn the direction of text, and halves of characters. `lines`: keeps ends of lines and tabs.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    shown = [c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text]
+    return "".join(shown)

@@ -5,7 +5,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -28,6 +28,7 @@ from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
+from penstock.runtime.assembly.opened_resources import close_when_collected
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -193,6 +194,10 @@ class Pipeline:
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
+        self._opened = ExitStack()
+        self._opened.callback(self._world.leave)
+        if self._world.processes > 1:
+            close_when_collected(self, self._opened)
         with self._guarded("building the pipeline"):
             alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
             check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)
@@ -258,6 +263,8 @@ class Pipeline:
             )
             self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
             transport = self._connect(timeout_seconds)
+            self._opened.callback(transport.close)
+            self._opened.callback(self._world.announce_leave)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._guarded.all_refuse = self._engine.calls.refuse
@@ -265,7 +272,8 @@ class Pipeline:
             named, schedulers = self._parameters(), self._updater.schedulers
             trains = check_optimizers(self._world, self.optimizers, named, schedulers)
             self._conditions = StepConditions(model, trains)
-            self._reminder = remind(model, self._chain, self.required_inputs.stages)
+            if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
+                self._opened.callback(reminder.remove)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
@@ -562,13 +570,8 @@ class Pipeline:
 
         It does not drain. A pipeline that lives as long as its process need not be closed.
         """
-        if not self._guarded.closed:
-            self._guarded.closed = True
-            if self._reminder is not None:
-                self._reminder.remove()
-            self._world.announce_leave()
-            self._engine.transport.close()
-            self._world.leave()
+        self._guarded.closed = True
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -151,7 +151,7 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.runtime.parameters.weight_versions": 1,
     "penstock.runtime.transport.backend_selection": 1,
     "penstock.runtime.transport.distributed_transport": 1,
-    "penstock.runtime.transport.endpoints": 2,
+    "penstock.runtime.transport.endpoints": 1,
     "penstock.runtime.transport.message_headers": 1,
     "penstock.runtime.transport.nccl.all_reduce": 1,
     "penstock.runtime.transport.tensor_parallel_transport": 1,

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import visible
+
 if TYPE_CHECKING:
     from penstock.values import Cluster, Plan, Profile
 
-__all__ = ["Command", "deliver", "given", "print_json"]
+__all__ = ["Command", "deliver", "given", "print_json", "show"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,14 @@ def deliver(made: "Cluster | Plan | Profile", text: str, arguments: argparse.Nam
     if arguments.json:
         print_json(asdict(made))
         return
-    print(text)
+    show(text)
     if arguments.output:
-        print(f"wrote {arguments.output}")
+        show(f"wrote {arguments.output}")
+
+
+def show(text: str) -> None:
+    """Prints `text`, whose names may come from files. None of its characters commands the terminal."""
+    print(visible(text, lines=True))
 
 
 def print_json(value: object) -> None:

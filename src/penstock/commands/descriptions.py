@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, assert_never
 
+from penstock.errors import visible
 from penstock.values import LinkLevels, LinkMatrix
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
 
@@ -16,7 +17,7 @@ def describe_profile(profile: "Profile") -> str:
     """One row per layer and the sums. The weight part of a backward has a column where it was measured."""
     layers = profile.layers
     columns: list[tuple[str, Callable[[LayerProfile], str], str]] = [
-        ("layer", lambda layer: layer.name, "sum"),
+        ("layer", lambda layer: visible(layer.name), "sum"),
         _summed(layers, "forward", lambda layer: layer.forward_seconds, seconds_text),
         _summed(layers, "backward", lambda layer: layer.backward_seconds, seconds_text),
         ("cut", lambda layer: bytes_text(layer.cut_bytes), ""),
@@ -28,7 +29,7 @@ def describe_profile(profile: "Profile") -> str:
         columns.insert(3, _summed(layers, "its weight part", lambda layer: layer.weight_part_seconds, seconds_text))
     rows = [(str(index), *(cell(layer) for _, cell, _ in columns)) for index, layer in enumerate(layers)]
     head, total = ("", *(name for name, _, _ in columns)), ("", *(sum_ for _, _, sum_ in columns))
-    about = ", ".join(part for part in (profile.name, profile.device) if part)
+    about = ", ".join(visible(part) for part in (profile.name, profile.device) if part)
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
     table = _table([head, *rows, total], names=1)
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"

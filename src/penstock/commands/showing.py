@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from penstock.commands.command import Command, print_json
+from penstock.commands.command import Command, print_json, show
 from penstock.commands.files import declare_cluster, load_any, load_profile, read_cluster
 from penstock.errors import PenstockError
 
@@ -48,10 +48,10 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(_figures(value) if isinstance(value, Timeline) else asdict(value))
         return
-    print(text)
+    show(text)
     for name in (*_PICTURES, "map"):
         if getattr(arguments, name):
-            print(f"wrote {getattr(arguments, name)}")
+            show(f"wrote {getattr(arguments, name)}")
 
 
 _PICTURES = ("svg", "html", "trace")

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from penstock.commands.command import Command, given, print_json
+from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.values.quantities import bytes_text, seconds_text
@@ -93,11 +93,11 @@ def _run(arguments: argparse.Namespace) -> None:
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
         print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome)})
         return
-    print(render(timeline))
-    print(_describe(outcome))
+    show(render(timeline))
+    show(_describe(outcome))
     for path in (arguments.trace, arguments.svg, arguments.html):
         if path:
-            print(f"wrote {path}")
+            show(f"wrote {path}")
 
 
 def _describe(outcome: "Outcome") -> str:

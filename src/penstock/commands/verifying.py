@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from penstock.commands.command import Command, given, print_json
+from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
 
 __all__ = ["VERIFY"]
@@ -28,7 +28,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(asdict(proved))
     else:
-        print(proved)
+        show(str(proved))
 
 
 VERIFY = Command(

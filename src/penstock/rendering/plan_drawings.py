@@ -16,7 +16,7 @@ from itertools import chain
 from math import lcm
 from typing import assert_never
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, visible
 from penstock.rendering.device_boxes import STYLE, Box, DeviceAssignment, draw_devices, draw_levels, stage_colors
 from penstock.rendering.heat_maps import draw_heat_map
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
@@ -57,10 +57,10 @@ def draw_plan(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> s
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img">',
-        f"<title>{escape(headline)}</title>",
+        f"<title>{escape(visible(headline))}</title>",
         f"<style>\n{STYLE}\n</style>",
-        f'<text class="title" x="{_MARGIN}" y="26">{escape(headline)}</text>',
-        f'<text class="soft" x="{_MARGIN}" y="44">{escape(figures)}</text>',
+        f'<text class="title" x="{_MARGIN}" y="26">{escape(visible(headline))}</text>',
+        f'<text class="soft" x="{_MARGIN}" y="44">{escape(visible(figures))}</text>',
         *stages.draw(58),
         f'<g transform="translate({_MARGIN} {top})">',
         *machines.lines,
@@ -121,7 +121,7 @@ class _StageChain:
             row, column = divmod(index, self.columns)
             x, y = _MARGIN + column * (_CHIP + _ARROW), top + row * (_CHIP_HEIGHT + 12)
             paint, ink = colors[index]
-            words = escape(f"stage {index}: {stage}{self._names(stage)}")
+            words = escape(visible(f"stage {index}: {stage}{self._names(stage)}"))
             yield f'<g class="stage"><title>{words}</title>'
             yield f'<rect x="{x}" y="{y}" width="{_CHIP}" height="{_CHIP_HEIGHT}" rx="6" fill="{paint}"/>'
             replicas = self.plan.replicas[index]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from penstock.errors import visible
 from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.panels import Panel, held_stages, peak_words
 from penstock.timelines.spans import Span
@@ -57,11 +58,11 @@ def timeline_page(panels: Sequence[Panel], title: str) -> str:
             '<meta charset="utf-8"/>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             '<meta name="color-scheme" content="light dark"/>',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape(visible(title))}</title>",
             f"<style>\n{style}</style>",
             "</head>",
             "<body>",
-            f"<header>\n<h1>{escape(title)}</h1>",
+            f"<header>\n<h1>{escape(visible(title))}</h1>",
             *(f'<p class="figures">{escape(panel.headline)}</p>' for panel in panels),
             *_difference(panels),
             "</header>",

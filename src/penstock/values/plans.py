@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-from penstock.errors import PlanError, suggestion
+from penstock.errors import PlanError, suggestion, visible
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -258,7 +258,7 @@ class Plan:
                 f"  slowest stage or link {expected.bottleneck_seconds:.4g} s per microbatch",
                 f"  bubble {100 * expected.bubble:.1f} % of wall time, peak {bytes_text(max(expected.peak_bytes))}",
             ]
-            lines += [f"  limited by {expected.limit}"] if expected.limit else []
+            lines += [f"  limited by {visible(expected.limit)}"] if expected.limit else []
         return "\n".join(lines)
 
     def explain(self) -> str:

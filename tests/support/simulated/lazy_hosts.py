@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 from penstock.scheduling.actions import Action, Receive, Send
@@ -109,7 +110,14 @@ class LazyHosts:
             self._streams[rank].append(stream)
             timeout = Timeout(FailureBoard(store, rank, self._schedule.ranks), self._seconds)
             options = EndpointOptions(
-                edge, group.end(rank), other, self._device, self.notices[rank], timeout, lambda: None
+                edge=edge,
+                key=RunKey(b""),
+                group=group.end(rank),
+                peer=other,
+                accelerator=self._device,
+                notices=self.notices[rank],
+                timeout=timeout,
+                check=lambda: None,
             )
             if rank == edge.source:
                 self._outboxes[edge] = NcclOutbox(options)

@@ -16,6 +16,7 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.handshake import Gather
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
@@ -32,7 +33,8 @@ class DistributedTransport:
     them.
 
     Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
-    rank passes to it, on every rank. `store` and `notes` connect the processes, and are used for nothing else.
+    rank passes to it, on every rank. `store` and `notes` connect the processes, and are used for nothing else. `key`:
+    that of the run.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class DistributedTransport:
         timeout_seconds: float,
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
+        *,
+        key: RunKey,
     ) -> None:
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout, notes)
+        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, notes=notes, key=key)
         self._endpoints.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums
@@ -135,4 +139,9 @@ class DistributedTransport:
         if failed or not all(ended) or not self._endpoints.shutdown():
             self._endpoints.watchdog.abort()
         self._endpoints.watchdog.close()
-        return not self._endpoints.threads()
+        if self._endpoints.threads():
+            return False
+        # A communicator between devices that did not end would be waited for when it is dropped.
+        if all(ended) or self._endpoints.accelerator is None:
+            self._endpoints.release()
+        return True

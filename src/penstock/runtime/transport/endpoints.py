@@ -37,11 +37,13 @@ from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.gloo.all_reduce import GlooSum
 from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.gloo.senders import GlooOutbox
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
 from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
@@ -71,6 +73,7 @@ class Endpoints:
     timeout: Timeout
     notes: WatchedStore
     """Where the processes exchange everything else."""
+    key: RunKey
     accelerator: Accelerator | None = field(init=False)
     watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
@@ -96,15 +99,14 @@ class Endpoints:
         process passes to it, on every process.
         """
         rank = self.rank
-        enabled = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
+        shares = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
-        local_peers = connect_local_peers(peers - {rank}, rank, gather, enabled)
-        mine = [tuple(map(str, edge)) for edge in edges if rank == edge.source and edge.target in local_peers]
+        local_peers = connect_local_peers(peers - {rank}, rank, gather, self.key if shares else None)
+        # The edges are the same on all ranks, so their positions name them.
+        mine = [n for n, edge in enumerate(edges) if rank == edge.source and edge.target in local_peers]
         gathered = gather((mine, tuple(device_info_of(self.device))))
-        devices = [DeviceInfo(*device) for _, device in gathered]
-        shared = {
-            Edge(int(one), int(other), Channel(channel)) for local, _ in gathered for one, other, channel in local
-        }
+        devices = [DeviceInfo(*info) for _, info in gathered]
+        shared = {edges[number] for numbers, _ in gathered for number in numbers}
         warn_of_shared_gpus(devices, rank)
         chosen = select_backends(edges, devices, shared)
         for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
@@ -142,6 +144,14 @@ class Endpoints:
         thread.join(_SHUTDOWN_SECONDS)
         return not thread.is_alive()
 
+    def release(self) -> None:
+        """Forgets all endpoints, which have been closed, and with them their communicators."""
+        self.outboxes.clear()
+        self.inboxes.clear()
+        self.sums.clear()
+        self._breaks.clear()
+        self.notices.release()
+
     def _release_in_order(self) -> None:
         if self.accelerator is not None:
             self.accelerator.enter_thread()
@@ -164,9 +174,9 @@ class Endpoints:
         sends = edge.source == self.rank
         if backend is Backend.MEMORY:
             if sends:
-                self.outboxes[edge] = SharedOutbox(edge, local_peers, self.flusher)
+                self.outboxes[edge] = SharedOutbox(SentKinds(edge, self.key), local_peers, self.flusher)
             else:
-                self.inboxes[edge] = SharedInbox(edge, local_peers, self.timeout)
+                self.inboxes[edge] = SharedInbox(ReceivedKinds(edge, self.key), local_peers, self.timeout)
             return
         members = self._members(str(edge), (edge.source, edge.target))
         peer = members.group_rank(edge.target if sends else edge.source)
@@ -174,16 +184,26 @@ class Endpoints:
             self._connect_nccl(edge, members, peer)
         elif sends:
             staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
-            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, staging)
+            self.outboxes[edge] = GlooOutbox(SentKinds(edge, self.key), self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
-            self.inboxes[edge] = GlooInbox(edge, self._gloo(members), peer, staging, self.timeout)
+            kinds = ReceivedKinds(edge, self.key)
+            self.inboxes[edge] = GlooInbox(kinds, self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
         group = self.accelerator.communicator(members, ctas_per_message())
-        options = EndpointOptions(edge, group, peer, self.accelerator, self.notices, self.timeout, self.watchdog.check)
+        options = EndpointOptions(
+            edge=edge,
+            key=self.key,
+            group=group,
+            peer=peer,
+            accelerator=self.accelerator,
+            notices=self.notices,
+            timeout=self.timeout,
+            check=self.watchdog.check,
+        )
         endpoint: NcclOutbox | NcclInbox
         if edge.source == self.rank:
             endpoint = self.outboxes[edge] = NcclOutbox(options)

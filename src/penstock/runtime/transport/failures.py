@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -171,8 +171,9 @@ class FailureBoard:
         if not self.failed and isinstance(error, Exception) and not isinstance(error, TransportError):
             self.report("outside the pipeline", "".join(traceback.format_exception(error)))
 
-    def close(self) -> None:
-        """Ends the thread that watches the store."""
+    def close(self, last: Callable[[Store], None] | None = None) -> None:
+        """Ends the thread that watches the store, after the call ``last(store)``."""
+        self.watch.last = last
         self._finalizer()
 
 

@@ -5,12 +5,16 @@ remember it. Later messages of that kind carry only the elements.
 
 Invariants of this file:
   1. All work that depends only on the kind is done once, at its first message.
-  2. A tensor arrives with the memory order that it had when it was sent, without gaps. The results of a layer may
+  2. A header is parsed, and its bounds are checked before memory is allocated for what it describes. It carries a proof
+     that it comes from this run, for this edge, as this header of the edge.
+  3. A tensor arrives with the memory order that it had when it was sent, without gaps. The results of a layer may
      depend on that order: dropout draws its mask in the order of memory, so with another order a pipeline would differ
      from one process.
 """
 
-import pickle
+import math
+import os
+import struct
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -20,9 +24,56 @@ from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.accelerators import Layout
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.transport import Edge, Message
 
-__all__ = ["SentKinds", "Spec", "Specs", "assemble", "contiguous_view", "read_header"]
+__all__ = [
+    "MOST_HEADER_BYTES",
+    "ReceivedKinds",
+    "SentKinds",
+    "Spec",
+    "Specs",
+    "assemble",
+    "contiguous_view",
+    "parse_specs",
+    "write_specs",
+]
+
+MOST_HEADER_BYTES = 2**22
+"""The size of the largest header: that of a message of more than fifty thousand tensors."""
+_MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""The size of the largest message: the memory of this host."""
+_MOST_DIMENSIONS = 64
+"""PyTorch's operators take no more."""
+_COUNT = struct.Struct("<I")
+_TENSOR = struct.Struct("<BBB")
+"""Of each tensor: its dtype, whether it requires a gradient, and its number of dimensions. Its sizes and its order in
+memory follow. Tensors that are None have only a dtype, zero.
+"""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""A header names a dtype by its position here, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +93,16 @@ class Spec:
     def of(cls, tensor: Tensor) -> "Spec":
         """Describes `tensor`."""
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        strides, step = [1] * tensor.ndim, 1
+        return cls.ordered(tensor.shape, tensor.dtype, tensor.requires_grad, order)
+
+    @classmethod
+    def ordered(cls, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, order: Sequence[int]) -> "Spec":
+        """Describes a tensor that lies in memory in `order`."""
+        strides, step = [1] * len(shape), 1
         for dimension in reversed(order):
             strides[dimension] = step
-            step *= max(tensor.shape[dimension], 1)
-        size = tensor.numel() * tensor.element_size()
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tuple(order), tuple(strides), size)
+            step *= max(shape[dimension], 1)
+        return cls(shape, dtype, requires_grad, tuple(order), tuple(strides), math.prod(shape) * dtype.itemsize)
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the agreed shape, dtype and gradient flag."""
@@ -77,10 +132,11 @@ Specs: TypeAlias = tuple[Spec | None, ...]
 
 
 class SentKinds:
-    """The kinds of messages that the sender of `edge` has agreed on with its receiver."""
+    """The kinds of messages that the sender of `edge` has agreed on with its receiver. `key`: that of the run."""
 
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
+    def __init__(self, edge: Edge, key: RunKey) -> None:
+        self.edge = edge
+        self._key = key
         self._agreed: dict[Hashable, Specs] = {}
 
     def agree(self, kind: Hashable, message: Sequence[Tensor | None]) -> tuple[bytes | None, list[Tensor]]:
@@ -90,8 +146,10 @@ class SentKinds:
         """
         specs, header = self._agreed.get(kind), None
         if specs is None:
-            specs = self._agreed[kind] = tuple(None if t is None else Spec.of(t) for t in message)
-            header = pickle.dumps(specs)
+            number = len(self._agreed)
+            specs = tuple(None if t is None else Spec.of(t) for t in message)
+            header = self._key.seal(_context(self.edge, number), write_specs(specs, self.edge))
+            self._agreed[kind] = specs
         if len(specs) != len(message):
             raise self._error(specs, message)
         tensors = []
@@ -108,16 +166,90 @@ class SentKinds:
     def _error(self, agreed: Specs, message: Sequence[Tensor | None]) -> TransportError:
         now = tuple(None if tensor is None else Spec.of(tensor) for tensor in message)
         return TransportError(
-            f"{self._edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
+            f"{self.edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at "
             f"the first one: {_describe(agreed)}; now: {_describe(now)}. The model's shapes or used outputs "
             "depend on its data: make them depend on the input shapes only"
         )
 
 
-def read_header(header: bytes) -> Specs:
-    """Reads the tensors of a kind from its header, on the receiver."""
-    specs: Specs = pickle.loads(header)
-    return specs
+class ReceivedKinds:
+    """The kinds of messages that the receiver of `edge` has agreed on with its sender. `key`: that of the run."""
+
+    def __init__(self, edge: Edge, key: RunKey) -> None:
+        self.edge = edge
+        self._key = key
+        self._agreed: dict[Hashable, Specs] = {}
+
+    def specs(self, kind: Hashable) -> Specs | None:
+        """The tensors of `kind`; None as long as its header has not been read."""
+        return self._agreed.get(kind)
+
+    def read(self, kind: Hashable, header: bytes) -> Specs:
+        """Reads the tensors of `kind` from its `header`. `TransportError` if it is none, or from another run."""
+        body = self._key.unseal(_context(self.edge, len(self._agreed)), header)
+        specs = self._agreed[kind] = parse_specs(body, self.edge)
+        return specs
+
+
+def write_specs(specs: Specs, edge: Edge) -> bytes:
+    """Returns the text of a header, which `parse_specs` reads. `TransportError` for a dtype that cannot be sent."""
+    parts = [_COUNT.pack(len(specs))]
+    for spec in specs:
+        if spec is None:
+            parts.append(b"\0")
+            continue
+        if spec.dtype not in _DTYPES:
+            raise TransportError(
+                f"{edge}: a tensor of {spec.dtype} cannot be sent: expected one of {', '.join(map(str, _DTYPES))}. "
+                "Convert it in the layer before the cut"
+            )
+        parts.append(_TENSOR.pack(1 + _DTYPES.index(spec.dtype), spec.requires_grad, len(spec.shape)))
+        parts.append(struct.pack(f"<{len(spec.shape)}q", *spec.shape) + bytes(spec.order))
+    return b"".join(parts)
+
+
+def parse_specs(body: bytes, edge: Edge) -> Specs:
+    """Reads what `write_specs` has written. `TransportError` if it is anything else, or larger than this host."""
+    try:
+        (count,) = _COUNT.unpack_from(body)
+        specs, position, total = list[Spec | None](), _COUNT.size, 0
+        for _ in range(count):
+            spec, position = _parse_spec(body, position)
+            specs.append(spec)
+            total += 0 if spec is None else spec.bytes
+        if position != len(body):
+            raise ValueError(f"{len(body) - position} bytes behind its last tensor")
+        if total > _MOST_BYTES:
+            raise ValueError(f"tensors of {total} bytes together, on a host of {_MOST_BYTES}")
+    except (struct.error, ValueError, IndexError) as error:
+        raise TransportError(
+            f"{edge}: expected a header with the shapes of a message's tensors, found one of {len(body)} bytes that is "
+            f"none: {error}. The ranks run different versions of Penstock, or another program writes to this "
+            "connection: install the same version everywhere, and see docs/trust.md"
+        ) from error
+    return tuple(specs)
+
+
+def _parse_spec(body: bytes, position: int) -> tuple[Spec | None, int]:
+    """The tensor that is described at `position`, and the position behind it. An error of Python's if there is none."""
+    if body[position] == 0:
+        return None, position + 1
+    code, requires_grad, dimensions = _TENSOR.unpack_from(body, position)
+    position += _TENSOR.size
+    if code > len(_DTYPES) or requires_grad > 1 or dimensions > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of dtype {code} with gradient flag {requires_grad} and {dimensions} dimensions")
+    sizes = struct.unpack_from(f"<{dimensions}q", body, position)
+    position += 8 * dimensions
+    order = tuple(body[position : position + dimensions])
+    dtype = _DTYPES[code - 1]
+    if sorted(order) != list(range(dimensions)):
+        raise ValueError(f"{order} as the order of {dimensions} dimensions in memory")
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"a gradient of {dtype}")
+    # Strides are products of sizes, in which a size of zero counts as one.
+    if min(sizes, default=0) < 0 or math.prod(max(size, 1) for size in sizes) * dtype.itemsize > _MOST_BYTES:
+        raise ValueError(f"a tensor of {sizes} numbers of {dtype}, on a host of {_MOST_BYTES} bytes")
+    return Spec.ordered(torch.Size(sizes), dtype, bool(requires_grad), order), position + dimensions
 
 
 def assemble(specs: Specs, arrived: Iterable[Tensor]) -> Message:
@@ -134,3 +266,7 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 def _describe(specs: Specs) -> str:
     texts = ["none" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in specs]
     return "[" + ", ".join(texts) + "]"
+
+
+def _context(edge: Edge, number: int) -> str:
+    return f"{edge}, header {number}"

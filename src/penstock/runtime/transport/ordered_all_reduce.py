@@ -6,7 +6,6 @@ does, but a ring adds each slice in another order. Two ranks swap whole tensors,
 one round instead of two. Small tensors of more than two ranks are sent whole to all ranks.
 """
 
-import pickle
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, coalesce
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import SumKinds
@@ -112,9 +112,9 @@ class Agreement:
         mine = [(repr(kind), numbers, str(dtype)) for kind, (numbers, dtype) in kinds.items()]
         keys = [f"{name} {rank}" for rank in self._order]
         try:
-            self._store.set(f"{name} {self._rank}", pickle.dumps(mine).hex())
+            self._store.set(f"{name} {self._rank}", encode_plain(mine).decode())
             self._timeout.wait_for(lambda: self._store.check(keys), self.context, self.peers)
-            added = [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in keys]
+            added = [self._parse(rank, self._store.get(key)) for rank, key in zip(self._order, keys, strict=True)]
         except RuntimeError as error:
             # The store has ended with its process.
             raise self._timeout.connection_error(self.context, self.peers, error) from error
@@ -134,6 +134,17 @@ class Agreement:
                 f"{self.context}, {kind!r}: rank {self._rank} adds {found[0]} numbers of {found[1]}, and the ranks "
                 f"have agreed on {agreed}. Call agree() with what is to be added before it is, on all of them"
             )
+
+    def _parse(self, rank: int, text: bytes) -> list[_SummandSpec]:
+        """Reads what `rank` adds. `TransportError` if `text` does not say so."""
+        try:
+            return [(str(kind), int(numbers), str(dtype)) for kind, numbers, dtype in decode_plain(text)]
+        except (ValueError, TypeError) as error:
+            raise TransportError(
+                f"{self.context}: expected a list of tensors from rank {rank}, found {text[:40]!r}. The ranks run "
+                "different versions of Penstock, or another program writes to the store: install the same version "
+                "everywhere, and see docs/trust.md"
+            ) from error
 
     def _compare(self, added: Mapping[int, Sequence[_SummandSpec]]) -> None:
         """Raises `TransportError` if the ranks differ in what they add."""

@@ -22,20 +22,26 @@ class _Inbox(Protocol):
 
 
 class PostedReceive:
-    """A receive of a message of `kind` from `inbox`."""
+    """A receive of a message of `kind` from `inbox`. Once the message is read, it holds the message alone."""
 
     __slots__ = ("inbox", "kind", "message")
 
     def __init__(self, inbox: _Inbox, kind: Hashable) -> None:
-        self.inbox, self.kind = inbox, kind
+        self.inbox: _Inbox | None = inbox
+        self.kind = kind
         self.message: Message | None = None
 
     def ready(self) -> bool:
-        return self.inbox.poll(self)
+        inbox = self.inbox
+        return inbox is None or inbox.poll(self)
 
     def wait(self) -> Message:
-        if self.message is None:
-            self.inbox.wait(self)
+        inbox = self.inbox
+        if inbox is not None:
+            if self.message is None:
+                inbox.wait(self)
+            # A user may keep a loss for longer than the pipeline, whose communicators should not stay with it.
+            self.inbox = None
         assert self.message is not None
         return self.message
 

@@ -56,6 +56,8 @@ class StoreWatch:
         """Whether this rank takes part no longer; it is written with the signs of life."""
         self.lost = False
         """Whether the process of the store has ended."""
+        self.last: Callable[[Store], None] | None = None
+        """The last call before the thread ends in good order."""
         self.states: dict[int, RankState] = {}
         """The ranks that `observe` names, as they were when the thread looked last."""
         self._answered = time.monotonic()
@@ -130,6 +132,8 @@ class StoreWatch:
                 with suppress(queue.Empty):
                     request = self._requests.get(timeout=max(0.0, look - self._answered))
                     if request is None:
+                        if self.last is not None:
+                            self.last(store)
                         break
                     self._answer(store, *request)
         except Exception:

@@ -26,7 +26,7 @@ from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Channel, Edge, Message, PendingMessage, SumKinds, Transport
 from penstock.runtime.transport.worlds import World
 
-__all__ = ["TensorParallelTransport", "connect_tensor_parallel"]
+__all__ = ["TensorParallelTransport", "connect_tensor_parallel", "decode_shapes", "encode_shapes"]
 
 _CLOSE = 1e-3
 """The allowed relative difference between tensor-parallel ranks. Replicated tensors differ by rounding at most. Slices
@@ -100,7 +100,7 @@ class TensorParallelTransport:
         if agreed is None:
             self._check(edge, message)
             self._sent[edge, kind] = shapes
-            self._inner.send(there, ("shapes", kind), (_encoded(shapes).to(self._device),))
+            self._inner.send(there, ("shapes", kind), (encode_shapes(shapes).to(self._device),))
         elif agreed != shapes:
             raise TransportError(
                 f"{edge}: microbatches of the same input shapes must make tensors of the same shapes. Agreed at the "
@@ -185,7 +185,7 @@ class _AgreedShapes:
         if self.shapes is None:
             (code,) = self.receive.wait()
             assert code is not None
-            self.shapes = _decoded(code)
+            self.shapes = decode_shapes(code)
         return self.shapes
 
 
@@ -209,6 +209,12 @@ class _SlicedMessage:
         )
 
     def _gather(self, own: Tensor, shape: torch.Size) -> Tensor:
+        if _slice_size(math.prod(shape), self.size) != own.numel():
+            raise TransportError(
+                f"expected a slice of a tensor of shape {tuple(shape)} for {self.size} tensor-parallel ranks, found "
+                f"{own.numel()} numbers. The ranks make different calls: call the same methods of the Pipeline on "
+                "every rank, in the same order"
+            )
         # The slices are gathered as bytes, since not every backend can gather every dtype.
         sent = own.detach().view(torch.uint8)
         gathered = sent.new_empty(self.size * sent.numel())
@@ -221,7 +227,7 @@ def _slice_size(elements: int, size: int) -> int:
     return -(-elements // size)
 
 
-def _encoded(shapes: _Shapes) -> Tensor:
+def encode_shapes(shapes: _Shapes) -> Tensor:
     """The number of dimensions of every tensor and their sizes; -1 for None."""
     numbers: list[int] = []
     for shape in shapes:
@@ -229,10 +235,19 @@ def _encoded(shapes: _Shapes) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _decoded(code: Tensor) -> _Shapes:
-    numbers, shapes = iter(code.tolist()), []
-    for count in numbers:
-        shapes.append(None if count < 0 else torch.Size([next(numbers) for _ in range(count)]))
+def decode_shapes(code: Tensor) -> _Shapes:
+    """Reads what `encode_shapes` made. `TransportError` if it made no such thing."""
+    numbers, shapes, position = code.tolist(), list[torch.Size | None](), 0
+    while position < len(numbers):
+        count, position = numbers[position], position + 1
+        shape = numbers[position : position + max(count, 0)]
+        if count < -1 or len(shape) < count or min(shape, default=0) < 0:
+            raise TransportError(
+                f"expected the shapes of a message between tensor-parallel stages, found {numbers[:16]}. The ranks "
+                "make different calls: call the same methods of the Pipeline on every rank, in the same order"
+            )
+        shapes.append(None if count < 0 else torch.Size(shape))
+        position += len(shape)
     return tuple(shapes)
 
 

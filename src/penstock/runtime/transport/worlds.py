@@ -28,7 +28,9 @@ from penstock.runtime.transport.distributed_transport import DistributedTranspor
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
+from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
+from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
@@ -152,7 +154,8 @@ class Processes:
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
         self._others = [rank for rank in range(self.processes) if rank != self.rank]
-        common = PrefixStore("penstock", world.get_group_store())
+        self._common = world.get_group_store()
+        common = PrefixStore("penstock", self._common)
         # Every rank makes its worlds in the same order.
         number = call_at_meeting(
             lambda: common.add(f"worlds of {self.rank}", 1),
@@ -169,6 +172,11 @@ class Processes:
         try:
             identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
+            self._key = agree_on_key(
+                self.rank,
+                partial(self.gather, context=_MEETING),
+                lambda text: self.run(lambda: self._store.compare_set("token", "", text), "sharing a token"),
+            )
             # Our own error says more than one of a collective, so it must come first.
             limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
@@ -207,6 +215,7 @@ class Processes:
             timeout_seconds,
             partial(self.gather, context="connecting the ranks"),
             groups,
+            key=self._key.derived(name),
         )
 
     def gather(self, value: T, context: str = "") -> Sequence[T]:
@@ -240,7 +249,14 @@ class Processes:
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
-        self._board.close()
+        group, self.group = self.group, None
+        remove = None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+            # The addresses of its members are in the store of the default group.
+            addresses = PrefixStore(f"{group.group_name}/", self._common)
+            remove = partial(remove_keys, processes=self.processes, others=[addresses])
+        self._board.close(remove)
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""

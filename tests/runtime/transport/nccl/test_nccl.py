@@ -25,6 +25,7 @@ from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.nccl.endpoints import AHEAD, EndpointOptions, NcclInbox, NcclOutbox
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import Watchdog
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage
 from support.jobs.staging_jobs import sum_over_nccl
@@ -67,13 +68,14 @@ class Pair:
         for edge in self.communicators:
             sending, receiving = (
                 EndpointOptions(
-                    edge,
-                    endpoints[edge, rank],
-                    other,
-                    device,
-                    self.notices[rank],
-                    self.timeout[rank],
-                    self.watchdogs[rank].check,
+                    edge=edge,
+                    key=RunKey(b""),
+                    group=endpoints[edge, rank],
+                    peer=other,
+                    accelerator=device,
+                    notices=self.notices[rank],
+                    timeout=self.timeout[rank],
+                    check=self.watchdogs[rank].check,
                 )
                 for rank, other in ((edge.source, edge.target), (edge.target, edge.source))
             )

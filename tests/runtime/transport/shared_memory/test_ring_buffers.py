@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import struct
 from collections import deque
 
 import pytest
@@ -134,3 +135,30 @@ def test_either_the_writer_sees_the_flag_or_the_reader_the_frame() -> None:
     assert not reader.mark_sleeping()
     reader.mark_awake()
     assert not writer.reader_sleeps()
+
+
+def word_at(writer: RingWriter, position: int, word: int) -> None:
+    """Writes a word into the memory of the queue, as a hostile writer could."""
+    os.pwrite(writer.descriptor, struct.pack("<q", word), position)
+
+
+FIRST_FRAME = mmap.ALLOCATIONGRANULARITY
+
+
+@pytest.mark.parametrize("word", [2**16, 2**40, 2**62, -1, -(2**16), -(2**62), -(2**63)])
+def test_a_size_that_no_writer_writes_is_refused(word: int) -> None:
+    writer, reader = ends()
+    assert write(writer, b"text")
+    word_at(writer, FIRST_FRAME, word)
+    with pytest.raises(TransportError, match=r"expected messages of this run, found a (message|segment) of"):
+        reader.size()
+
+
+def test_a_file_that_could_shrink_is_refused() -> None:
+    descriptor = os.memfd_create("other")
+    os.ftruncate(descriptor, 2**20)
+    with pytest.raises(TransportError, match="a file that another process could make smaller"):
+        RingReader(descriptor)
+    writer, _ = ends()
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.descriptor, 0)

@@ -24,13 +24,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork
 from penstock.runtime.devices.staging import Staged, Staging
 from penstock.runtime.transport.gloo.senders import HEADER_BYTES
-from penstock.runtime.transport.message_headers import Specs, assemble, contiguous_view, read_header
+from penstock.runtime.transport.message_headers import (
+    MOST_HEADER_BYTES,
+    ReceivedKinds,
+    Specs,
+    assemble,
+    contiguous_view,
+)
 from penstock.runtime.transport.pending_receives import PendingResult, PostedReceive
 from penstock.runtime.transport.timeouts import SpinPolicy, Timeout
-from penstock.runtime.transport.transport import Edge, PendingMessage
+from penstock.runtime.transport.transport import PendingMessage
 
 __all__ = ["GlooInbox"]
 
@@ -102,17 +109,18 @@ class _GlooReceive(PostedReceive):
 
 
 class GlooInbox:
-    """The receiving end of `edge`. The sender is rank `peer` of `group`, which connects the two. `staging` brings the
-    tensors to the device.
+    """The receiving end of the edge of `kinds`. The sender is rank `peer` of `group`, which connects the two. `staging`
+    brings the tensors to the device.
     """
 
-    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging, timeout: Timeout) -> None:
-        self._edge = edge
+    def __init__(
+        self, kinds: ReceivedKinds, group: Communicator, peer: int, staging: Staging, timeout: Timeout
+    ) -> None:
+        self._kinds, self._edge = kinds, kinds.edge
         self._group, self._peer = group, peer
         self._staging = staging
         self._timeout = timeout
         self._spin_policy = SpinPolicy()
-        self._agreed: dict[Hashable, Specs] = {}
         self._unposted: deque[_GlooReceive] = deque()
         """Receives that are not posted to Gloo yet, oldest first."""
         self._header: PendingResult | None = None
@@ -193,7 +201,7 @@ class GlooInbox:
         """
         while self._unposted and self._header is None:
             receive = self._unposted[0]
-            specs = self._agreed.get(receive.kind)
+            specs = self._kinds.specs(receive.kind)
             if specs is None:
                 # The messages before the header.
                 self._hand_over_to_thread()
@@ -220,12 +228,18 @@ class GlooInbox:
         """Reads the header of the oldest unposted receive; `page` has arrived."""
         text = page.numpy().tobytes()
         size = int.from_bytes(text[:8], "little")
+        if size > MOST_HEADER_BYTES:
+            raise TransportError(
+                f"{self._edge}: expected a header of at most {MOST_HEADER_BYTES} bytes, found the length {size}. "
+                "The ranks make different calls, so that one reads what was sent for something else: call the same "
+                "methods of the Pipeline on every rank, in the same order"
+            )
         if size > HEADER_BYTES - 8:
             rest = torch.empty(size - HEADER_BYTES + 8, dtype=torch.uint8)
             _Arrival(self._group, self._peer, [rest]).wait()
             text += rest.numpy().tobytes()
         with self._lock:
-            self._agreed[self._unposted[0].kind] = read_header(text[8 : 8 + size])
+            self._kinds.read(self._unposted[0].kind, text[8 : 8 + size])
             self._header = None
             self._post_to_gloo()
 

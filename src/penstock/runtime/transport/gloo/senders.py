@@ -18,7 +18,6 @@ from penstock.runtime.devices.accelerators import Event
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork
 from penstock.runtime.devices.staging import Staged, Staging, on_host
 from penstock.runtime.transport.message_headers import SentKinds, contiguous_view
-from penstock.runtime.transport.transport import Edge
 
 __all__ = ["HEADER_BYTES", "GlooOutbox"]
 
@@ -43,22 +42,22 @@ class _GlooSend:
 
 
 class GlooOutbox:
-    """The sending end of `edge`. The receiver is rank `peer` of `group`, which connects the two. `staging` brings the
-    tensors to the host.
+    """The sending end of the edge of `kinds`. The receiver is rank `peer` of `group`, which connects the two. `staging`
+    brings the tensors to the host.
     """
 
-    def __init__(self, edge: Edge, group: Communicator, peer: int, staging: Staging) -> None:
+    def __init__(self, kinds: SentKinds, group: Communicator, peer: int, staging: Staging) -> None:
         self.error: Exception | None = None
         self._staging = staging
         self._group, self._peer = group, peer
-        self._kinds = SentKinds(edge)
+        self._kinds = kinds
         self._sent: deque[_GlooSend] = deque()
         """Messages that may not have been sent yet, oldest first."""
         self._deferred = self._posted = 0
         """The number of messages that the thread is to post, and how many of these it has posted."""
         self._change = threading.Condition()
         self._idle = self._flushing = self._closed = False
-        self.thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"penstock send {kinds.edge}", daemon=True)
         self.thread.start()
 
     def put(self, kind: Hashable, message: Sequence[Tensor | None]) -> None:

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from penstock.runtime.devices.accelerators import Accelerator, Event
 from penstock.runtime.devices.communicators import Communicator, CommunicatorWork, coalesce
-from penstock.runtime.transport.message_headers import SentKinds, Specs, assemble, read_header
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds, Specs, assemble
 from penstock.runtime.transport.nccl.send_notices import SendNotices
 from penstock.runtime.transport.nccl.watchdog import PendingWork
 from penstock.runtime.transport.pending_receives import PostedReceive
+from penstock.runtime.transport.run_keys import RunKey
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Edge, PendingMessage
 
@@ -49,6 +50,7 @@ class EndpointOptions(NamedTuple):
     """The parts that an endpoint is made of."""
 
     edge: Edge
+    key: RunKey
     group: Communicator
     peer: int
     """The other end's rank in `group`."""
@@ -89,7 +91,7 @@ class NcclOutbox(_NcclEndpoint):
         super().__init__(options, options.edge.target)
         self.error: Exception | None = None
         """Always None. Errors are found by the watchdog and raised by `check`."""
-        self._kinds = SentKinds(options.edge)
+        self._kinds = SentKinds(options.edge, options.key)
         self._number = 0
         """The number of messages so far."""
         self._kept: deque[tuple[Sequence[CommunicatorWork], Sequence[Tensor]]] = deque()
@@ -162,7 +164,7 @@ class NcclInbox(_NcclEndpoint):
 
     def __init__(self, options: EndpointOptions) -> None:
         super().__init__(options, options.edge.source)
-        self._agreed: dict[Hashable, Specs] = {}
+        self._kinds = ReceivedKinds(options.edge, options.key)
         self._unposted: deque[_NcclReceive] = deque()
         """Receives that are not enqueued yet, oldest first."""
         self._number = 0
@@ -224,12 +226,12 @@ class NcclInbox(_NcclEndpoint):
 
     def _enqueue_receive(self, receive: _NcclReceive) -> bool:
         """Enqueues `receive`, the oldest that is not enqueued. Returns False if its kind is not known yet."""
-        specs = self._agreed.get(receive.kind)
+        specs = self._kinds.specs(receive.kind)
         if specs is None:
             header = self._notices.header(self.edge, receive.number)
             if header is None:
                 return False
-            specs = self._agreed[receive.kind] = read_header(header)
+            specs = self._kinds.read(receive.kind, header)
         known = [spec for spec in specs if spec is not None]
         current = self._accelerator.current()
         receive.specs = specs

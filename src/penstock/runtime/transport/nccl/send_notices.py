@@ -60,6 +60,10 @@ class SendNotices:
         """Makes `poll` of this object call `poll`."""
         self._subscribers.append(poll)
 
+    def release(self) -> None:
+        """Forgets the subscribers."""
+        self._subscribers.clear()
+
     def announce(self, edge: Edge, number: int, header: bytes | None) -> None:
         """Announces the `number`-th message of `edge`, which has been sent. `header`: if its kind is new."""
         if header is not None:

@@ -23,12 +23,12 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.message_headers import SentKinds, Specs, read_header
+from penstock.runtime.transport.message_headers import ReceivedKinds, SentKinds
 from penstock.runtime.transport.pending_receives import PostedReceive
 from penstock.runtime.transport.shared_memory.handshake import LocalPeers
 from penstock.runtime.transport.shared_memory.ring_buffers import RingReader, RingWriter
 from penstock.runtime.transport.timeouts import POLL_SECONDS, SpinPolicy, Timeout
-from penstock.runtime.transport.transport import Edge, PendingMessage
+from penstock.runtime.transport.transport import PendingMessage
 
 __all__ = ["Flusher", "SharedInbox", "SharedOutbox"]
 
@@ -44,15 +44,17 @@ _CLOSED = ConnectionError("it was closed by the other end")
 
 
 class SharedOutbox:
-    """The sending end of `edge`; `local_peers` connects it with the other end. Made collectively with that end."""
+    """The sending end of the edge of `kinds`; `local_peers` connects it with the other end. Made collectively with that
+    end.
+    """
 
-    def __init__(self, edge: Edge, local_peers: LocalPeers, flusher: "Flusher") -> None:
+    def __init__(self, kinds: SentKinds, local_peers: LocalPeers, flusher: "Flusher") -> None:
         self.error: Exception | None = None
-        self._kinds = SentKinds(edge)
+        self._kinds = kinds
         self._flusher = flusher
         self._ring = RingWriter()
         self._doorbell, there = socket.socketpair()
-        local_peers.send_fds(edge.target, [self._ring.descriptor, there.fileno()])
+        local_peers.send_fds(kinds.edge.target, [self._ring.descriptor, there.fileno()])
         there.close()
         self._doorbell.setblocking(False)
         self._waiting: deque[list[Tensor]] = deque()
@@ -114,15 +116,17 @@ class SharedOutbox:
 
 
 class SharedInbox:
-    """The receiving end of `edge`; `local_peers` connects it with the other end. Made collectively with that end."""
+    """The receiving end of the edge of `kinds`; `local_peers` connects it with the other end. Made collectively with
+    that end.
+    """
 
-    def __init__(self, edge: Edge, local_peers: LocalPeers, timeout: Timeout) -> None:
-        self._edge = edge
+    def __init__(self, kinds: ReceivedKinds, local_peers: LocalPeers, timeout: Timeout) -> None:
+        self._kinds, self._edge = kinds, kinds.edge
         self._timeout = timeout
         # Spinning on a core that another process of the pipeline needs would delay that process's sends.
         self._spins = local_peers.processes <= len(os.sched_getaffinity(0))
         self._spin_policy = SpinPolicy()
-        ring, doorbell = local_peers.recv_fds(edge.source, 2)
+        ring, doorbell = local_peers.recv_fds(self._edge.source, 2)
         self._ring = RingReader(ring)
         self._doorbell = socket.socket(fileno=doorbell)
         self._doorbell.setblocking(False)
@@ -130,7 +134,6 @@ class SharedInbox:
         """Whether the other end has closed the doorbell."""
         self._poller = select.poll()
         self._poller.register(self._doorbell, select.POLLIN)
-        self._agreed: dict[Hashable, Specs] = {}
         self._receives: deque[PostedReceive] = deque()
         """Receives whose messages have not been read, oldest first."""
         self._reading = threading.Lock()
@@ -233,15 +236,17 @@ class SharedInbox:
     def _read(self) -> None:
         """Reads the next message, which has arrived, for the oldest receive."""
         receive = self._receives[0]
-        specs = self._agreed.get(receive.kind)
+        specs = self._kinds.specs(receive.kind)
         if specs is None:
             header = bytearray(self._ring.size())
             buffer = torch.frombuffer(header, dtype=torch.uint8)
             self._ring.read([(buffer.data_ptr(), len(header))])
-            specs = self._agreed[receive.kind] = read_header(bytes(header))
+            specs = self._kinds.read(receive.kind, bytes(header))
             # The message itself is written after its header.
             while not self._ring.filled():
                 self._wait()
+        # Before memory for them is allocated.
+        self._ring.expect(sum([spec.bytes for spec in specs if spec is not None]))
         tensors, pieces = [], []
         for spec in specs:
             tensor = None

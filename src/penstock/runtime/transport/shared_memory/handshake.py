@@ -1,23 +1,31 @@
 """Connects the processes of one host, so that they can pass each other open files.
 
 Each listens on a Unix socket without a path (Linux's abstract names), which needs no cleaning up. A process that can
-connect to it shares the host and its network. Open files are sent over such a connection, and with them everything that
-two processes share: memory, and the ends of a pair of connected sockets.
+connect to it shares the host and its network. Both ends must be of one user, and prove to each other that they have the
+key of the run, over random numbers of both: a proof that was overheard is of no use. Open files are sent over such a
+connection, and with them everything that two processes share: memory, and the ends of a pair of connected sockets.
 """
 
 import os
+import secrets
 import socket
 import struct
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from penstock.runtime.transport.run_keys import PROOF_BYTES, RunKey
+
 __all__ = ["LocalPeers", "connect_local_peers"]
 
-_SECONDS = 20.0
-"""How long a process of this host may take to answer; it makes the same call."""
-_HELLO = struct.Struct("=16sq")
+_STRANGER_SECONDS = 5.0
+"""How long a process that has connected may take for its proof. Others wait meanwhile."""
+_NONCE_BYTES = 16
+_RANK = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("=iII")
+"""The process, user and group at the other end of a socket, as Linux gives them."""
 
 Gather: TypeAlias = Callable[[Any], Sequence[Any]]
 
@@ -54,19 +62,22 @@ class LocalPeers:
             connection.close()
 
 
-def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, enabled: bool) -> LocalPeers:
-    """Connects this process, `rank`, with those of `peers` that are on the same host, if both have it `enabled`.
+def connect_local_peers(
+    peers: Iterable[int], rank: int, gather: Gather, key: RunKey | None, *, seconds: float = 20.0
+) -> LocalPeers:
+    """Connects this process, `rank`, with those of `peers` that are on the same host. `key`: that of the run; None if
+    this process is not to share memory. `seconds`: how long a peer may take to answer; it makes the same call.
 
     Collective; `gather` returns what each process passes to it, by rank. A connection that fails is dropped on both
     sides.
     """
-    token, listener = uuid.uuid4().bytes, None
-    if enabled:
+    name, listener = uuid.uuid4().hex, None
+    if key is not None:
         with suppress(OSError):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(b"\0penstock-" + token)
+            listener.bind(_address(name))
             listener.listen(1024)
-    addresses = gather((_host(), token) if listener is not None else None)
+    addresses = gather([_host(), name] if listener is not None else None)
     mine = addresses[rank]
     here = [
         peer
@@ -76,43 +87,95 @@ def connect_local_peers(peers: Iterable[int], rank: int, gather: Gather, enabled
     local = sorted(set(peers) & set(here))
     connections: dict[int, socket.socket] = {}
     with suppress(OSError):
-        if listener is not None:
-            _connect(connections, [peer for peer in local if peer < rank], rank, addresses)
-            _accept(connections, [peer for peer in local if peer > rank], listener, token)
+        if listener is not None and key is not None:
+            for peer in local:
+                if peer < rank:
+                    connections[peer] = _connect(peer, rank, addresses[peer][1], key, seconds)
+            listener.settimeout(seconds)
+            connections |= _accept([peer for peer in local if peer > rank], listener, key.derived(name))
     if listener is not None:
         listener.close()
-    agreed = gather(tuple(connections))
+    agreed = gather(list(connections))
     for peer in [peer for peer in connections if rank not in agreed[peer]]:
         connections.pop(peer).close()
     return LocalPeers(connections, len(here))
 
 
-def _connect(
-    connections: dict[int, socket.socket], peers: Sequence[int], rank: int, addresses: Sequence[tuple[str, bytes]]
-) -> None:
-    for peer in peers:
-        token = addresses[peer][1]
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(_SECONDS)
-        connection.connect(b"\0penstock-" + token)
-        connection.sendall(_HELLO.pack(token, rank))
-        connections[peer] = connection
+def _connect(peer: int, rank: int, name: str, key: RunKey, seconds: float) -> socket.socket:
+    """Connects with `peer`, which listens under `name`. `OSError` unless it has the key."""
+    key = key.derived(name)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(_address(name))
+        _check_user(connection)
+        challenge, own = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        rank_bytes = _RANK.pack(rank)
+        connection.sendall(rank_bytes + own + key.proof(b"connect", rank_bytes, challenge, own))
+        if not key.proves(_receive(connection, PROOF_BYTES), b"accept", rank_bytes, challenge, own):
+            raise ConnectionError(f"what listens for rank {peer} does not have the token of this run")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
-def _accept(connections: dict[int, socket.socket], peers: Sequence[int], listener: socket.socket, token: bytes) -> None:
-    listener.settimeout(_SECONDS)
-    awaited = set(peers)
-    while awaited:
-        connection, _ = listener.accept()
-        connection.settimeout(_SECONDS)
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        sent_token, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
-        # Any process of the host can connect. Only those of this run have the token.
-        if sent_token == token and peer in awaited:
-            awaited.remove(peer)
-            connections[peer] = connection
-        else:
+def _accept(peers: Sequence[int], listener: socket.socket, key: RunKey) -> dict[int, socket.socket]:
+    """The connections with those of `peers` that come in time. Any process of the host can connect; only those of this
+    run stay.
+    """
+    accepted: dict[int, socket.socket] = {}
+    seconds = listener.gettimeout()
+    deadline = time.monotonic() + (seconds or 0.0)
+    while len(accepted) < len(peers) and (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            break
+        try:
+            connection.settimeout(_STRANGER_SECONDS)
+            _check_user(connection)
+            peer = _check(connection, key)
+            if peer not in peers or peer in accepted:
+                raise ConnectionError(f"rank {peer} connects once more")
+        except OSError:
             connection.close()
+            continue
+        connection.settimeout(seconds)
+        accepted[peer] = connection
+    return accepted
+
+
+def _check(connection: socket.socket, key: RunKey) -> int:
+    """The rank of the process that has connected. `OSError` unless it has the key."""
+    challenge = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(challenge)
+    answer = _receive(connection, _RANK.size + _NONCE_BYTES + PROOF_BYTES)
+    rank, other = answer[: _RANK.size], answer[_RANK.size : _RANK.size + _NONCE_BYTES]
+    if not key.proves(answer[-PROOF_BYTES:], b"connect", rank, challenge, other):
+        raise ConnectionError("a process that does not have the token of this run")
+    connection.sendall(key.proof(b"accept", rank, challenge, other))
+    return int(_RANK.unpack(rank)[0])
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raises `OSError` unless the other end belongs to the same user: names without a path have no permissions."""
+    sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(sent)
+    if user != os.geteuid():
+        raise ConnectionError(f"a process of the user {user}")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = connection.recv(size, socket.MSG_WAITALL)
+    if len(received) != size:
+        raise ConnectionError("the other end has closed the connection")
+    return received
+
+
+def _address(name: str) -> bytes:
+    return b"\0penstock-" + name.encode()
 
 
 def _host() -> str:

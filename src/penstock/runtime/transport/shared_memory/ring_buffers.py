@@ -14,9 +14,12 @@ Invariants of this file:
      have been copied. Both are aligned words, which x86-64 stores atomically and in program order. On machines with
      weaker guarantees there are no rings.
   2. Nothing here blocks. A caller that wants to wait has other means.
+  3. The reader checks every size that it reads against the file before it uses it. The file is sealed against becoming
+     smaller, since memory that is cut off ends the process that reads it.
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
@@ -95,9 +98,10 @@ class RingWriter:
     """The writing end of a new queue. The reader needs the file `descriptor`."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, _PAGE + _LEAST_BYTES)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._page = mmap.mmap(self.descriptor, _PAGE)
         self._counters = memoryview(self._page).cast("q")
         self._segment = _Segment(self.descriptor, _PAGE, _LEAST_BYTES, 0)
@@ -141,11 +145,16 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end of the queue in the file `descriptor`, which it takes over."""
+    """The reading end of the queue in the file `descriptor`, which it takes over.
+
+    `TransportError` if the file is not one of `RingWriter`, or holds what no writer of this run can have written.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
+        if not _is_sealed(descriptor) or os.fstat(descriptor).st_size < _PAGE + _LEAST_BYTES:
+            raise _foreign("a file that another process could make smaller, or that is too small")
         self._page = mmap.mmap(descriptor, _PAGE)
         self._counters = memoryview(self._page).cast("q")
         self._segment = _Segment(descriptor, _PAGE, _LEAST_BYTES, 0)
@@ -173,20 +182,28 @@ class RingReader:
         segment = self._segment
         word = segment.word(self._read)
         if word < 0:
+            if segment.end - word > os.fstat(self._descriptor).st_size or -word % _PAGE:
+                raise _foreign(f"a segment of {-word} bytes")
             self._read += _WORD
             self._segment = _Segment(self._descriptor, segment.end, -word, self._read)
             segment.map.madvise(mmap.MADV_REMOVE)
             word = self._segment.word(self._read)
+        if not 0 <= word <= self._segment.size - _WORD:
+            raise _foreign(f"a message of {word} bytes in {self._segment.size} bytes")
         return word
 
-    def read(self, pieces: Sequence[Piece]) -> None:
-        """Reads the next frame, which must be there, into `pieces`. `TransportError` if the sizes differ."""
-        size, expected = self.size(), sum([length for _, length in pieces])
+    def expect(self, expected: int) -> None:
+        """Raises `TransportError` if the next frame, which must be there, has other than `expected` bytes."""
+        size = self.size()
         if size != expected:
             raise TransportError(
                 f"a message has {size} bytes where {expected} were expected: the processes "
                 "make different calls. Call the same methods of the Pipeline on every rank, in the same order"
             )
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Reads the next frame, which must be there, into `pieces`. `TransportError` if the sizes differ."""
+        self.expect(sum([length for _, length in pieces]))
         count = self._read + _WORD
         for piece in pieces:
             self._segment.get(count, piece)
@@ -196,3 +213,18 @@ class RingReader:
 
 def _padded(size: int) -> int:
     return (size + _WORD - 1) & -_WORD
+
+
+def _is_sealed(descriptor: int) -> bool:
+    """Whether the file can only grow."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+def _foreign(found: str) -> TransportError:
+    return TransportError(
+        f"shared memory of another process: expected messages of this run, found {found}. Another program has written "
+        "to it, or the processes run different versions of Penstock: see docs/trust.md"
+    )

@@ -1,0 +1,202 @@
+"""A header is read as what it says, or refused: no text of it can make the receiver allocate, hang or crash."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from penstock.errors import TransportError
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.message_headers import (
+    ReceivedKinds,
+    SentKinds,
+    Spec,
+    Specs,
+    parse_specs,
+    write_specs,
+)
+from penstock.runtime.transport.ordered_all_reduce import Agreement
+from penstock.runtime.transport.run_keys import RunKey
+from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.tensor_parallel_transport import decode_shapes, encode_shapes
+from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.transport import Edge
+
+EDGE, KEY = Edge(0, 1), RunKey(b"the key of this run")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float8_e5m2]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Specs:
+    """The tensors of a message."""
+    found: list[Spec | None] = []
+    for _ in range(draw(st.integers(0, 4))):
+        shape = draw(st.lists(st.integers(0, 6), max_size=5))
+        dtype = draw(st.sampled_from(DTYPES))
+        differentiable = dtype.is_floating_point or dtype.is_complex
+        order = draw(st.permutations(range(len(shape))))
+        strided = torch.empty([shape[dimension] for dimension in order], dtype=dtype, device="meta")
+        tensor = strided.permute([order.index(dimension) for dimension in range(len(shape))])
+        found.append(
+            draw(st.sampled_from([None, Spec.of(tensor.requires_grad_(differentiable and draw(st.booleans())))]))
+        )
+    return tuple(found)
+
+
+def everything(of: Specs) -> list[object]:
+    """All that a spec says, also what its equality leaves out."""
+    return [
+        None if spec is None else (spec.shape, spec.dtype, spec.requires_grad, spec.order, spec.strides, spec.bytes)
+        for spec in of
+    ]
+
+
+@given(specs())
+def test_a_header_is_read_as_it_was_written(sent: Specs) -> None:
+    read = parse_specs(write_specs(sent, EDGE), EDGE)
+
+    assert everything(read) == everything(sent)
+    for spec in read:
+        if spec is not None:
+            made = spec.empty()
+            assert (made.shape, made.stride(), made.requires_grad) == (spec.shape, spec.strides, spec.requires_grad)
+
+
+COUNTED = st.builds(lambda count, rest: struct.pack("<I", count) + rest, st.integers(0, 3), st.binary(max_size=60))
+DAMAGED = st.builds(
+    lambda text, position, byte: text[: position % len(text)] + bytes([byte]) + text[position % len(text) + 1 :],
+    specs().map(lambda sent: write_specs(sent, EDGE)),
+    st.integers(0, 2**16),
+    st.integers(0, 255),
+)
+
+
+@given(st.one_of(st.binary(max_size=80), COUNTED, DAMAGED))
+def test_every_text_is_a_header_or_refused(text: bytes) -> None:
+    try:
+        read = parse_specs(text, EDGE)
+    except TransportError as error:
+        assert str(error).startswith("rank 0 -> rank 1 (stages): expected a header with the shapes of a message's")
+    else:
+        assert write_specs(read, EDGE) == text
+
+
+def of_one(
+    dtype: int = 1, gradient: int = 0, sizes: tuple[int, ...] = (2, 3), order: tuple[int, ...] = (0, 1)
+) -> bytes:
+    """A header of one tensor."""
+    return struct.pack("<IBBB", 1, dtype, gradient, len(sizes)) + struct.pack(f"<{len(sizes)}q", *sizes) + bytes(order)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (of_one(sizes=(2**31, 2**31)), "a tensor of (2147483648, 2147483648) numbers of torch.float32"),
+        (of_one(sizes=(2**62, 0)), "a tensor of (4611686018427387904, 0) numbers"),
+        (of_one(sizes=(-1, 3)), "a tensor of (-1, 3) numbers"),
+        (of_one(order=(1, 1)), "(1, 1) as the order of 2 dimensions in memory"),
+        (of_one(dtype=200), "a tensor of dtype 200"),
+        (of_one(gradient=7), "gradient flag 7"),
+        (of_one(dtype=7, gradient=1), "a gradient of torch.int64"),
+        (of_one(sizes=(1,) * 65, order=tuple(range(65))), "65 dimensions"),
+        (of_one() + b"more", "4 bytes behind its last tensor"),
+        (struct.pack("<I", 2**32 - 1), "that is none"),
+        (b"", "found one of 0 bytes"),
+    ],
+)
+def test_bounds_are_checked_before_anything_is_allocated(text: bytes, found: str) -> None:
+    assert len(parse_specs(of_one(), EDGE)) == 1
+    with pytest.raises(TransportError) as caught:
+        parse_specs(text, EDGE)
+
+    assert found in str(caught.value)
+
+
+def test_many_tensors_that_fit_one_by_one_are_refused_together() -> None:
+    half = torch.empty(memory_of_this_host() // 8 + 1, dtype=torch.float32, device="meta")
+    with pytest.raises(TransportError, match="bytes together, on a host of"):
+        parse_specs(write_specs((Spec.of(half), Spec.of(half)), EDGE), EDGE)
+
+
+def memory_of_this_host() -> int:
+    """The memory of this host, in bytes, as its kernel counts it."""
+    with open("/proc/meminfo") as file:
+        return int(next(line for line in file if line.startswith("MemTotal")).split()[1]) * 1024
+
+
+def test_what_cannot_be_sent_is_refused_by_its_sender() -> None:
+    kinds = SentKinds(EDGE, KEY)
+    with pytest.raises(TransportError, match=r"a tensor of torch\.bits16 cannot be sent: expected one of torch"):
+        kinds.agree("kind", (torch.empty(2, dtype=torch.bits16),))
+    header, _ = kinds.agree("kind", (torch.zeros(2),))
+
+    assert header is not None, "a refused message has agreed on nothing"
+
+
+def header_of(edge: Edge = EDGE, key: RunKey = KEY) -> bytes:
+    header, _ = SentKinds(edge, key).agree("kind", (torch.zeros(2, 3),))
+    assert header is not None
+    return header
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(header_of(key=RunKey(b"that of another run")), id="another token"),
+        pytest.param(header_of(Edge(1, 0)), id="another edge"),
+        pytest.param(header_of()[:-1] + b"\7", id="changed on its way"),
+        pytest.param(header_of()[:20], id="cut off"),
+        pytest.param(torch.full((9,), 0.5).numpy().tobytes(), id="the numbers of a message"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_a_header_proves_where_it_comes_from(header: bytes) -> None:
+    received = ReceivedKinds(EDGE, KEY)
+    assert received.specs("kind") is None
+    with pytest.raises(TransportError, match="header 0: expected a proof that the sender has this run's token, found"):
+        received.read("kind", header)
+
+    assert received.read("kind", header_of()) == (Spec.of(torch.zeros(2, 3)),)
+    assert received.specs("kind") is not None
+
+
+def test_a_header_counts_once() -> None:
+    received = ReceivedKinds(EDGE, KEY)
+    received.read("first", header_of())
+    with pytest.raises(TransportError, match="header 1: expected a proof"):
+        received.read("second", header_of())
+
+
+@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 9), max_size=4)), max_size=5))
+def test_shapes_between_tensor_parallel_stages_are_read_as_they_were_written(shapes: list[list[int] | None]) -> None:
+    sent = tuple(None if shape is None else torch.Size(shape) for shape in shapes)
+
+    assert decode_shapes(encode_shapes(sent)) == sent
+
+
+@given(st.lists(st.one_of(st.integers(-3, 5), st.integers(-(2**63), 2**63 - 1)), max_size=12))
+def test_all_numbers_are_such_shapes_or_refused(numbers: list[int]) -> None:
+    code = torch.tensor(numbers, dtype=torch.int64)
+    try:
+        shapes = decode_shapes(code)
+    except TransportError as error:
+        assert "expected the shapes of a message between tensor-parallel stages, found [" in str(error)
+    else:
+        assert torch.equal(encode_shapes(shapes), code)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"no JSON", b"3", b'["a"]', b'[["kind", 3]]', b'[["kind", "many", "torch.float32"]]', b'{"set": [[]]}'],
+)
+def test_an_agreement_on_sums_is_parsed(text: bytes) -> None:
+    store = HashStore()
+    board = FailureBoard(store, 0, 2)
+    agreement = Agreement((0, 1), 0, WatchedStore(board.watch, "", 30.0), Timeout(board, 30.0))
+    store.set("sum (0, 1) 0 1", text.decode())
+    with pytest.raises(TransportError, match=r"expected a list of tensors from rank 1, found|cannot be read"):
+        agreement.agree({"kind": (3, torch.float32)})
+    board.close()
