@@ -56,6 +56,7 @@ from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
+from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
@@ -184,6 +185,7 @@ class Pipeline:
             update_hooks=update_hooks,
         )
         compiled, parallelized = bool(compile), parallelize is not None
+        inject_here()
         self._world: World = join_world()
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
@@ -332,6 +334,11 @@ class Pipeline:
         return self.optimizers[0] if self.optimizers else None
 
     @property
+    def steps(self) -> int:
+        """How many training steps were made, with those before the checkpoint that was loaded."""
+        return self._engine.steps
+
+    @property
     def rank(self) -> int:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
@@ -473,6 +480,7 @@ class Pipeline:
             "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
             "pipeline": {
                 "microbatches": self._engine.trained,
+                "steps": self._engine.steps,
                 "seed": self._engine.seed,
                 **self._updater.state(),
                 **self._engine.scale_state(),
@@ -490,6 +498,8 @@ class Pipeline:
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
         self._engine.restart(progress["microbatches"])
+        # A state of an earlier version has no steps.
+        self._engine.steps = progress.get("steps", progress["microbatches"] // self.schedule.microbatches)
         # Replicas in this process have buffers of their own, which no state dict names.
         self._engine.share_buffers()
 

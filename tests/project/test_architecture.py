@@ -61,8 +61,9 @@ FLOW = {
         capturing.export profiling runtime.transport runtime.assembly""",
     "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
     "layer_weights": "errors values capturing profiling runtime.transport",
+    "testing": "errors scheduling runtime.batches runtime.engine",
     "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
-        profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
+        profiling training reporting testing runtime.devices runtime.transport runtime.execution runtime.parameters
         runtime.batches runtime.engine runtime.assembly""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
@@ -107,6 +108,7 @@ METHODS = {
     "save": "(self, directory)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "state_dict": "(self)",
+    "steps": "property",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
     "timeline": "(self, minibatches=1)",

@@ -89,6 +89,8 @@ class Engine:
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
+        self.steps = 0
+        """Training steps so far, with those of the runs that a checkpoint continues."""
         self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a segment, made ahead of their use."""
 
@@ -107,6 +109,7 @@ class Engine:
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
+        self.steps += 1
         if self._check:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
@@ -198,7 +201,14 @@ class Engine:
         return None if comparison is None else comparison.error
 
     def _training_run(self, admitted: int) -> BatchRun:
-        return BatchRun(training=True, seed=self.seed, microbatches_before=self._microbatches_before, admitted=admitted)
+        return BatchRun(
+            training=True,
+            seed=self.seed,
+            microbatches_before=self._microbatches_before,
+            admitted=admitted,
+            step=self.steps,
+            microbatches=self._schedule.microbatches,
+        )
 
     def _infer(self, microbatches: Sequence[Microbatch], keeps_outputs: bool) -> BatchRun:
         self._follows = False

@@ -22,12 +22,15 @@ from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
+from penstock.runtime.transport.attempts import attempt_store, shares_store
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
+_JOIN_SECONDS = 1800.0
+"""How long a process waits for the others to join: torch's own default."""
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
 
@@ -209,6 +212,11 @@ def join_world() -> World:
                 f"WORLD_SIZE is {processes} and {PROCESS_HOOKS}=0: expected a process group that you have made, found "
                 f"none. Call torch.distributed.init_process_group() before, or unset {PROCESS_HOOKS}"
             )
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if shares_store():
+            store, rank, ranks = attempt_store(_JOIN_SECONDS)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(backend)
         return Processes()
     return SingleProcess()
