@@ -4,7 +4,7 @@ It captures the model, makes a schedule of the plan, has the schedule proved, an
 Then it hands the programs of the schedule to the workers, step by step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,9 @@ from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.preemption import Preemption
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
+from penstock.runtime.assembly.resumption import holds_checkpoint, plan_for
 from penstock.runtime.assembly.stages import (
     build_stages,
     check_agreement,
@@ -89,7 +91,8 @@ class Pipeline:
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
             per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
-            is for batches of `microbatches` microbatches. In a single process links are instant.
+            is for batches of `microbatches` microbatches. In a single process links are instant. A function of the
+            number of processes makes the plan of each run of a job that may go on with fewer.
         balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
             little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
             move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
@@ -126,6 +129,8 @@ class Pipeline:
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
+        resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
+            there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -152,7 +157,7 @@ class Pipeline:
         schedule: ScheduleDefinition | str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
-        plan: Plan | str | None = None,
+        plan: Plan | str | Callable[[int], Plan] | None = None,
         balance: Balance = "work",
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
@@ -170,6 +175,7 @@ class Pipeline:
         tensor_parallel: int | None = None,
         skips: SkipChoice = "auto",
         seed: int | None = 0,
+        resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         recipe = Recipe(
@@ -190,6 +196,7 @@ class Pipeline:
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
         with self._guarded("building the pipeline"):
+            plan = plan_for(plan, self._world)
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
                     model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
@@ -257,6 +264,7 @@ class Pipeline:
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
+        self._preemption = None if resume is None else self._go_on(resume, timeout_seconds)
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -307,6 +315,11 @@ class Pipeline:
         check = make_prediction_check(self.plan, schedule.flushes, self._world, context.timer)
         return Engine(schedule, self._stages, workers, transport, check=check, context=context, seed=seed)
 
+    def _go_on(self, directory: str | Path, timeout_seconds: float) -> Preemption:
+        if holds_checkpoint(directory):
+            self.load(directory)
+        return Preemption(self._world, self.steps, lambda: self.save(directory), timeout_seconds)
+
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
 
@@ -351,6 +364,8 @@ class Pipeline:
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
         backwards of this minibatch are left to the next step, or to `drain`.
         """
+        if self._preemption is not None:
+            self._preemption.before_step(self.steps, self._engine.transport.check)
         with self._guarded("reading a batch", harmless=True):
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
@@ -553,6 +568,8 @@ class Pipeline:
         """
         if not self._closed:
             self._closed = True
+            if self._preemption is not None:
+                self._preemption.close()
             if self._reminder is not None:
                 self._reminder.remove()
             self._engine.transport.close()

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
@@ -43,6 +43,8 @@ class World(Protocol):
     """The rank of this process."""
     group: dist.ProcessGroup | None
     """The group for collectives on CPU tensors and Python objects; None for a single process."""
+    store: Store | None
+    """Where the processes of this world write for each other; None for a single process."""
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
         """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
@@ -77,6 +79,7 @@ class SingleProcess:
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
+        self.store: Store | None = None
         self._numbers: dict[str, Sequence[float]] = {}
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
@@ -123,6 +126,7 @@ class Processes:
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
         store = PrefixStore(f"penstock/{name}", world.get_group_store())
+        self.store: Store | None = store
         self._store, self._transports = store, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
