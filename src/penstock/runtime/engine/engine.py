@@ -69,6 +69,8 @@ class Engine:
         seed: int | None,
     ) -> None:
         self.seed = seed
+        self.steps = 0
+        """The steps trained so far, those before a checkpoint included."""
         self.transport = transport
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
@@ -107,6 +109,7 @@ class Engine:
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
+        self.steps += 1
         if self._check:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
