@@ -22,15 +22,12 @@ from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.gathered_tensors import held_tensors, hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.preemption import Preemption
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
-from penstock.runtime.assembly.resumption import holds_checkpoint, plan_for
 from penstock.runtime.assembly.stages import (
     build_stages,
     check_agreement,
@@ -45,12 +42,15 @@ from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.checkpoints.checkpoints import Checkpoints
+from penstock.runtime.checkpoints.own_states import OwnStates
+from penstock.runtime.checkpoints.resumption import plan_for, resume_training
+from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
-from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
@@ -261,10 +261,21 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            scales, stages = recipe.scaling is not None, self.required_inputs.stages
+            training = TrainingState(
+                chain=self._chain,
+                stages=stages,
+                trained=self._parameters,
+                optimizers=self.optimizers,
+                updater=self._updater,
+                engine=self._engine,
+                scales_loss=scales,
+            )
+            self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
-        self._preemption = None if resume is None else self._go_on(resume, timeout_seconds)
+        self._preemption = resume_training(self, resume, self._world, timeout_seconds)
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -315,11 +326,6 @@ class Pipeline:
         check = make_prediction_check(self.plan, schedule.flushes, self._world, context.timer)
         return Engine(schedule, self._stages, workers, transport, check=check, context=context, seed=seed)
 
-    def _go_on(self, directory: str | Path, timeout_seconds: float) -> Preemption:
-        if holds_checkpoint(directory):
-            self.load(directory)
-        return Preemption(self._world, self.steps, lambda: self.save(directory), timeout_seconds)
-
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
 
@@ -347,11 +353,6 @@ class Pipeline:
         return self.optimizers[0] if self.optimizers else None
 
     @property
-    def steps(self) -> int:
-        """How many training steps were made, with those before the checkpoint that was loaded."""
-        return self._engine.steps
-
-    @property
     def rank(self) -> int:
         """The rank of this process; 0 in a single process."""
         return self._world.rank
@@ -364,8 +365,7 @@ class Pipeline:
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
         backwards of this minibatch are left to the next step, or to `drain`.
         """
-        if self._preemption is not None:
-            self._preemption.before_step(self.steps, self._engine.transport.check)
+        self._preemption.before_step(self._engine.transport.check)
         with self._guarded("reading a batch", harmless=True):
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
@@ -490,52 +490,56 @@ class Pipeline:
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
-        return {
-            "model": {name: whole(tensor.detach()) for name, tensor in self._model_state().items()},
-            "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
-            "pipeline": {
-                "microbatches": self._engine.trained,
-                "steps": self._engine.steps,
-                "seed": self._engine.seed,
-                **self._updater.state(),
-                **self._engine.scale_state(),
-            },
-        }
+        return self._checkpoints.training.collect()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
+        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
+        type, or is of another model, optimizer, scheduler or other update hooks.
         """
         self.drain()
-        progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
-        self._updater.load_state(progress)
-        self._engine.load_scale(progress)
-        self._engine.seed = progress["seed"]
-        self._engine.restart(progress["microbatches"])
-        # A state of an earlier version has no steps.
-        self._engine.steps = progress.get("steps", progress["microbatches"] // self.schedule.microbatches)
-        # Replicas in this process have buffers of their own, which no state dict names.
-        self._engine.share_buffers()
+        self._checkpoints.training.check(state)
+        self._checkpoints.training.restore(state)
 
-    def save(self, directory: str | Path) -> None:
-        """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
+    @property
+    def steps(self) -> int:
+        """The steps trained so far, those before a checkpoint that was loaded included."""
+        return self._engine.steps
 
-        The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
+    def track(self, **objects: Any) -> None:
+        """Keeps the state of your own objects in checkpoints: ``pipe.track(ema=ema)``.
+
+        They have ``state_dict()`` and ``load_state_dict()``; states are numbers, texts, tensors and containers of
+        these. `load` gives them their states back. Those of a checkpoint that was loaded before get theirs now.
         """
-        state = self.state_dict()
-        with self._guarded("in a save"):
-            write(state, directory, self._world)
+        self._checkpoints.own.track(objects)
+
+    def save(
+        self, directory: str | Path, step: int | None = None, *, keep: int | None = None, keep_every: int | None = None
+    ) -> Path:
+        """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
+
+        It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
+        `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
+        checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
+        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older checkpoints stay whole,
+        and the training can go on. docs/checkpoints.md describes the files.
+        """
+        self.drain()
+        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
 
     def load(self, directory: str | Path) -> None:
-        """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
+        """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
-        `CheckpointError` if there is no checkpoint, or one of another model.
+        `directory`: that of a run, whose newest whole checkpoint is taken (a damaged one is passed over with a
+        warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
+        raised on all ranks, and nothing is changed then.
         """
         self.drain()
-        with self._guarded("in a load", harmless=True):
-            state = read(directory, self._model_state(), self._parameters(), self._world)
-            self.load_state_dict(state)
+        found = self._checkpoints.find(directory)
+        with self._guarded("in a load"):
+            self._checkpoints.restore(found)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
@@ -568,8 +572,8 @@ class Pipeline:
         """
         if not self._closed:
             self._closed = True
-            if self._preemption is not None:
-                self._preemption.close()
+            self._preemption.close()
+            self._checkpoints.close()
             if self._reminder is not None:
                 self._reminder.remove()
             self._engine.transport.close()

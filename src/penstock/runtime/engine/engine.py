@@ -69,6 +69,8 @@ class Engine:
         seed: int | None,
     ) -> None:
         self.seed = seed
+        self.steps = 0
+        """The steps trained so far, those before a checkpoint included."""
         self.transport = transport
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
@@ -89,8 +91,6 @@ class Engine:
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
-        self.steps = 0
-        """Training steps so far, with those of the runs that a checkpoint continues."""
         self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a segment, made ahead of their use."""
 
