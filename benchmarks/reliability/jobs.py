@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from penstock.testing.faults import FAULTS, Fault
 from reliability import training
@@ -56,8 +57,10 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
     temporary = directory / "temporary"
     temporary.mkdir(parents=True, exist_ok=True)
     before = _shared_memory_files()
+    # As under torchrun, one store serves all attempts.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in range(attempts):
-        codes, outcome.errors = _attempt(job, directory, faults, attempt)
+        codes, outcome.errors = _attempt(job, directory, faults, attempt=attempt, port=store.port)
         outcome.codes.append(codes)
         if not any(codes):
             break
@@ -67,23 +70,23 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
     outcome.left = [
         *sorted(_shared_memory_files() - before),
         *(str(path) for path in temporary.rglob("*") if path.is_socket() or path.is_file()),
-        *(path.name for path in (directory / "checkpoints").iterdir() if not path.name.startswith("step-")),
+        *(path.name for path in (directory / "checkpoints").glob("*") if not path.name.startswith("step-")),
     ]
     return outcome
 
 
-def _attempt(job: Job, directory: Path, faults: Sequence[Fault], attempt: int) -> tuple[list[int | None], str]:
+def _attempt(
+    job: Job, directory: Path, faults: Sequence[Fault], *, attempt: int, port: int
+) -> tuple[list[int | None], str]:
     """Runs all processes once. Returns their exit codes and the standard errors."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["penstock.pipeline", "torch._dynamo", "reliability.training"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(job.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "PENSTOCK_SHARED_MEMORY": str(int(job.shared_memory)),
         "TMPDIR": str(directory / "temporary"),

@@ -8,7 +8,7 @@ model with BatchNorm, whose statistics would be those of a share of the microbat
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,10 @@ from penstock.runtime.transport.worlds import World
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster
-from penstock.values.plans import Plan, require_schedule
-from penstock.values.profiles import Profile
+from penstock.values.crossings import Crossing
+from penstock.values.plans import Plan, Prediction, require_schedule
+from penstock.values.profiles import LayerProfile, Profile
+from penstock.values.stages import Stage
 
 __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
 
@@ -84,19 +86,27 @@ def plan_automatically(
         per_rank = choices.stages_per_rank(1)
         cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
-    def work() -> tuple[dict[str, Any], Profile] | None:
+    def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
         profile = measure(chain, sample, autocast=choices.autocast)
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.
-        return values | {"schedule": made.schedule if isinstance(made.schedule, str) else None}, profile
+        named = made.schedule if isinstance(made.schedule, str) else None
+        predicted = None if made.predicted is None else asdict(made.predicted)
+        stages = tuple([(stage.start, stage.stop, stage.ranks) for stage in made.stages])
+        return values | {"schedule": named, "predicted": predicted, "stages": stages}, asdict(profile)
 
     made = gather_results(world, "while it measured the model and planned", work)[0]
     assert made is not None
-    values, profile = made
-    return AutoPlan(Plan(**values | {"schedule": values["schedule"] or choices.schedule}), profile, cluster)
+    values, measured = made
+    values["schedule"] = values["schedule"] or choices.schedule
+    values["stages"] = tuple(Stage(*stage) for stage in values["stages"])
+    values["predicted"] = values["predicted"] and Prediction(**values["predicted"])
+    measured["layers"] = tuple(LayerProfile(**layer) for layer in measured["layers"])
+    measured["crossings"] = tuple(Crossing(**crossing) for crossing in measured["crossings"])
+    return AutoPlan(Plan(**values), Profile(**measured), cluster)
 
 
 def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices: Choices) -> Plan:

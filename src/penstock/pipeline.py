@@ -52,6 +52,7 @@ from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
 from penstock.runtime.transport.collective_errors import agreed
+from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -192,7 +193,7 @@ class Pipeline:
         )
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
-        self._world: World = join_world()
+        self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._closed = False
         with self._guarded("building the pipeline"):
@@ -576,6 +577,7 @@ class Pipeline:
             self._checkpoints.close()
             if self._reminder is not None:
                 self._reminder.remove()
+            self._world.announce_leave()
             self._engine.transport.close()
             self._world.leave()
 

@@ -232,7 +232,7 @@ def messages_over_tp_ranks() -> tuple[list[str], int]:
     """Sends messages of every shape and dtype between two ranks of two processes each. Returns what arrived changed,
     and the bytes that this process sent.
     """
-    world = Processes()
+    world = Processes(60.0)
     groups = [torch.distributed.new_group(members, backend="gloo") for members in ([0, 1], [2, 3])]
     rank = world.rank // 2
     cut, report = Edge(0, 1), Edge(0, 1, Channel.REPORTS)

@@ -35,6 +35,7 @@ from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import local_device
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.connection_rounds import arrange
+from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.values.clusters import Cluster
@@ -72,7 +73,7 @@ def probe(
     answer for `timeout_seconds`.
     """
     joined = dist.is_available() and dist.is_initialized()
-    world = join_world()
+    world = join_world(check_timeout(timeout_seconds))
     try:
         return measure_links(world, device, progress, timeout_seconds)
     except BaseException as error:
@@ -94,7 +95,8 @@ def measure_links(
             "a probe measures the links between processes, and this process is alone: start one for each device, as in "
             "`torchrun --nproc-per-node 2 --no-python penstock probe -o cluster.yaml`"
         )
-    locations = gather_results(world, "while it looked for its device", lambda: _locate(device))
+    found = gather_results(world, "while it looked for its device", lambda: _locate(device).fields())
+    locations = [_RankLocation(host, torch.device(name), memory) for host, name, memory in found]
     mine: dict[RankPair, tuple[float, float]] = {}
     rounds = arrange_rounds([location.host for location in locations])
     for pairs in progress_line(rounds, str, "probing", progress if world.rank == 0 else False):
@@ -108,8 +110,8 @@ def measure_links(
                 )
         transport.close()
         # All processes end this round before any begins the next.
-        world.gather(None)
-    links = {pair: numbers for measured in world.gather(mine) for pair, numbers in measured.items()}
+        world.gather(None, "between two rounds of a probe")
+    links = {pair: numbers for measured in world.gather(mine, "after a probe") for pair, numbers in measured.items()}
     latency, bandwidth = (
         [[links[a, b][number] if a != b else 0.0 for b in range(ranks)] for a in range(ranks)] for number in range(2)
     )
@@ -246,6 +248,10 @@ class _RankLocation:
     host: str
     device: torch.device
     memory_bytes: float | None
+
+    def fields(self) -> tuple[str, str, float | None]:
+        """The fields, as a plain value."""
+        return self.host, str(self.device), self.memory_bytes
 
 
 def _locate(device: torch.device | str | None) -> _RankLocation:

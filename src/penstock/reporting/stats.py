@@ -98,7 +98,8 @@ class StatsSource:
             speed.idle_share if speed is not None else None,
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )
-        ranks = self._world.gather(own) if all_ranks else [own]
+        every = self._world.gather(own._asdict(), "for Pipeline.stats") if all_ranks else [own._asdict()]
+        ranks = [_Local(**numbers) for numbers in every]
         shares = [rank.idle_share for rank in ranks if rank.idle_share is not None]
         stats = Stats(
             steps=0,

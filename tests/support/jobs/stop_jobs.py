@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.runtime.transport.stop_agreements import StopAgreement
+from penstock.runtime.transport.store_watch import StoreWatch
 
 __all__ = ["stop_at_random"]
 
@@ -20,7 +21,8 @@ def stop_at_random(seed: int, steps: int, asked: dict[int, int], leaves: int | N
     rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
     store, draw = PrefixStore(f"stops {seed}", world.get_group_store()), random.Random(seed * 100 + rank)
-    agreement = StopAgreement(store, rank, ranks, 0)
+    watch = StoreWatch(store, rank)
+    agreement = StopAgreement(watch, rank, ranks, 0)
     pace = draw.choice([0.0, 0.01, 0.05])
     try:
         for step in range(steps):
@@ -38,5 +40,6 @@ def stop_at_random(seed: int, steps: int, asked: dict[int, int], leaves: int | N
         return steps, 0
     finally:
         agreement.close()
+        watch.stop()
         # The store may live in a process that would leave.
         dist.barrier()

@@ -36,7 +36,7 @@ def buffered_stages(
         if any(True for _ in module.buffers()):
             mine.add(index)
     # A hook may have added buffers to a stage in the processes that hold it.
-    return frozenset().union(*world.gather(mine))
+    return frozenset().union(*world.gather(mine, "while they compared the buffers of replicas"))
 
 
 def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:

@@ -33,6 +33,7 @@ class FailureGuard:
                 f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
                 "Pipeline and load a state dict"
             )
+        self._world.enter(place)
         try:
             yield
         except BaseException as error:
@@ -40,3 +41,5 @@ class FailureGuard:
                 self._failed = f"{type(error).__name__} {place}"
             self._world.report(place, error)
             raise
+        finally:
+            self._world.enter("")

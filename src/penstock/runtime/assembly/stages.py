@@ -339,7 +339,9 @@ def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Sched
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
     programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
     mine = _Fingerprint(compared, str(plan), programs, layers, _digests(chain.parameters), skips)
-    for rank, other in enumerate(world.gather(mine)):
+    own = tuple(getattr(mine, field.name) for field in fields(mine))
+    for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
+        other = _Fingerprint(*gathered)
         if other.layers != mine.layers:
             raise PlanError(
                 f"rank {rank} has a model of layers {list(other.layers)} and rank {world.rank} of {list(mine.layers)}: "

@@ -45,8 +45,8 @@ def export_weights(
     """Writes the weights of `model` to `directory`, as `Pipeline.save_weights` describes. Collective."""
     world = held.world
     limit = _bytes_of(max_shard_size)
-    form = gather_results(world, "while it read the form of the model", lambda: _form(model, held))[0]
-    assert form is not None, "of rank 0"
+    names, adapter = gather_results(world, "while it read the form of the model", lambda: _form(model, held))[0]
+    form = HubForm(names, adapter)
     entries = _entries(form, held, dtype)
     with agreed(world, "while it began to write weights"):
         if world.rank == 0:
@@ -100,9 +100,10 @@ def _plan(form: HubForm, held: HeldTensors, entries: Mapping[str, StoredEntry], 
     return _Plan(list(zip(names[first : first + len(shards)], shards, strict=True)), homes)
 
 
-def _form(model: Any, held: HeldTensors) -> HubForm | None:
-    """Only rank 0 looks for it, since PEFT may ask a server."""
-    return hub_form(model, held.every) if held.world.rank == 0 else None
+def _form(model: Any, held: HeldTensors) -> tuple[Mapping[str, str], bool]:
+    """The fields of the form. Only rank 0 looks for it, since PEFT may ask a server."""
+    form = hub_form(model, held.every) if held.world.rank == 0 else HubForm({})
+    return dict(form.names), form.adapter
 
 
 def _entries(form: HubForm, held: HeldTensors, dtype: torch.dtype | None) -> dict[str, StoredEntry]:

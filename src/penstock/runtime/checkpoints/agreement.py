@@ -3,6 +3,7 @@
 Unlike an error in a step, it leaves the pipeline as it was: no process is inside a step, and all of them know.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +24,11 @@ class Ranks:
 
     rank: int
     gather: Callable[[Any], Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        # Until the checkpoints gather plain values only.
+        plain = self.gather
+        object.__setattr__(self, "gather", lambda value: [pickle.loads(one) for one in plain(pickle.dumps(value))])
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """The results of `work` on every process, by rank. If it raises on one, all raise the same `CheckpointError`.

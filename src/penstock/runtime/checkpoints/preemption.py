@@ -47,7 +47,7 @@ class Preemption:
         if directory is None:
             return
         # Also where no handler is set: another process may have one.
-        self._agreement = StopAgreement(world.store, world.rank, world.processes, training.steps)
+        self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
         # Python sets handlers in the main thread only.
         if hooks_allowed() and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

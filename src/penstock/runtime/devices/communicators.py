@@ -11,7 +11,7 @@ A backend numbers its ranks in ascending order of their ranks in the world.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -22,7 +22,19 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.torch_internals.distributed import end_coalescing, start_coalescing
 
-__all__ = ["Communicator", "CommunicatorWork", "Members", "coalesce", "connect_gloo", "connect_nccl", "nccl_failure"]
+__all__ = [
+    "Communicator",
+    "CommunicatorWork",
+    "Members",
+    "break_gloo",
+    "coalesce",
+    "connect_gloo",
+    "connect_nccl",
+    "nccl_failure",
+]
+
+_NEVER_SENT = 2**20
+"""The tag of messages that no rank sends."""
 
 
 class CommunicatorWork(Protocol):
@@ -31,8 +43,8 @@ class CommunicatorWork(Protocol):
     def is_completed(self) -> bool:
         """Whether the operation is done or has failed."""
 
-    def wait(self) -> Any:
-        """Makes the current stream of this thread wait for the operation."""
+    def wait(self, timeout: timedelta = ..., /) -> Any:
+        """Makes the current stream of this thread wait for the operation; on the host, for at most `timeout`."""
 
 
 class Communicator(Protocol):
@@ -100,6 +112,16 @@ def connect_gloo(members: Members) -> Communicator:
         timedelta(seconds=members.seconds),
     )
     return cast(Communicator, made)
+
+
+def break_gloo(communicator: Communicator, peer: int) -> None:
+    """Ends all operations of `communicator`, which `connect_gloo` made: their waits raise. `peer`: another rank of it.
+
+    Gloo's own ``abort()`` and ``shutdown()`` leave threads where they wait. But a receive whose wait ends at a timeout
+    closes the connections of its communicator.
+    """
+    with suppress(RuntimeError):
+        communicator.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def connect_nccl(members: Members, ctas: int, device: torch.device) -> Communicator:

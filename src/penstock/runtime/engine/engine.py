@@ -184,7 +184,7 @@ class Engine:
         own = [timing for record in kept for timing in record.timings]
         times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in own for mark in (start, stop)]))
         timed = [(rank, str(action), next(times), next(times)) for rank, action, *_ in own]
-        gathered = [timing for timings in world.gather(timed) for timing in timings]
+        gathered = [timing for timings in world.gather(timed, "for Pipeline.timeline") for timing in timings]
         zero = min((start for _, _, start, _ in gathered), default=0.0)
         spans = (Span(rank, action, start - zero, stop - zero) for rank, action, start, stop in gathered)
         return Timeline(tuple(spans), self._schedule.ranks)

@@ -17,16 +17,14 @@ import json
 import os
 import time
 import uuid
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import TransportError
 
 __all__ = ["attempt_store", "shares_store"]
 
-_NEWEST = "newest attempt"
+_NEWEST = "penstock/newest attempt"
 _POLL_SECONDS = 0.02
 
 
@@ -35,16 +33,13 @@ def shares_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def attempt_store(timeout_seconds: float) -> tuple[Store, int, int]:
-    """The store of this attempt, the rank of this process and the number of processes. Collective.
+def attempt_store(store: Store, rank: int, ranks: int, deadline: float) -> Store:
+    """The keys of this attempt in the `store` of all attempts. Collective.
 
-    `TransportError` if the others do not come in `timeout_seconds`.
+    `TransportError` if the others do not come before `deadline`, in seconds of ``time.monotonic``.
     """
-    base, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    store = PrefixStore("penstock", base)
-    deadline = time.monotonic() + timeout_seconds
     name = _lead(store, ranks, deadline) if rank == 0 else _follow(store, rank, deadline)
-    return PrefixStore(f"attempt {name}", store), rank, ranks
+    return PrefixStore(f"attempt {name}", store)
 
 
 def _lead(store: Store, ranks: int, deadline: float) -> str:
@@ -73,11 +68,11 @@ def _follow(store: Store, rank: int, deadline: float) -> str:
 
 
 def _answer(token: str, rank: int) -> str:
-    return f"answer {token}/{rank}"
+    return f"penstock/answer {token}/{rank}"
 
 
 def _began(token: str) -> str:
-    return f"began {token}"
+    return f"penstock/began {token}"
 
 
 def _sleep(deadline: float, waiting: str) -> None:

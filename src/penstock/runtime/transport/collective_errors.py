@@ -5,7 +5,7 @@ Ranks that wait for each other in a collective call would otherwise only see tha
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from penstock import errors
@@ -18,13 +18,14 @@ T = TypeVar("T")
 
 
 def gather_results(world: World, context: str, work: Callable[[], T]) -> Sequence[T]:
-    """Returns the results of `work` on every process of `world`, by rank. Raises like `agreed` if it raised on one of
-    them. Collective.
+    """Returns the results of `work`, which are plain, on every process of `world`, by rank. Collective.
+
+    Raises like `agreed` if the work raised on one of them.
     """
     results: list[T] = []
     with agreed(world, context):
         results.append(work())
-    return world.gather(results[0])
+    return world.gather(results[0], context)
 
 
 @contextmanager
@@ -40,9 +41,11 @@ def agreed(world: World, context: str) -> Iterator[None]:
     except Exception as error:
         own = isinstance(error, PenstockError)
         text = str(error) if own else "".join(traceback.format_exception(error))
-        world.gather((type(error).__name__, text))
+        # The error says more than that of a rank which does not come to read it.
+        with suppress(TransportError):
+            world.gather((type(error).__name__, text), context)
         raise
-    for rank, failure in enumerate(world.gather(None)):
+    for rank, failure in enumerate(world.gather(None, context)):
         if failure is not None:
             _raise(world, context, rank, *failure)
 

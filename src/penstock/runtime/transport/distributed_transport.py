@@ -17,10 +17,14 @@ from penstock.runtime.transport.gloo.receivers import GlooInbox
 from penstock.runtime.transport.nccl.all_reduce import NcclSum
 from penstock.runtime.transport.nccl.endpoints import NcclInbox
 from penstock.runtime.transport.shared_memory.handshake import Gather
+from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import POLL_SECONDS, Timeout
 from penstock.runtime.transport.transport import ALL_RECEIVES, Edge, PendingMessage, SumKinds
 
 __all__ = ["DistributedTransport"]
+
+_WAKE_SECONDS = 2.0
+"""How long a thread may take to end whose connection is broken."""
 
 
 class DistributedTransport:
@@ -28,7 +32,7 @@ class DistributedTransport:
     them.
 
     Collective: every rank must build it with the same edges and groups in the same order. `gather` returns what each
-    rank passes to it, on every rank. `store` connects the processes, and is used for nothing else.
+    rank passes to it, on every rank. `store` and `notes` connect the processes, and are used for nothing else.
     """
 
     def __init__(
@@ -38,13 +42,14 @@ class DistributedTransport:
         ranks: int,
         device: torch.device,
         store: Store,
+        notes: WatchedStore,
         board: FailureBoard,
         timeout_seconds: float,
         gather: Gather,
         groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout)
+        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout, notes)
         self._endpoints.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums
@@ -105,25 +110,29 @@ class DistributedTransport:
     def _leave(self) -> None:
         """Runs at the exit of the process: delivers what was sent, and ends the threads.
 
-        If Gloo woke one of its threads while the interpreter shuts down, the process would abort. A thread that still
-        waits for a message at this point does so because of a failure, so the process exits here, with an exit code
-        that reports it.
+        If Gloo woke one of our threads while the interpreter shuts down, the process would abort. If there is one that
+        cannot be ended, the process exits here, and the exit handlers that were registered before do not run.
         """
+        self._timeout.board.report_last_error()
+        self._timeout.board.leave()
         if not self._end():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _end(self) -> bool:
-        """Ends the threads and the communicators between devices. Returns False if some still wait for a peer."""
+        """Ends the threads and the communicators between devices. Returns False if a thread cannot be ended."""
         failed = self._timeout.board.failed
         deadline = time.monotonic() + (0.5 if failed else 60.0)
         endpoints = [*self._outboxes.values(), *self._inboxes.values(), *self._sums.values()]
         for endpoint in endpoints:
             endpoint.close()
         ended = [endpoint.join(max(0.0, deadline - time.monotonic())) for endpoint in endpoints]
+        if not all(ended):
+            # A thread that still waits for a message does so because of a failure.
+            self._endpoints.break_connections(_WAKE_SECONDS)
         self._endpoints.flusher.close()
         if failed or not all(ended) or not self._endpoints.shutdown():
             self._endpoints.watchdog.abort()
         self._endpoints.watchdog.close()
-        return all(ended)
+        return not self._endpoints.threads()

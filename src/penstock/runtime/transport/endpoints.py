@@ -10,6 +10,7 @@ Invariants of this file:
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +20,12 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.devices.accelerators import Accelerator, accelerator_of
-from penstock.runtime.devices.communicators import Communicator, Members, connect_gloo
+from penstock.runtime.devices.communicators import Communicator, Members, break_gloo, connect_gloo
 from penstock.runtime.devices.staging import HostStaging, Staging, staging_for
 from penstock.runtime.transport.backend_selection import (
     SHARED_MEMORY,
     Backend,
+    DeviceInfo,
     ctas_per_message,
     device_info_of,
     select_backends,
@@ -43,6 +45,7 @@ from penstock.runtime.transport.ordered_all_reduce import Agreement, OrderedSum
 from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedInbox, SharedOutbox
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
+from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
@@ -66,8 +69,10 @@ class Endpoints:
     ranks: int
     device: torch.device
     store: Store
-    """Where the processes exchange addresses. It holds no keys of other endpoints."""
+    """Where communicators exchange addresses. It holds no keys of other endpoints."""
     timeout: Timeout
+    notes: WatchedStore
+    """Where the processes exchange everything else."""
     accelerator: Accelerator | None = field(init=False)
     watchdog: Watchdog = field(init=False)
     notices: SendNotices = field(init=False)
@@ -77,13 +82,15 @@ class Endpoints:
     sums: dict[tuple[int, ...], _AnySum] = field(default_factory=dict)
     _staging: Staging = field(init=False)
     """One staging for all messages through the host: a GPU has few streams."""
+    _breaks: list[Callable[[], None]] = field(default_factory=list)
+    """Ends the operations of a communicator between hosts each."""
     _shutdowns: list[Callable[[], None]] = field(default_factory=list)
     """Releases the communicators between devices, in the order in which they were made."""
 
     def __post_init__(self) -> None:
         self.accelerator = accelerator_of(self.device)
         self.watchdog = Watchdog(self.timeout, self.accelerator.enter_thread if self.accelerator else lambda: None)
-        self.notices = SendNotices(self.store, self.ranks)
+        self.notices = SendNotices(self.notes, self.ranks)
         self._staging = staging_for(self.device, self.watchdog.check)
 
     def connect(self, edges: Sequence[Edge], groups: Sequence[tuple[int, ...]], gather: Gather) -> None:
@@ -94,9 +101,12 @@ class Endpoints:
         enabled = can_share() and self.device.type == "cpu" and os.environ.get(SHARED_MEMORY, "1") != "0"
         peers = {peer for edge in edges for peer in (edge.source, edge.target) if rank in (edge.source, edge.target)}
         local_peers = connect_local_peers(peers - {rank}, rank, gather, enabled)
-        mine = {edge for edge in edges if rank == edge.source and edge.target in local_peers}
-        gathered = gather((mine, device_info_of(self.device)))
-        devices, shared = [device for _, device in gathered], {edge for local, _ in gathered for edge in local}
+        mine = [tuple(map(str, edge)) for edge in edges if rank == edge.source and edge.target in local_peers]
+        gathered = gather((mine, tuple(device_info_of(self.device))))
+        devices = [DeviceInfo(*device) for _, device in gathered]
+        shared = {
+            Edge(int(one), int(other), Channel(channel)) for local, _ in gathered for one, other, channel in local
+        }
         warn_of_shared_gpus(devices, rank)
         chosen = select_backends(edges, devices, shared)
         for connections in arrange(chosen, lambda edge: (edge.source, edge.target)):
@@ -110,6 +120,20 @@ class Endpoints:
                     self.sums[ranks] = self._sum(ranks, sums_over_nccl(ranks, devices))
         warn_of_many_communicators(len(self._shutdowns), rank)
         self.watchdog.start()
+
+    def threads(self) -> list[threading.Thread]:
+        """The threads that wait for Gloo, or may do so."""
+        ends = [*self.outboxes.values(), *self.inboxes.values(), *self.sums.values()]
+        known = [end.thread for end in ends if isinstance(end, GlooInbox | GlooOutbox | GlooSum)]
+        return [thread for thread in known if thread is not None and thread.is_alive()]
+
+    def break_connections(self, seconds: float) -> None:
+        """Ends all operations over Gloo, and waits for at most `seconds` until the threads that wait for them end."""
+        for end in self._breaks:
+            end()
+        deadline = time.monotonic() + seconds
+        for thread in self.threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def shutdown(self) -> bool:
         """Releases the communicators between devices, together with the other ranks. Returns whether all ranks came."""
@@ -130,6 +154,13 @@ class Endpoints:
         seconds = self.timeout.timeout_seconds + _GRACE
         return Members(f"penstock {name}", tuple(sorted(ranks)), self.rank, self.store, seconds)
 
+    def _gloo(self, members: Members) -> Communicator:
+        """Makes a communicator on the host. That waits for all members."""
+        peers = [member for member in members.ranks if member != self.rank]
+        group = self.timeout.run(lambda: connect_gloo(members), f"connecting {members.name}", peers)
+        self._breaks.append(partial(break_gloo, group, members.group_rank(peers[0])))
+        return group
+
     def _connect(self, edge: Edge, backend: Backend, local_peers: LocalPeers) -> None:
         """Makes this process's endpoint of `edge`."""
         sends = edge.source == self.rank
@@ -144,11 +175,11 @@ class Endpoints:
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(edge, connect_gloo(members), peer, self._staging)
+            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, self._staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
             staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
-            self.inboxes[edge] = GlooInbox(edge, connect_gloo(members), peer, staging, self.timeout)
+            self.inboxes[edge] = GlooInbox(edge, self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:
         assert self.accelerator is not None, "NCCL was chosen without a GPU"
@@ -178,10 +209,10 @@ class Endpoints:
         self.timeout.wait_for(can_go_on, context, peers)
 
     def _sum(self, ranks: tuple[int, ...], over_nccl: bool) -> _AnySum:
-        agreement = Agreement(ranks, self.rank, self.store, self.timeout)
+        agreement = Agreement(ranks, self.rank, self.notes, self.timeout)
         members = self._members(agreement.context, ranks)
         if not over_nccl or self.accelerator is None:
-            ordered_sum = OrderedSum(ranks, connect_gloo(members), self.rank)
+            ordered_sum = OrderedSum(ranks, self._gloo(members), self.rank)
             return GlooSum(ordered_sum, agreement, self._staging, self.timeout)
         group = self.accelerator.communicator(members, 2 * ctas_per_message())
         made = NcclSum(

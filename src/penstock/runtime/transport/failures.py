@@ -1,79 +1,165 @@
 """The first failure of a run, reported to every rank.
 
-A rank that fails writes what happened to the store at which the processes met. The others look there whenever they have
-waited for a while, so an error ends all of them within seconds and each shows its cause, also where the failed process
-catches its exception and lives on. A process that was killed cannot write; then the connection that it leaves broken is
-all the evidence there is.
+A rank that fails writes what happened to the store at which the processes met. The others look there all the time, so
+an error ends all of them within seconds and each shows its cause, also where the failed process catches its exception
+and lives on. A rank that leaves in good order writes that, before it closes its connections. A process that was killed
+cannot write: a connection that breaks without a word is all the evidence there is, and on one host the operating
+system's word.
 """
 
-import contextlib
-import json
+import sys
 import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 
-__all__ = ["FailureBoard", "explained"]
+__all__ = ["FailureBoard", "explained", "name_ranks"]
 
-_FAILURE = "failure"
-_READERS = "failure-readers"
+_ANSWER_SECONDS = 1.0
+"""How long a rank that knows of a failure waits for the store."""
+_CAUSE_SECONDS = 1.0
+"""How long the error of a script may come after the script has closed its pipeline."""
+_LINGER_SECONDS = 2.0
+"""How long a rank that has reported a failure stays for those that have not read it."""
 
 
 class FailureBoard:
-    """The place where the ranks of one pipeline report that they failed."""
+    """The place where the ranks of one pipeline report that they failed or leave; this process is `rank`.
+
+    Only the thread of `watch` calls the store, so no method blocks for longer than a few seconds.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._store = store
+        self.watch = StoreWatch(store, rank)
         self._rank = rank
         self._ranks = ranks
-        self._reachable = True
+        self._ended: set[int] = set()
+        """Ranks that are known to have ended, and will read no report."""
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
+        self._finalizer = weakref.finalize(self, self.watch.stop)
 
-    def report(self, place: str, traceback: str, linger_seconds: float = 3.0) -> None:
-        """Tells the other ranks that this one failed at `place`. Only the first report of a run counts.
+    def report(self, place: str, trace: str, linger_seconds: float = _LINGER_SECONDS) -> None:
+        """Reports to the other ranks that this one failed at `place`. Only the first report of a run counts.
 
-        Stays for up to `linger_seconds` until all have read it, since the store may live in this process.
+        Stays for up to `linger_seconds` until the others have read it, since the store may live in this process.
         """
-        knew, self.failed = self.failed, True
-        record = json.dumps({"rank": self._rank, "place": place, "traceback": traceback})
-        if not self._reachable:
+        self.failed = True
+        if self.watch.failure is not None:
             return
-        # The process that holds a store that cannot be reached is gone. A report would reach no process.
-        with contextlib.suppress(RuntimeError):
-            if json.loads(self._store.compare_set(_FAILURE, "", record))["rank"] != self._rank:
-                # The first one waits for its readers, and need not wait for who has failed by itself.
-                if not knew:
-                    self._store.add(_READERS, 1)
+        record = encode_plain({"rank": self._rank, "place": place, "traceback": trace}).decode()
+        # The process of a store that cannot be reached has ended or stands still. A report would reach no rank.
+        with suppress(StoreUnreachable):
+            first = self.watch.ask(lambda store: store.compare_set(FAILURE, "", record), _ANSWER_SECONDS)
+            self.watch.look(_ANSWER_SECONDS)
+            if decode_plain(first)["rank"] == self._rank:
+                self._wait_for_readers(linger_seconds)
+
+    def _wait_for_readers(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        others = set(range(self._ranks)) - {self._rank}
+        self.watch.observe(sorted(others))
+        while time.monotonic() < deadline:
+            states = self.watch.states
+            gone = {rank for rank in others if rank in states and (states[rank].left or states[rank].ended)}
+            if self.watch.ask(lambda store: store.add(READERS, 0), _ANSWER_SECONDS) >= len(others - gone - self._ended):
                 return
-            deadline = time.monotonic() + linger_seconds
-            while time.monotonic() < deadline and self._store.add(_READERS, 0) < self._ranks - 1:
-                time.sleep(0.02)
+            time.sleep(0.02)
 
     def check(self) -> None:
         """Raises `TransportError` with the failed rank's traceback if another rank has reported a failure."""
-        if not self._reachable:
-            return
-        try:
-            if not self._store.check([_FAILURE]):
-                return
-            record = json.loads(self._store.get(_FAILURE))
-            if record["rank"] == self._rank:
-                return
-            if not self.failed:
-                self._store.add(_READERS, 1)
-        except RuntimeError:
-            # The store went down with its process; the broken connection to that process tells the rest. It is not
-            # asked again, since torch prints a long warning each time.
-            self._reachable = False
+        record = self.watch.failure
+        if record is None or record["rank"] == self._rank:
             return
         self.failed = True
         raise TransportError(
             f"rank {record['rank']} failed {record['place']}, so rank {self._rank} stops too. Correct the error below, "
             f"which is rank {record['rank']}'s, and start again:\n{record['traceback']}"
         )
+
+    def check_processes(self, ranks: Sequence[int], context: str) -> None:
+        """Raises `TransportError` if the process of one of `ranks` has ended without a word. Only the operating system
+        tells this, of processes on the same host. `context` says what this rank waits for.
+        """
+        self.watch.observe(ranks)
+        for rank in ranks:
+            state = self.watch.states.get(rank)
+            if state is not None and state.ended and not state.left:
+                # Its last word may have come in between.
+                self.watch.look(_ANSWER_SECONDS)
+                self.check()
+                if not self.watch.states[rank].left:
+                    self.failed = True
+                    self._ended.add(rank)
+                    raise TransportError(
+                        f"rank {rank} has ended ({context}). It was probably killed (out of memory?): look at its log"
+                    )
+
+    def find_cause(self, ranks: Sequence[int], context: str, error: Exception) -> TransportError:
+        """Returns the error for a connection to one of `ranks` that broke with `error`. Raises the cause instead if a
+        rank has reported one.
+        """
+        self.watch.observe(ranks)
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        while True:
+            self.watch.look(_ANSWER_SECONDS)
+            self.check()
+            states = self.watch.states
+            left = [rank for rank in ranks if rank in states and states[rank].left]
+            # The error of a script may be reported after the script has closed its pipeline.
+            if not left or self.watch.lost or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        self.failed = True
+        ended = [rank for rank in ranks if rank in states and states[rank].has_ended()]
+        self._ended.update(ended or (ranks if len(ranks) == 1 else ()))
+        killed, gone = "was probably killed (out of memory?)", "left the training loop earlier"
+        what = gone if left else f"{killed} or {gone}" if self.watch.lost else killed
+        result = TransportError(
+            f"{name_ranks(left or ended or ranks)} closed its connection to this rank ({context}). It {what}: look at "
+            f"its log. The connection says: {error}"
+        )
+        result.__cause__ = error
+        return result
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """What is known of `ranks`, in sentences, for an error; empty if nothing is."""
+        if self.watch.lost:
+            return " The store at which the processes have met is gone: its process has ended."
+        if (seconds := self.watch.silent_seconds) > 0:
+            return (
+                f" The store at which the processes have met has not answered for {seconds:.1f} s: the process that "
+                "holds it (torchrun's agent, or rank 0 without torchrun) stands still or cannot be reached."
+            )
+        states = self.watch.states
+        return "".join(f" Rank {rank} {states[rank].describe()}." for rank in ranks if rank in states)
+
+    def leave(self) -> None:
+        """Writes that this rank takes part no longer. Called before its connections are closed."""
+        if not self.watch.left:
+            self.watch.left = True
+            self.watch.show(_ANSWER_SECONDS)
+
+    def report_last_error(self) -> None:
+        """Reports the error that ends the script of this process, if there is one that was not reported.
+
+        Called at the exit of the process. Where the user has replaced ``sys.excepthook``, no other place sees it.
+        """
+        error = getattr(sys, "last_value", None)
+        if not self.failed and isinstance(error, Exception) and not isinstance(error, TransportError):
+            self.report("outside the pipeline", "".join(traceback.format_exception(error)))
+
+    def close(self) -> None:
+        """Ends the thread that watches the store."""
+        self._finalizer()
 
 
 def explained(error: BaseException, stage: int) -> BaseException:
@@ -86,3 +172,8 @@ def explained(error: BaseException, stage: int) -> BaseException:
         f"the connection to another process of stage {stage} broke in a collective of PyTorch's: that process failed, "
         f"died or left the training loop earlier. Look at its log. torch.distributed says: {error}"
     )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Names the ranks, one of which something is about."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "one of the ranks " + ", ".join(map(str, ranks))

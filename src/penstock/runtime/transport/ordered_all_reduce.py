@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
 from penstock.runtime.devices.communicators import Communicator, coalesce
+from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.timeouts import Timeout
 from penstock.runtime.transport.transport import SumKinds
 from penstock.torch_internals.distributed import gather_into
@@ -93,7 +94,7 @@ class Agreement:
     Each rank writes what it adds to `store`; this process is `rank`.
     """
 
-    def __init__(self, order: Sequence[int], rank: int, store: Store, timeout: Timeout) -> None:
+    def __init__(self, order: Sequence[int], rank: int, store: Store | WatchedStore, timeout: Timeout) -> None:
         self._order, self._rank, self._store, self._timeout = tuple(order), rank, store, timeout
         self.context = f"the sum over ranks {list(order)}"
         """Names the sum in errors."""

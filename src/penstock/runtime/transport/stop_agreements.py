@@ -1,7 +1,7 @@
 """All ranks stop before the same step when one of them is asked to, without a message in any other step.
 
-A scheduler may send its signal to one rank only, and ranks may be steps apart. A thread of each rank looks in the store
-whether a rank is asked to stop. When one is:
+A scheduler may send its signal to one rank only, and ranks may be steps apart. The thread of each rank that calls the
+store looks whether a rank is asked to stop. When one is:
 
   1. The thread writes how many steps its main thread has begun, and lets it begin only one more.
   2. When all threads have written, the main threads go on to the step after the furthest one, and stop before it.
@@ -13,26 +13,25 @@ gone past the chosen step, since none may begin more than one step in between.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.store_watch import StoreWatch
 
 __all__ = ["StopAgreement"]
 
-_POLL_SECONDS = 0.2
-_JOIN_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 _REASON = "stop"
 
 
 class StopAgreement:
-    """Finds the step before which all `ranks` stop. `store` is their own; None for a single process. `steps`: those
-    that were trained before.
+    """Finds the step before which all `ranks` stop. `watch`: calls the store of all; None for a single process.
+    `steps`: those that were trained before.
     """
 
-    def __init__(self, store: Store | None, rank: int, ranks: int, steps: int) -> None:
-        self._store, self._rank, self._ranks, self._first = store, rank, ranks, steps
+    def __init__(self, watch: StoreWatch | None, rank: int, ranks: int, steps: int) -> None:
+        self._watch, self._rank, self._ranks, self._first = watch, rank, ranks, steps
         self._asked = 0
         self._changed = threading.Condition()
         self._begun = steps
@@ -42,10 +41,8 @@ class StopAgreement:
         self._stop: int | None = None
         """The step that all stop before."""
         self._reason = 0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock stops", daemon=True)
-        if store is not None:
-            self._thread.start()
+        if watch is not None:
+            watch.looks.append(self._look)
 
     def ask(self, reason: int) -> None:
         """Asks all ranks to stop for `reason`, a number above 0. It takes no lock: a signal handler may call it."""
@@ -57,7 +54,7 @@ class StopAgreement:
         It waits for the other ranks only when one of them was asked to stop. `check` raises if one has failed;
         `TransportError` after `timeout_seconds`.
         """
-        if self._store is None and self._asked:
+        if self._watch is None and self._asked:
             # What was loaded is saved already.
             self._stop, self._reason = max(step, self._first + 1), self._asked
         deadline = time.monotonic() + timeout_seconds
@@ -77,53 +74,35 @@ class StopAgreement:
             return 0
 
     def close(self) -> None:
-        """Ends the thread. Ranks that are asked to stop later need not wait for this one."""
-        self._closed.set()
-        if self._store is not None:
-            self._thread.join(_JOIN_SECONDS)
+        """Ends the looking. Ranks that are asked to stop later need not wait for this one."""
+        if self._watch is not None and self._look in self._watch.looks:
+            self._watch.looks.remove(self._look)
+            self._watch.submit(self._answer)
 
-    def _run(self) -> None:
-        assert self._store is not None
-        # If the store is gone, its process has ended. The steps meet that.
-        with suppress(RuntimeError):
-            store = _connected_anew(self._store)
-            asked = self._wait_until_asked(store)
-            with self._changed:
-                self._limit = self._begun + 1
-                begun = self._begun
-            store.set(_begun(self._rank), str(begun))
-            if asked:
-                self._decide(store)
-
-    def _wait_until_asked(self, store: Store) -> bool:
-        """Waits until a rank is asked to stop; False if the pipeline closes before."""
-        while not self._closed.wait(_POLL_SECONDS):
+    def _look(self, store: Store) -> None:
+        """Takes the next step of the agreement that is possible."""
+        if self._stop is not None:
+            return
+        if self._limit is None:
             if self._asked:
                 store.compare_set(_REASON, "", str(self._asked))
-            if store.check([_REASON]):
-                return True
-        return False
-
-    def _decide(self, store: Store) -> None:
-        keys = [_begun(rank) for rank in range(self._ranks)]
-        while not store.check(keys):
-            if self._closed.wait(_POLL_SECONDS / 4):
+            if not store.check([_REASON]):
                 return
-        furthest = max(int(store.get(key)) for key in keys)
-        with self._changed:
-            self._reason = int(store.get(_REASON))
-            self._stop = furthest + 1
-            self._changed.notify_all()
+        self._answer(store)
+        keys = [_begun(rank) for rank in range(self._ranks)]
+        if store.check(keys):
+            furthest, reason = max(int(store.get(key)) for key in keys), int(store.get(_REASON))
+            with self._changed:
+                self._stop, self._reason = furthest + 1, reason
+                self._changed.notify_all()
+
+    def _answer(self, store: Store) -> None:
+        """Writes once how many steps have begun, of which there will be one more at most."""
+        if self._limit is None:
+            with self._changed:
+                self._limit = self._begun + 1
+            store.set(_begun(self._rank), str(self._limit - 1))
 
 
 def _begun(rank: int) -> str:
     return f"begun/{rank}"
-
-
-def _connected_anew(store: Store) -> Store:
-    """A connection of its own to `store`: calls of one connection wait for each other."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, TypeError):
-        # Not every kind of store has it.
-        return store

@@ -1,14 +1,29 @@
 """How long this rank waits for others, and the errors when it stops waiting."""
 
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from penstock.errors import TransportError
-from penstock.runtime.transport.failures import FailureBoard
+from penstock.errors import PenstockError, TransportError
+from penstock.runtime.transport.failures import FailureBoard, name_ranks
 
-__all__ = ["FAST_POLL_SECONDS", "POLL_SECONDS", "SpinPolicy", "Timeout"]
+__all__ = [
+    "DEFAULT_TIMEOUT_SECONDS",
+    "FAST_POLL_SECONDS",
+    "POLL_SECONDS",
+    "SpinPolicy",
+    "Timeout",
+    "check_timeout",
+    "run_bounded",
+]
 
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.25
 """How often a waiting rank looks whether another rank has failed."""
 SPIN_SECONDS = 250e-6, 2e-3
@@ -19,8 +34,7 @@ needs the core, spinning delays the message.
 """
 FAST_POLL_SECONDS = 1e-3
 """How often a rank polls the store for a single value, or its device for the end of an operation."""
-_CAUSE_SECONDS = 2.0
-"""A broken connection is often noticed before its cause has been written to the store."""
+_UNKNOWN = " It hangs, is stopped, or has left the training loop earlier than this rank."
 
 
 @dataclass(slots=True)
@@ -44,7 +58,9 @@ class SpinPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """Ends the waits of a rank after `timeout_seconds`, or when another rank reports a failure on `board`."""
+    """Ends the waits of a rank after `timeout_seconds`, when another rank reports a failure on `board`, or when the
+    process that is waited for has ended.
+    """
 
     board: FailureBoard
     timeout_seconds: float
@@ -58,12 +74,13 @@ class Timeout:
         ranks and the place in the error.
         """
         self.board.check()
+        self.board.check_processes(peers, context)
         if time.monotonic() > deadline:
             self.board.failed = True
             raise TransportError(
-                f"nothing came from {_named(peers)} for {self.timeout_seconds:g} s ({context}). It "
-                "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
-                "pass a larger timeout_seconds= if its work may take that long"
+                f"nothing came from {name_ranks(peers)} for {self.timeout_seconds:g} s ({context})."
+                f"{self.board.describe(peers) or _UNKNOWN} Look at its log, or pass a larger timeout_seconds= if its "
+                "work may take that long"
             )
 
     def wait_for(self, came: Callable[[], bool], context: str, peers: Sequence[int]) -> None:
@@ -73,24 +90,50 @@ class Timeout:
             self.check(deadline, context, peers)
             time.sleep(FAST_POLL_SECONDS)
 
+    def run(self, work: Callable[[], T], context: str, peers: Sequence[int]) -> T:
+        """Returns ``work()``, a call that may block for ever, such as a collective of PyTorch's. Raises like `check` on
+        failure or timeout, and leaves the call to the thread that it runs on.
+        """
+        deadline = self.deadline()
+        try:
+            return run_bounded(work, context, lambda: self.check(deadline, context, peers))
+        except RuntimeError as error:
+            raise self.connection_error(context, peers, error) from error
+
     def connection_error(self, context: str, peers: Sequence[int], error: Exception) -> Exception:
         """Returns the error for a connection to one of `peers` that broke with `error`. Raises the cause instead if a
         rank has reported one.
         """
-        if isinstance(error, TransportError):
-            return error
-        deadline = time.monotonic() + _CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            self.board.check()
-            time.sleep(0.05)
-        self.board.failed = True
-        result = TransportError(
-            f"{_named(peers)} closed its connection to this rank ({context}). It was probably killed (out of memory?) "
-            f"or left the training loop earlier: look at its log. The connection says: {error}"
+        return error if isinstance(error, PenstockError) else self.board.find_cause(peers, context, error)
+
+
+def check_timeout(seconds: Any) -> float:
+    """Returns `seconds`. Raises `PenstockError` unless they are a finite number above 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise PenstockError(
+            f"timeout_seconds={seconds!r}: expected a finite number of seconds above 0, since a rank that waits for "
+            "another one must end some time. Pass such a number, or leave it out for the default"
         )
-        result.__cause__ = error
-        return result
+    return float(seconds)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "one of the ranks " + ", ".join(map(str, ranks))
+def run_bounded(work: Callable[[], T], context: str, check: Callable[[], None]) -> T:
+    """Returns ``work()``, which runs on a thread. Meanwhile `check` is called now and then, and ends the wait if it
+    raises; the thread then stays in the call. `context` names the thread.
+    """
+    done = Future[T]()
+    threading.Thread(target=_fulfil, args=(done, work), name=f"penstock {context}", daemon=True).start()
+    while True:
+        try:
+            return done.result(POLL_SECONDS)
+        except TimeoutError:
+            if done.done():
+                raise
+            check()
+
+
+def _fulfil(done: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)

@@ -4,13 +4,14 @@ The pipeline asks its world for ranks, a transport and collective calls, and doe
 single process all ranks live in it, and the numbers are the same.
 """
 
-import json
 import os
 import sys
+import time
 import traceback
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -22,17 +23,21 @@ from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
-from penstock.runtime.transport.attempts import attempt_store, shares_store
+from penstock.runtime.transport.default_groups import call_at_meeting, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.store_gathers import StoreGather
+from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
+from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
-_JOIN_SECONDS = 1800.0
-"""How long a process waits for the others to join: torch's own default."""
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
+
+_MEETING = "all ranks building their pipelines"
 
 
 class World(Protocol):
@@ -42,9 +47,9 @@ class World(Protocol):
     rank: int
     """The rank of this process."""
     group: dist.ProcessGroup | None
-    """The group for collectives on CPU tensors and Python objects; None for a single process."""
-    store: Store | None
-    """Where the processes of this world write for each other; None for a single process."""
+    """The group for collectives on CPU tensors; None for a single process."""
+    watch: StoreWatch | None
+    """The thread that calls the store of these processes; None for a single process."""
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
         """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
@@ -56,8 +61,20 @@ class World(Protocol):
     ) -> Transport:
         """Makes a transport along `edges`, with sums over `groups` of ranks. Collective."""
 
-    def gather(self, value: T) -> Sequence[T]:
-        """Returns the `value` of every process, by rank of the process. Collective."""
+    def gather(self, value: T, context: str = "") -> Sequence[T]:
+        """Returns the `value` of every process, by rank of the process. Collective. It is plain: `encode_plain` says
+        what that is. `context` says what for.
+
+        `TransportError` if a process has failed, has ended, or does not come in time.
+        """
+
+    def run(self, work: Callable[[], T], context: str) -> T:
+        """Returns ``work()``, which may wait for the other processes in calls that nothing ends, such as collectives of
+        PyTorch's. `TransportError` as from `gather`.
+        """
+
+    def enter(self, place: str) -> None:
+        """Notes that the main thread is in `place`, for the errors of other processes; empty outside the pipeline."""
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
@@ -67,6 +84,9 @@ class World(Protocol):
 
     def report(self, context: str, error: BaseException) -> None:
         """Reports to the other processes that this one failed with `error`. `context` says where."""
+
+    def announce_leave(self) -> None:
+        """Lets the other processes know that this one takes part no longer. Called before its connections close."""
 
     def leave(self) -> None:
         """Restores what joining changed in this process."""
@@ -79,7 +99,7 @@ class SingleProcess:
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
-        self.store: Store | None = None
+        self.watch: StoreWatch | None = None
         self._numbers: dict[str, Sequence[float]] = {}
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
@@ -97,8 +117,14 @@ class SingleProcess:
     ) -> Transport:
         return LoopbackTransport(staging_for(device))
 
-    def gather(self, value: T) -> Sequence[T]:
+    def gather(self, value: T, context: str = "") -> Sequence[T]:
         return [value]
+
+    def run(self, work: Callable[[], T], context: str) -> T:
+        return work()
+
+    def enter(self, place: str) -> None:
+        """Does nothing: there are no other processes."""
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         self._numbers[topic] = numbers
@@ -109,26 +135,50 @@ class SingleProcess:
     def report(self, context: str, error: BaseException) -> None:
         """Does nothing: there are no other processes."""
 
+    def announce_leave(self) -> None:
+        """Does nothing: there are no other processes."""
+
     def leave(self) -> None:
         """Does nothing: joining changed nothing."""
 
 
 class Processes:
-    """The processes of ``torch.distributed``'s default group, with at most one rank each. Made collectively."""
+    """The processes of ``torch.distributed``'s default group, with at most one rank each. Made collectively.
 
-    def __init__(self) -> None:
+    They wait for each other for at most `timeout_seconds`.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
         self.processes = dist.get_world_size()
         self.rank = dist.get_rank()
-        # Python objects need a group of their own: the default group may be NCCL's, which takes GPU tensors only.
-        with _explained():
-            self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-        name = self.gather(uuid.uuid4().hex)[0]
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
-        store = PrefixStore(f"penstock/{name}", world.get_group_store())
-        self.store: Store | None = store
-        self._store, self._transports = store, 0
-        self._board = FailureBoard(store, self.rank, self.processes)
+        self._others = [rank for rank in range(self.processes) if rank != self.rank]
+        common = PrefixStore("penstock", world.get_group_store())
+        # Every rank makes its worlds in the same order.
+        number = call_at_meeting(
+            lambda: common.add(f"worlds of {self.rank}", 1),
+            time.monotonic() + timeout_seconds,
+            timeout_seconds,
+            lambda: "an answer of the store of the default process group",
+        )
+        self._store = PrefixStore(f"{number}", common)
+        self._transports = 0
+        self._board = FailureBoard(self._store, self.rank, self.processes)
+        self.watch: StoreWatch | None = self._board.watch
+        self._timeout = Timeout(self._board, timeout_seconds)
+        self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
+        self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
+        try:
+            self.gather(None, _MEETING)
+            limit = timedelta(seconds=timeout_seconds)
+            # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
+            self.group: dist.ProcessGroup | None = self.run(
+                lambda: dist.new_group(backend="gloo", timeout=limit), "making a group of all ranks"
+            )
+        except BaseException:
+            self._board.close()
+            raise
         self._previous_hook = sys.excepthook
         if hooks_allowed():
             sys.excepthook = self._report_uncaught
@@ -146,45 +196,52 @@ class Processes:
     def connect(
         self, edges: Iterable[Edge], device: torch.device, timeout_seconds: float, groups: Groups = ()
     ) -> Transport:
-        store = PrefixStore(f"transport {self._transports}", self._store)
-        self._transports += 1
-        with _explained():
-            return DistributedTransport(
-                edges,
-                self.rank,
-                self.processes,
-                device,
-                store,
-                self._board,
-                timeout_seconds,
-                self.gather,
-                groups,
-            )
+        name, self._transports = f"transport {self._transports}", self._transports + 1
+        return DistributedTransport(
+            edges,
+            self.rank,
+            self.processes,
+            device,
+            PrefixStore(name, self._store),
+            WatchedStore(self._board.watch, f"{name}/", timeout_seconds),
+            self._board,
+            timeout_seconds,
+            partial(self.gather, context="connecting the ranks"),
+            groups,
+        )
 
-    def gather(self, value: T) -> Sequence[T]:
-        values: list[T | None] = [None] * self.processes
-        with _explained():
-            dist.all_gather_object(values, value, group=self.group)
-        return values  # type: ignore[return-value]  # all_gather_object has filled every entry
+    def gather(self, value: T, context: str = "") -> Sequence[T]:
+        return self._gather(value, context or self._board.watch.doing[0])
+
+    def run(self, work: Callable[[], T], context: str) -> T:
+        return self._timeout.run(work, context, self._others)
+
+    def enter(self, place: str) -> None:
+        self._board.watch.doing = place, time.monotonic()
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         # If the store cannot be reached, its process has ended. A later wait for that process reports it.
-        with suppress(RuntimeError):
-            self._store.set(f"{topic}/{self.rank}", json.dumps(numbers))
+        name, text = f"{topic}/{self.rank}", encode_plain(list(numbers)).decode()
+        self._board.watch.submit(lambda store: store.set(name, text))
 
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         names = [f"{topic}/{rank}" for rank in range(self.processes)]
-        with suppress(RuntimeError):
-            if self._store.check(names):
-                return [json.loads(self._store.get(name)) for name in names]
-        return None
+        asked = self._numbers.pop(topic, None) or self._board.watch.submit(lambda store: _read_all(store, names))
+        if not asked.done():
+            self._numbers[topic] = asked
+            return None
+        return None if asked.exception() is not None else asked.result()
 
     def report(self, context: str, error: BaseException) -> None:
         self._board.report(context, "".join(traceback.format_exception(error)))
 
+    def announce_leave(self) -> None:
+        self._board.leave()
+
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._previous_hook
+        self._board.close()
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an error of the user's own code, so that the other ranks end as well, with its traceback."""
@@ -193,34 +250,24 @@ class Processes:
         self._previous_hook(kind, error, trace)
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Explains an error of a collective call, whose own message only names a socket."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(
-            "another rank ended or failed while all ranks were setting up or gathering something: look at the other "
-            f"ranks' logs. torch.distributed says: {error}"
-        ) from error
+def _read_all(store: Store, names: list[str]) -> Sequence[Sequence[float]] | None:
+    return [decode_plain(store.get(name)) for name in names] if store.check(names) else None
 
 
-def join_world() -> World:
-    """Joins the processes of the initialized default group, else those of ``torchrun``, else this process alone."""
+def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+    """Joins the processes of the initialized default group, else those of ``torchrun``, else this process alone.
+
+    `TransportError` if another process does not come within `timeout_seconds`.
+    """
     prepare_gpu()
     if dist.is_available() and dist.is_initialized():
-        return Processes() if dist.get_world_size() > 1 else SingleProcess()
+        return Processes(timeout_seconds) if dist.get_world_size() > 1 else SingleProcess()
     if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:
         if not hooks_allowed():
             raise TransportError(
                 f"WORLD_SIZE is {processes} and {PROCESS_HOOKS}=0: expected a process group that you have made, found "
                 f"none. Call torch.distributed.init_process_group() before, or unset {PROCESS_HOOKS}"
             )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if shares_store():
-            store, rank, ranks = attempt_store(_JOIN_SECONDS)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-        else:
-            dist.init_process_group(backend)
-        return Processes()
+        make_default_group(timeout_seconds)
+        return Processes(timeout_seconds)
     return SingleProcess()

@@ -32,8 +32,8 @@ class GlooSum:
         self._sum, self._agreement = ordered_sum, agreement
         self._staging, self._timeout = staging, timeout
         self._summands: queue.SimpleQueue[_Summand | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"penstock {agreement.context}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"penstock {agreement.context}", daemon=True)
+        self.thread.start()
 
     def agree(self, kinds: SumKinds) -> None:
         """Agrees with the other ranks on the tensors that will be added. Blocks until all ranks have called it."""
@@ -51,8 +51,8 @@ class GlooSum:
 
     def join(self, seconds: float) -> bool:
         """Blocks until the thread has ended, or for `seconds`. Returns whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
 
     def _run(self) -> None:
         self._staging.enter_thread()

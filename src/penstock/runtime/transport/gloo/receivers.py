@@ -128,7 +128,7 @@ class GlooInbox:
             queue.SimpleQueue()
         )
         """What the thread waits for (a message or a header), the result to complete, and what to do in between."""
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def post(self, kind: Hashable) -> PendingMessage:
         """Posts the receive of the next message, which is of `kind`."""
@@ -182,10 +182,10 @@ class GlooInbox:
                     self._hand_over_to_thread()
                     break
             time.sleep(0.01)
-        if self._thread is not None:
+        if self.thread is not None:
             self._waits.put(None)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        return not self._unposted and (self._thread is None or not self._thread.is_alive())
+            self.thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._unposted and (self.thread is None or not self.thread.is_alive())
 
     def _post_to_gloo(self, wanted: _GlooReceive | None = None) -> None:
         """Posts the next receives to Gloo: as many as it should have, or all up to `wanted`. Stops at a kind that is
@@ -277,9 +277,9 @@ class GlooInbox:
 
     def _start(self, arrival: _Arrival, then: Callable[[], None] | None) -> PendingResult:
         """Makes the thread wait for `arrival` and then call `then`. Returns the result that it will complete."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name=f"penstock receive {self._edge}", daemon=True)
+            self.thread.start()
         result = PendingResult(str(self._edge), (self._edge.source,), self._timeout, self._staging)
         self._waits.put((arrival, result, then))
         return result

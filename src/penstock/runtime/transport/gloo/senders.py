@@ -58,8 +58,8 @@ class GlooOutbox:
         """The number of messages that the thread is to post, and how many of these it has posted."""
         self._change = threading.Condition()
         self._idle = self._flushing = self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"penstock send {edge}", daemon=True)
+        self.thread.start()
 
     def put(self, kind: Hashable, message: Sequence[Tensor | None]) -> None:
         """Sends `message`, with its header if it is the first of `kind`."""
@@ -83,8 +83,8 @@ class GlooOutbox:
 
     def join(self, seconds: float) -> bool:
         """Blocks until the thread has ended, or for `seconds`. Returns whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
 
     def _put(self, staged: Staged) -> None:
         if self.error is not None:

@@ -28,6 +28,7 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
+from penstock.runtime.transport.store_watch import WatchedStore
 from penstock.runtime.transport.transport import Edge
 
 __all__ = ["SendNotices"]
@@ -39,7 +40,7 @@ _SETTLED_SEGMENTS = 2
 class SendNotices:
     """Writes and reads the notices of this process in `store`. `ranks`: the number of processes."""
 
-    def __init__(self, store: Store, ranks: int) -> None:
+    def __init__(self, store: Store | WatchedStore, ranks: int) -> None:
         self._store = store
         self._subscribers: list[Callable[[], None]] = []
         self._segment = 0

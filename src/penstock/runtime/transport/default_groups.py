@@ -1,0 +1,107 @@
+"""The default group of ``torch.distributed``, made of the environment that ``torchrun`` and its like set.
+
+``init_process_group`` waits for the other processes for half an hour, and does not tell which of them are missing. So
+the processes first meet at the store: each writes that it is there, and waits for the others as long as the user
+allows.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from penstock.errors import TransportError
+from penstock.runtime.transport.attempts import attempt_store, shares_store
+from penstock.runtime.transport.timeouts import run_bounded
+
+__all__ = ["call_at_meeting", "make_default_group"]
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.02
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STORE_TIMEOUT = timedelta(minutes=10)
+"""How long calls of the finished group may wait at the store; NCCL's of the user's, for example."""
+
+
+def make_default_group(timeout_seconds: float) -> None:
+    """Makes the default group: Gloo for the host, and NCCL for GPUs if there are any.
+
+    `TransportError` if the environment is incomplete, or names the ranks that do not come within `timeout_seconds`.
+    """
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing:
+        raise TransportError(
+            f"expected the environment variables {', '.join(_NEEDED)}, which torchrun sets; {', '.join(missing)} "
+            "is not set. Start with torchrun, or set all of them for every process"
+        )
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Under torchrun its agent holds the store; otherwise rank 0 does.
+    serves = rank == 0 and not shares_store()
+    deadline = time.monotonic() + timeout_seconds
+
+    def connect() -> TCPStore:
+        limit = timedelta(seconds=timeout_seconds)
+        return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
+
+    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
+    store: Store = call_at_meeting(connect, deadline, timeout_seconds, lambda: f"{holder} at {host}:{port}")
+    if shares_store():
+        shared = store
+        store = call_at_meeting(
+            lambda: attempt_store(shared, rank, processes, deadline),
+            deadline + 1.0,
+            timeout_seconds,
+            lambda: f"an answer of the store at {host}:{port}",
+        )
+    keys = [f"came/{other}" for other in range(processes)]
+    met = PrefixStore("penstock", store)
+
+    def meet() -> list[int]:
+        """Waits for the others until the deadline; returns those that have not come."""
+        met.set(keys[rank], "")
+        while not met.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return [other for other, key in enumerate(keys) if not met.check([key])]
+
+    late = call_at_meeting(meet, deadline + 1.0, timeout_seconds, lambda: f"an answer of the store at {host}:{port}")
+    if late:
+        raise _absence(f"rank {', '.join(map(str, late))}", timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store.set_timeout(_STORE_TIMEOUT)
+    own: Store = PrefixStore("default_pg", store)
+    call_at_meeting(
+        lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
+        deadline + timeout_seconds,
+        timeout_seconds,
+        lambda: "one of the other ranks, all of which had come before",
+    )
+
+
+def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: float, awaited: Callable[[], str]) -> T:
+    """Returns ``work()``, which waits for `awaited`. `TransportError` at `deadline`, in seconds of ``time.monotonic``,
+    or if the call fails.
+    """
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise _absence(awaited(), timeout_seconds)
+
+    try:
+        return run_bounded(work, "meeting", check)
+    except RuntimeError as error:
+        raise _absence(awaited(), timeout_seconds, f" torch.distributed says: {error}") from error
+
+
+def _absence(who: str, seconds: float, cause: str = "") -> TransportError:
+    return TransportError(
+        f"the ranks meet before they build their pipelines: expected {who} within {seconds:g} s, and it did not come. "
+        "It was not started, ended before, or is still busy before it builds its pipeline: look at its log, or pass a "
+        f"larger timeout_seconds=.{cause}"
+    )

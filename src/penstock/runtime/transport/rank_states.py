@@ -1,0 +1,122 @@
+"""What a rank knows of another one while it waits for it: at work, standing still, killed, or gone in good order.
+
+Every rank writes signs of life to the store, with what it does. On one host the operating system knows more: whether a
+process is stopped or has ended, also where a child of it keeps its connections open.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+__all__ = ["ProcessIdentity", "RankState"]
+
+_STILL_SECONDS = 3.0
+"""Without a new sign of life for this long, a rank stands still; they come once a second."""
+_ENDED, _STOPPED = ("Z", "X"), ("T", "t")
+"""Letters for the state of a process in ``/proc``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process of some host."""
+
+    host: str
+    """The host and the process namespace of a container; empty if the system has no ``/proc``."""
+    pid: int
+    started: str
+    """When the process started, in ticks since the host did: a process number is used again."""
+
+    @classmethod
+    def own(cls) -> "ProcessIdentity":
+        """This process."""
+        return cls(_host(), os.getpid(), _stat(os.getpid())[1])
+
+    def fields(self) -> tuple[str, int, str]:
+        """The fields, as a plain value."""
+        return self.host, self.pid, self.started
+
+    def letter(self) -> str:
+        """The state of the process by the letter of ``/proc``; empty if it runs on another host."""
+        if not self.host or self.host != _host():
+            return ""
+        letter, started = _stat(self.pid)
+        return letter if started == self.started else "X"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A rank as its last sign of life shows it."""
+
+    beat: float
+    """Differs from sign to sign."""
+    place: str
+    """Where its main thread was: in a step, in a save."""
+    place_seconds: float
+    """For how long, when it wrote this."""
+    left: bool
+    """Whether it takes part no longer: it closed its pipeline, or its script ended."""
+    process: ProcessIdentity | None = None
+    letter: str = ""
+    """The state of the process by the letter of ``/proc``; empty if it runs on another host."""
+    seen: float = 0.0
+    """When this process saw this sign first, by its own clock."""
+
+    def fields(self) -> dict[str, Any]:
+        """What a rank writes of itself, as a plain value."""
+        return {
+            "beat": self.beat,
+            "place": self.place,
+            "place_seconds": self.place_seconds,
+            "left": self.left,
+        }
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], process: tuple[str, int, str], before: "RankState | None") -> "RankState":
+        """The state that a rank wrote. `before`: the state at the last look."""
+        known = before is not None and before.beat == fields["beat"]
+        seen = before.seen if before is not None and known else time.monotonic()
+        identity = ProcessIdentity(*process)
+        return cls(**fields, process=identity, letter=identity.letter(), seen=seen)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process had ended when this was read."""
+        return self.letter in _ENDED
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended by now."""
+        return self.process is not None and self.process.letter() in _ENDED
+
+    def describe(self) -> str:
+        """What the rank does, as the end of a sentence about it."""
+        silent = time.monotonic() - self.seen
+        doing = f"{self.place or 'outside the pipeline'} for {self.place_seconds + silent:.1f} s"
+        if self.left:
+            return "has left: it closed its pipeline, or its script has ended"
+        if self.ended:
+            return "was killed (out of memory?) or crashed: its process has ended"
+        if self.letter in _STOPPED:
+            return f"stands still: its process is stopped (SIGSTOP, a debugger?); it was {doing}"
+        if silent > _STILL_SECONDS:
+            return f"has given no sign of life for {silent:.1f} s: it or its host stands still; it was {doing}"
+        return f"is at work: {doing}"
+
+
+@cache
+def _host() -> str:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """The state and the start of a process; ("X", "") if there is none."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        # The name of the program stands in brackets, and may contain any character.
+        parts = file.read().rpartition(")")[2].split()
+        return parts[0], parts[19]
+    return "X", ""
