@@ -3,7 +3,6 @@
 The processes are forks of one that has imported torch and Penstock, which would take seconds in each of them.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -64,9 +63,7 @@ def run_job(job: Job, directory: Path, faults: Sequence[Fault] = (), attempts: i
         outcome.codes.append(codes)
         if not any(codes):
             break
-    result = directory / "result.json"
-    if result.exists():
-        outcome.result = json.loads(result.read_text())
+    outcome.result = training.read_result(directory)
     outcome.left = [
         *sorted(_shared_memory_files() - before),
         *(str(path) for path in temporary.rglob("*") if path.is_socket() or path.is_file()),

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils.data import TensorDataset
 import penstock
 
 WIDTH, LAYERS, MICROBATCHES = 8, 8, 12
+_RESULT = "result.json"
 
 
 def build() -> nn.Module:
@@ -31,8 +33,11 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).double()
 
 
-def train(directory: Path, schedule: str, steps: int, save_every: int, keep: int = 2) -> None:
-    """Trains to step `steps` from the newest checkpoint in `directory`, if there is one."""
+def train(directory: Path, schedule: str, steps: int, save_every: int, stages: int | None = None) -> None:
+    """Trains to step `steps` from the newest checkpoint in `directory`, if there is one.
+
+    `stages`: in a single process, those of the run that it is to equal.
+    """
     pipe = penstock.Pipeline(
         build(),
         (torch.zeros(1, WIDTH, dtype=torch.float64),),
@@ -40,6 +45,7 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, keep: int
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         schedule=schedule,
         microbatches=MICROBATCHES,
+        stages=stages,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
         resume=directory,
         timeout_seconds=60.0,
@@ -53,7 +59,7 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, keep: int
             if pipe.rank == 0:
                 print(json.dumps({"step": pipe.steps, "ranks": pipe.schedule.ranks, "time": time.time()}), flush=True)
             if pipe.steps % save_every == 0:
-                pipe.save(directory, keep=keep)
+                pipe.save(directory, keep=2)
             if pipe.steps == steps:
                 break
     pipe.drain()
@@ -71,8 +77,15 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, keep: int
             "threads": threading.active_count(),
             "peak_kilobytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
-        (directory.parent / "result.json").write_text(json.dumps(result))
+        directory.parent.mkdir(exist_ok=True)
+        (directory.parent / _RESULT).write_text(json.dumps(result))
     pipe.close()
+
+
+def read_result(directory: Path) -> dict[str, Any]:
+    """What a training in `directory` wrote at its end; {} if it has not ended."""
+    path = directory / _RESULT
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

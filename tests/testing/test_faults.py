@@ -153,6 +153,8 @@ def test_a_script_is_killed_by_the_environment() -> None:
     [
         ("kill rank=1 step=3 action=2B0", faults.Kill(rank=1, step=3, action="2B0")),
         ("slow rank=0 action=U seconds=0.5", faults.Slow(rank=0, seconds=0.5, action="U")),
+        ("signal rank=1 step=2 number=10", faults.Signal(rank=1, step=2, number=10)),
+        ("signal rank=1", faults.Signal(rank=1)),
         ("raise rank=2 restart=any", faults.Raise(rank=2, restart=None)),
         ("stop rank=0 path='a run/step-000004' change=7", faults.Stop(rank=0, path="a run/step-000004", change=7)),
     ],

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 from penstock.errors import PenstockError, suggestion
 from penstock.scheduling.actions import Action
 
-__all__ = ["FAULTS", "KINDS", "Fault", "InjectedError", "Kill", "Raise", "Slow", "Stop", "parse_faults"]
+__all__ = ["FAULTS", "KINDS", "Fault", "InjectedError", "Kill", "Raise", "Signal", "Slow", "Stop", "parse_faults"]
 
 FAULTS = "PENSTOCK_FAULTS"
 """The environment variable with the text of faults."""
@@ -59,8 +59,8 @@ class Fault:
     restart: int | None = 0
 
     def __post_init__(self) -> None:
-        for name in ("rank", "step", "change", "restart"):
-            value = getattr(self, name)
+        for name in ("rank", "step", "change", "restart", "number"):
+            value = getattr(self, name, 0)
             if value is None and name in ("step", "restart"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -141,6 +141,19 @@ class Raise(Fault):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Signal(Fault):
+    """Sends the process the signal of that `number`, by default SIGTERM, as schedulers do before they take a machine
+    away.
+    """
+
+    verb = "signal"
+    number: int = signal.SIGTERM
+
+    def happen(self, place: str) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slow(Fault):
     """Sleeps for `seconds` before each action (or change) that fits."""
 
@@ -157,7 +170,7 @@ class Slow(Fault):
         time.sleep(self.seconds)
 
 
-KINDS: dict[str, type[Fault]] = {kind.verb: kind for kind in (Kill, Raise, Slow, Stop)}
+KINDS: dict[str, type[Fault]] = {kind.verb: kind for kind in (Kill, Raise, Signal, Slow, Stop)}
 
 
 def parse_faults(text: str) -> list[Fault]:
@@ -205,7 +218,7 @@ def _parse(words: Sequence[str]) -> Fault:
 
 
 def _text(value: Any) -> str:
-    return "any" if value is None else str(value)
+    return "any" if value is None else str(int(value) if isinstance(value, int) else value)
 
 
 def _check_choice(choice: str) -> None:

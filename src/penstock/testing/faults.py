@@ -1,4 +1,4 @@
-"""Faults on purpose: kills, stops, slows down a rank, or raises in it, at an exact action, step or change of a file.
+"""Faults on purpose: a rank is killed, stopped, slowed down or signalled, or raises, at an exact place.
 
     from penstock.testing import faults
 
@@ -22,7 +22,18 @@ from penstock.errors import PenstockError
 from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.engine.worker import ACTION_HOOKS
 from penstock.scheduling.actions import Action
-from penstock.testing.fault_values import FAULTS, KINDS, Fault, InjectedError, Kill, Raise, Slow, Stop, parse_faults
+from penstock.testing.fault_values import (
+    FAULTS,
+    KINDS,
+    Fault,
+    InjectedError,
+    Kill,
+    Raise,
+    Signal,
+    Slow,
+    Stop,
+    parse_faults,
+)
 
 __all__ = [
     "FAULTS",
@@ -31,6 +42,7 @@ __all__ = [
     "Injection",
     "Kill",
     "Raise",
+    "Signal",
     "Slow",
     "Stop",
     "inject",
