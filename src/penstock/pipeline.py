@@ -366,12 +366,13 @@ class Pipeline:
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
         backwards of this minibatch are left to the next step, or to `drain`.
         """
-        self._preemption.before_step(self._engine.transport.check)
         with self._guarded("reading a batch", harmless=True):
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
-            return StepResult(self._engine.train(microbatches))
+            result = StepResult(self._engine.train(microbatches))
+        self._preemption.after_step(self._engine.transport.check)
+        return result
 
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.

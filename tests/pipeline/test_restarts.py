@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.checkpoints.step_directories import steps_in
-from penstock.testing.faults import FAULTS, Kill, Signal
+from penstock.testing.faults import FAULTS, Kill, Signal, Slow
 from reliability import training
 from reliability.jobs import Job, run_job
 from reliability.kills import Trial, run_trial
@@ -53,7 +53,9 @@ def test_a_killed_training_ends_with_the_bits_of_a_whole_one(job: Job, kills: li
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_has_all_save_one_step_and_leave(number: int, tmp_path: Path) -> None:
     job, directory = Job(3, "1f1b-flush", steps=12, save_every=50), tmp_path / "told"
-    outcome = run_job(job, directory, [Signal(rank=1, step=4, action="F", number=number)], attempts=2)
+    # Steps of a third of a second: the other ranks look for a signal four times in a second.
+    faults = [Signal(rank=1, step=4, action="F", number=number), Slow(rank=0, action="F", seconds=0.03)]
+    outcome = run_job(job, directory, faults, attempts=2)
 
     assert outcome.codes == [[128 + number] * 3, [0] * 3]
     assert outcome.left == []

@@ -10,7 +10,7 @@ from support.jobs.stop_jobs import stop_at_random
 from support.processes import Pool
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_different_pace_stop_before_the_same_step(pool: Pool, seed: int) -> None:
     answers = pool.run(4, stop_at_random, seed, 100_000, {seed % 4: 5 * seed})
 
@@ -44,14 +44,6 @@ def test_a_single_process_stops_before_its_next_step() -> None:
     assert agreement.begin(4, lambda: None, 1.0) == 0
     agreement.ask(15)
 
-    assert agreement.begin(5, lambda: None, 1.0) == 15
-
-
-def test_what_was_loaded_is_not_saved_again() -> None:
-    agreement = StopAgreement(None, 0, 1, steps=4)
-    agreement.ask(15)
-
-    assert agreement.begin(4, lambda: None, 1.0) == 0
     assert agreement.begin(5, lambda: None, 1.0) == 15
 
 

@@ -3,6 +3,9 @@
 Schedulers send these signals some time before they take the machine away, often to one process only. Every process
 leaves with 128 + the number of the signal, as if the signal had ended it, so a scheduler sees a job that was
 interrupted, and not one that has ended.
+
+They save at the end of a step, and not at the beginning of the next one: a loader has then given its next batch already,
+which would be lost.
 """
 
 import logging
@@ -54,8 +57,8 @@ class Preemption:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._replaced[number] = signal.signal(number, self._note)
 
-    def before_step(self, check: Callable[[], None]) -> None:
-        """Saves and raises ``SystemExit`` if all ranks stop before the next step. `check` raises if another rank has
+    def after_step(self, check: Callable[[], None]) -> None:
+        """Saves and raises ``SystemExit`` if all ranks stop after the present step. `check` raises if another rank has
         failed.
         """
         if self._agreement is None or self._directory is None:

@@ -3,7 +3,7 @@
 A scheduler may send its signal to one rank only, and ranks may be steps apart. The thread of each rank that calls the
 store looks whether a rank is asked to stop. When one is:
 
-  1. The thread writes how many steps its main thread has begun, and lets it begin only one more.
+  1. The thread writes how many steps its main thread has begun, or is about to, and lets it begin only one more.
   2. When all threads have written, the main threads go on to the step after the furthest one, and stop before it.
 
 A main thread waits only for threads, and these wait for no main thread, so there is no deadlock. No main thread has
@@ -31,11 +31,11 @@ class StopAgreement:
     """
 
     def __init__(self, watch: StoreWatch | None, rank: int, ranks: int, steps: int) -> None:
-        self._watch, self._rank, self._ranks, self._first = watch, rank, ranks, steps
+        self._watch, self._rank, self._ranks = watch, rank, ranks
         self._asked = 0
         self._changed = threading.Condition()
         self._begun = steps
-        """How many steps the main thread has begun."""
+        """How many steps the main thread may have begun; it begins the first one without a question."""
         self._limit: int | None = None
         """The step that the main thread must not begin before the decision."""
         self._stop: int | None = None
@@ -49,14 +49,13 @@ class StopAgreement:
         self._asked = self._asked or reason
 
     def begin(self, step: int, check: Callable[[], None], timeout_seconds: float) -> int:
-        """Returns the reason if all ranks stop before `step`, or 0: then the step begins.
+        """Returns the reason if all ranks stop before `step`, or 0: then the step may begin.
 
         It waits for the other ranks only when one of them was asked to stop. `check` raises if one has failed;
         `TransportError` after `timeout_seconds`.
         """
         if self._watch is None and self._asked:
-            # What was loaded is saved already.
-            self._stop, self._reason = max(step, self._first + 1), self._asked
+            self._stop, self._reason = step, self._asked
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._limit is not None and self._stop is None and step >= self._limit:
