@@ -10,8 +10,7 @@ import argparse
 import hashlib
 import json
 import os
-import resource
-import threading
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,17 +51,20 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, stages: i
     )
     values = torch.randn(5 * MICROBATCHES + 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     batches = penstock.loader(TensorDataset(values, values.roll(1, 1)), MICROBATCHES, shuffle=True, drop_last=True)
-    loss = None
+    loss, early = None, _measure_process()
     while pipe.steps < steps:
         for x, y in batches:
             loss = pipe.step(x, y).loss
             if pipe.rank == 0:
                 print(json.dumps({"step": pipe.steps, "ranks": pipe.schedule.ranks, "time": time.time()}), flush=True)
+            if pipe.steps == steps // 10:
+                early = _measure_process()
             if pipe.steps % save_every == 0:
                 pipe.save(directory, keep=2)
             if pipe.steps == steps:
                 break
     pipe.drain()
+    late = _measure_process()
     weights = pipe.full_state_dict()
     if pipe.rank == 0:
         digest = hashlib.sha256()
@@ -73,13 +75,23 @@ def train(directory: Path, schedule: str, steps: int, save_every: int, stages: i
             "loss": None if loss is None else float(loss),
             "steps": pipe.steps,
             "ranks": pipe.schedule.ranks,
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
-            "peak_kilobytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "early": early,
+            "late": late,
         }
         directory.parent.mkdir(exist_ok=True)
         (directory.parent / _RESULT).write_text(json.dumps(result))
     pipe.close()
+
+
+def _measure_process() -> dict[str, int]:
+    """Open descriptors, threads and resident memory of this process."""
+    status = Path("/proc/self/status").read_text()
+    found = {name: int(value) for name, value in re.findall(r"^(Threads|VmRSS):\s+(\d+)", status, flags=re.MULTILINE)}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": found["Threads"],
+        "resident_kilobytes": found["VmRSS"],
+    }
 
 
 def read_result(directory: Path) -> dict[str, Any]:
