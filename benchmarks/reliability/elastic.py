@@ -1,6 +1,6 @@
 """Loses one host after the other and goes on with fewer ranks: 4, 3, 2, on one machine with an agent for each host.
 
-    PYTHONPATH=benchmarks python -m reliability.elastic --save benchmarks/results/elastic.txt
+    cd benchmarks; python -m reliability.elastic --save results/elastic.txt
 
 Each host is a ``torchrun --nnodes 2:4`` with one process. After some steps the last host is lost: its agent and its
 process are killed. The others notice it, meet again, plan for their number, load the newest checkpoint and go on. The

@@ -1,6 +1,6 @@
 """Kills trainings at random actions and in random moments of saves, and compares what the resumed runs end with.
 
-    PYTHONPATH=benchmarks python -m reliability.kills --kills 100 --save benchmarks/results/kills.txt
+    cd benchmarks; python -m reliability.kills --kills 100 --save results/kills.txt
 
 Each job has one schedule, 2, 3 or 4 ranks, and shared memory or sockets between them. It is killed (SIGKILL of one
 rank) once or several times, is started again by itself after each kill, and must end with the weights of the same job

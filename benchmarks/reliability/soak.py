@@ -1,6 +1,6 @@
 """Trains thousands of steps with a fault every few hundred, and compares the end with an undisturbed training.
 
-    PYTHONPATH=benchmarks python -m reliability.soak --steps 10000 --every 200 --save benchmarks/results/soak.txt
+    cd benchmarks; python -m reliability.soak --steps 10000 --every 200 --save results/soak.txt
 
 The faults take turns: a kill at an action, an error in a step, an error before a change of a file in a save, a kill in
 a save, and a signal. Every fault ends the processes, which start again by themselves. So growth of memory, descriptors
