@@ -147,8 +147,8 @@ class Batches:
         own = self.state_dict()
         if not isinstance(state, Mapping) or state.keys() != own.keys():
             raise PenstockError(
-                f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() of "
-                "a loader returned"
+                f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() "
+                "of a loader returned"
             )
         for name in ("seed", *self.form):
             if state[name] != own[name]:
@@ -203,9 +203,9 @@ class _Loaders:
         if self._waiting and not batches.used_at:
             described = "; ".join(str(dict(state)) for state in self._waiting)
             raise PenstockError(
-                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), and "
-                f"a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the same "
-                "way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
+                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), "
+                f"and a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the "
+                "same way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
             )
 
     def states(self, since: int) -> list[dict[str, Any]]:

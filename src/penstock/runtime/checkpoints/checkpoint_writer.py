@@ -79,7 +79,7 @@ def write(state: CheckpointState, directory: Path, step: int, retention: Retenti
     made = ranks.alone(lambda: begin(directory).name)
     written = directory / str(made)
     try:
-        ranks.together(lambda: _require(written, ranks.rank))
+        ranks.each(lambda: _require(written, ranks.rank))
         own = ranks.together(lambda: _describe(state))
         owners = assign_owners(own)
         parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
@@ -249,8 +249,9 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         for count in ("steps", "microbatches"):
             if document["pipeline"][count] != first[count]:
                 raise CheckpointError(
-                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: expected "
-                    "the same on all ranks. Make the same calls everywhere, and start again from the checkpoint before"
+                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: "
+                    "expected the same on all ranks. Make the same calls everywhere, and start again from the "
+                    "checkpoint before"
                 )
     optimizer: dict[str, Any] = {}
     for document in documents:
