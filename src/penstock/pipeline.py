@@ -254,7 +254,12 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             training = TrainingState(
-                self._chain, self.required_inputs.stages, self._parameters, self.optimizers, self._updater, self._engine
+                self._chain,
+                stages=self.required_inputs.stages,
+                trained=self._parameters,
+                optimizers=self.optimizers,
+                updater=self._updater,
+                engine=self._engine,
             )
             self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
             self._reminder = remind(model, self._chain, self.required_inputs.stages)

@@ -1,4 +1,4 @@
-"""Values as JSON: what a checkpoint keeps comes back equal and of the same type, and the rest is refused by its place."""
+"""Values as JSON: what a checkpoint keeps comes back equal and of the same type, and the rest is refused."""
 
 import collections
 import json

@@ -14,13 +14,13 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import penstock
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
@@ -41,7 +41,7 @@ from penstock.runtime.checkpoints.step_directories import (
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["MODEL", "CheckpointState", "write"]
+__all__ = ["MODEL", "CheckpointState", "assign_owners", "write"]
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
@@ -67,7 +67,7 @@ class _Target:
     retention: Retention
 
 
-def write(state: CheckpointState, directory: Path, step: int, retention: Retention, ranks: Ranks, plan: str) -> Path:
+def write(state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str) -> Path:
     """Writes the checkpoint of `step` into the run's `directory`, and returns its path. Collective.
 
     `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
@@ -220,7 +220,7 @@ def _finish(
     files = {name: entry for part in parts for name, entry in part.files.items()}
     content = {
         "step": step,
-        "penstock": penstock.__version__,
+        "penstock": _version(),
         "torch": torch.__version__,
         "processes": len(documents),
         "plan": plan,
@@ -240,6 +240,14 @@ def _finish(
         path.chmod(0o600 & path.stat().st_mode)
         write_through(path)
     return publish(written, step).name
+
+
+def _version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:
+        # The sources are used without being installed.
+        return "unknown"
 
 
 def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:

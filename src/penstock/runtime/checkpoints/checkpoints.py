@@ -86,7 +86,7 @@ class Checkpoints:
             return path, number, retention, self.collect()
 
         path, number, retention, state = self.ranks.each(prepare)
-        return write(state, path, number, retention, self.ranks, self.plan.to_yaml())
+        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""

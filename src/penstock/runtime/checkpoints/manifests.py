@@ -57,7 +57,7 @@ class Manifest:
         if not (counts and dtype is not None and file is not None and isinstance(entry["sha256"], str)):
             raise Damaged(f"{place}: expected file, dtype, shape, start and sha256, found {entry!r:.200}")
         path = self.directory / entry["file"]
-        found = StoredTensor(path, key, torch.Size(shape), dtype, start, entry["sha256"])
+        found = StoredTensor(path, key, torch.Size(shape), dtype, start=start, sha256=entry["sha256"])
         if found.start + found.bytes > file["bytes"]:
             raise Damaged(f"{place}: expected it to lie in {entry['file']}, found its end behind the end of the file")
         return found
