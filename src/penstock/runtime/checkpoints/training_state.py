@@ -76,6 +76,7 @@ class TrainingState:
         """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
         model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
         self._check_model(model)
+        self._check_optimizers(optimizer)
         check_progress(
             pipeline,
             hooks=self.hook_names,
@@ -83,7 +84,6 @@ class TrainingState:
             scaler_here=bool(self.engine.scale_state()),
             scales_loss=self.engine.scales_loss,
         )
-        self._check_optimizers(optimizer)
 
     def restore(self, state: State) -> None:
         """Takes over `state`, which `check` has accepted."""
