@@ -262,15 +262,13 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
-            scales, stages = recipe.scaling is not None, self.required_inputs.stages
             training = TrainingState(
-                chain=self._chain,
-                stages=stages,
+                self._chain,
+                stages=self.required_inputs.stages,
                 trained=self._parameters,
                 optimizers=self.optimizers,
                 updater=self._updater,
                 engine=self._engine,
-                scales_loss=scales,
             )
             self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
             self._reminder = remind(model, self._chain, self.required_inputs.stages)

@@ -3,7 +3,6 @@
 Unlike an error in a step, it leaves the pipeline as it was: no process is inside a step, and all of them know.
 """
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,36 +18,38 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that write or read a checkpoint together. ``gather(value)`` returns the value of each, by rank, to
-    all; it may be used by one thread at a time.
+    all; it may be used by one thread at a time. Values are plain: `penstock.runtime.transport.plain_values`.
     """
 
     rank: int
     gather: Callable[[Any], Sequence[Any]]
 
-    def __post_init__(self) -> None:
-        # Until the checkpoints gather plain values only.
-        plain = self.gather
-        object.__setattr__(self, "gather", lambda value: [pickle.loads(one) for one in plain(pickle.dumps(value))])
-
     def together(self, work: Callable[[], T]) -> list[T]:
         """The results of `work` on every process, by rank. If it raises on one, all raise the same `CheckpointError`.
         Collective.
         """
+        result: list[T] = []
+        self.each(lambda: result.append(work()))
+        return list(self.gather(result[0]))
+
+    def each(self, work: Callable[[], T]) -> T:
+        """The result of `work` on this process. Raises as `together` does. Collective."""
+        result: list[T] = []
         error: Exception | None = None
-        outcome: tuple[str, bool, T | None]
+        outcome: tuple[str, bool] = "", False
         try:
-            outcome = "", False, work()
+            result.append(work())
         except TransportError:
             raise
         except Exception as caught:
             error = caught
-            outcome = str(explained(caught)), isinstance(caught, Damaged), None
+            outcome = str(explained(caught)), isinstance(caught, Damaged)
         gathered = self.gather(outcome)
-        for rank, (text, damaged, _) in enumerate(gathered):
+        for rank, (text, damaged) in enumerate(gathered):
             if text:
                 where = f"rank {rank}: " if len(gathered) > 1 else ""
                 raise (Damaged if damaged else CheckpointError)(where + text) from error
-        return [result for _, _, result in gathered]
+        return result[0]
 
     def alone(self, work: Callable[[], T]) -> T | None:
         """The result of `work` on rank 0, which is the only one that does it. Raises as `together` does. Collective."""

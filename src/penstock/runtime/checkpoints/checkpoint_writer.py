@@ -14,13 +14,13 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import penstock
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
@@ -41,7 +41,7 @@ from penstock.runtime.checkpoints.step_directories import (
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["MODEL", "CheckpointState", "write"]
+__all__ = ["MODEL", "CheckpointState", "assign_owners", "write"]
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
@@ -67,7 +67,7 @@ class _Target:
     retention: Retention
 
 
-def write(state: CheckpointState, directory: Path, step: int, retention: Retention, ranks: Ranks, plan: str) -> Path:
+def write(state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str) -> Path:
     """Writes the checkpoint of `step` into the run's `directory`, and returns its path. Collective.
 
     `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
@@ -79,10 +79,10 @@ def write(state: CheckpointState, directory: Path, step: int, retention: Retenti
     made = ranks.alone(lambda: begin(directory).name)
     written = directory / str(made)
     try:
-        ranks.together(lambda: _require(written, ranks.rank))
-        own = ranks.together(lambda: _describe(state))
+        ranks.each(lambda: _require(written, ranks.rank))
+        own = [_forms_of(described) for described in ranks.together(lambda: _plain(_describe(state)))]
         owners = assign_owners(own)
-        parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
+        parts = [_Part(*part) for part in ranks.together(lambda: _write_own(state, owners, written, ranks.rank).plain)]
         documents = ranks.gather(state.document)
         path = ranks.alone(lambda: _finish(written, step, parts, documents, plan))
     except CheckpointError:
@@ -94,7 +94,11 @@ def write(state: CheckpointState, directory: Path, step: int, retention: Retenti
 
 
 def _agree(target: _Target, ranks: Ranks) -> None:
-    for rank, other in enumerate(ranks.gather(target)):
+    kept = target.retention
+    for rank, (directory, step, keep, keep_every) in enumerate(
+        ranks.gather((target.directory, target.step, kept.keep, kept.keep_every))
+    ):
+        other = _Target(directory, step, Retention(keep, keep_every))
         if other != target:
             raise CheckpointError(
                 f"rank {rank} saves step {other.step} to {other.directory} ({other.retention}) and rank {ranks.rank} "
@@ -133,6 +137,15 @@ def _describe(state: CheckpointState) -> dict[str, _Form]:
     return {key: _Form(tuple(tensor.shape), tensor.dtype) for key, tensor in state.tensors.items()}
 
 
+def _plain(forms: Mapping[str, _Form]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """`forms` as they are sent."""
+    return {key: (form.shape, str(form.dtype).removeprefix("torch.")) for key, form in forms.items()}
+
+
+def _forms_of(plain: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, _Form]:
+    return {key: _Form(tuple(shape), getattr(torch, dtype)) for key, (shape, dtype) in plain.items()}
+
+
 def assign_owners(own: Sequence[Mapping[str, _Form]]) -> dict[str, int]:
     """By key, the process that writes it, of those that have it: the one with the fewest bytes so far.
 
@@ -162,6 +175,11 @@ class _Part:
 
     tensors: Mapping[str, Json]
     files: Mapping[str, Json]
+
+    @property
+    def plain(self) -> tuple[Mapping[str, Json], Mapping[str, Json]]:
+        """The fields, as they are sent."""
+        return self.tensors, self.files
 
 
 def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path, rank: int) -> _Part:
@@ -220,7 +238,7 @@ def _finish(
     files = {name: entry for part in parts for name, entry in part.files.items()}
     content = {
         "step": step,
-        "penstock": penstock.__version__,
+        "penstock": _version(),
         "torch": torch.__version__,
         "processes": len(documents),
         "plan": plan,
@@ -242,6 +260,14 @@ def _finish(
     return publish(written, step).name
 
 
+def _version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:
+        # The sources are used without being installed.
+        return "unknown"
+
+
 def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """One document of those of all processes."""
     first = documents[0]["pipeline"]
@@ -249,8 +275,9 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         for count in ("steps", "microbatches"):
             if document["pipeline"][count] != first[count]:
                 raise CheckpointError(
-                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: expected "
-                    "the same on all ranks. Make the same calls everywhere, and start again from the checkpoint before"
+                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: "
+                    "expected the same on all ranks. Make the same calls everywhere, and start again from the "
+                    "checkpoint before"
                 )
     optimizer: dict[str, Any] = {}
     for document in documents:

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -86,17 +85,14 @@ class Checkpoints:
             assert isinstance(number, int)
             return path, number, retention, self.collect()
 
-        prepared: list[Any] = []
-        self.ranks.together(lambda: prepared.append(prepare()))
-        path, number, retention, state = prepared[0]
-        return write(state, path, number, retention, self.ranks, self.plan.to_yaml())
+        path, number, retention, state = self.ranks.each(prepare)
+        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
-        paths: list[Path] = []
-        self.ranks.together(lambda: paths.append(checked_path(directory)))
+        path = self.ranks.each(lambda: checked_path(directory))
         held = self.training.held
-        return find_and_verify(paths[0], self.ranks, self.training.chain, self._read, held.__contains__)
+        return find_and_verify(path, self.ranks, self.training.chain, self._read, held.__contains__)
 
     def restore(self, loaded: Loaded) -> None:
         """Takes over what `find` has found."""

@@ -4,8 +4,8 @@ Schedulers send these signals some time before they take the machine away, often
 leaves with 128 + the number of the signal, as if the signal had ended it, so a scheduler sees a job that was
 interrupted, and not one that has ended.
 
-They save at the end of a step, and not at the beginning of the next one: a loader has then given its next batch already,
-which would be lost.
+They save at the end of a step, and not at the beginning of the next one. A loader would then have given its next batch
+already, which would be lost.
 """
 
 import logging

@@ -166,6 +166,11 @@ class Engine:
             return None
         return float(norms.newest_scale)
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, on any process."""
+        return any(worker.gradients.scaler is not None for worker in self._workers)
+
     def scale_state(self) -> dict[str, Any]:
         """The state of the loss scaler for a checkpoint; {} on processes without the last stage."""
         return {"loss_scale": self._scalers[0].state()} if self._scalers else {}
