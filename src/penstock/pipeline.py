@@ -21,6 +21,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
+from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
@@ -30,13 +31,13 @@ from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
-    check_agreement,
     check_plan,
     choose_plan,
     counted_parameters,
     learning_rate_factors,
     make_schedule,
 )
+from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
@@ -62,6 +63,7 @@ from penstock.scheduling.verification.verifier import verify
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
+from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
@@ -114,6 +116,8 @@ class Pipeline:
             every update of a stage. Do not step it yourself.
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
             read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
+        on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
+            are not finite are left out, as with `loss_scale`: docs/training.md.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
             where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
             mention this; PipeDream's program does it. Off by default.
@@ -168,6 +172,7 @@ class Pipeline:
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
         update_hooks: Sequence[UpdateHook] = (),
+        on_nonfinite: OnNonfinite = "raise",
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
         compile: bool | Mapping[str, Any] = False,
@@ -190,13 +195,15 @@ class Pipeline:
             loss_weight=loss_weight,
             version_dtype=version_dtype,
             update_hooks=update_hooks,
+            on_nonfinite=on_nonfinite,
         )
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
-        self._closed = False
         with self._guarded("building the pipeline"):
+            alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
+            check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)
             plan = plan_for(plan, self._world)
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
@@ -271,6 +278,11 @@ class Pipeline:
                 engine=self._engine,
             )
             self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
+            self._guarded.all_refuse = self._engine.calls.refuse
+            self._guarded.discard = self._engine.discard if self._world.processes == 1 else None
+            named, schedulers = self._parameters(), self._updater.schedulers
+            trains = check_optimizers(self._world, self.optimizers, named, schedulers)
+            self._conditions = StepConditions(model, trains)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
@@ -365,6 +377,7 @@ class Pipeline:
         backwards of this minibatch are left to the next step, or to `drain`.
         """
         with self._guarded("reading a batch", harmless=True):
+            self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
@@ -430,11 +443,12 @@ class Pipeline:
         not for training.
         """
         averages = self.averages()
-        with replaced_parameters(self._parameters(), averages):
+        with self._conditions.averaged(), replaced_parameters(self._parameters(), averages):
             yield
 
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
+        self._guarded.check_open()
         return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
 
     def stats(
@@ -471,7 +485,12 @@ class Pipeline:
     @property
     def loss_scale(self) -> float | None:
         """The present scale of the loss, by the last message to this process; None without ``loss_scale``."""
-        return self._engine.loss_scale()
+        return None if self._recipe.loss_scale is None else self._engine.loss_scale()
+
+    @property
+    def skipped_updates(self) -> int:
+        """The updates that a stage of this process left out since their gradients were not finite (the most of one)."""
+        return self._engine.skipped_updates()
 
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
@@ -498,9 +517,9 @@ class Pipeline:
         Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
         type, or is of another model, optimizer, scheduler or other update hooks.
         """
-        self.drain()
-        self._checkpoints.training.check(state)
-        self._checkpoints.training.restore(state)
+        with self._guarded.loading(self.drain):
+            self._checkpoints.training.check(state)
+            self._checkpoints.training.restore(state)
 
     @property
     def steps(self) -> int:
@@ -536,10 +555,10 @@ class Pipeline:
         warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
         raised on all ranks, and nothing is changed then.
         """
-        self.drain()
-        found = self._checkpoints.find(directory)
-        with self._guarded("in a load"):
-            self._checkpoints.restore(found)
+        with self._guarded.loading(self.drain):
+            found = self._checkpoints.find(directory)
+            with self._guarded("in a load"):
+                self._checkpoints.restore(found)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
@@ -570,8 +589,8 @@ class Pipeline:
 
         It does not drain. A pipeline that lives as long as its process need not be closed.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._guarded.closed:
+            self._guarded.closed = True
             self._preemption.close()
             self._checkpoints.close()
             if self._reminder is not None:
@@ -589,13 +608,13 @@ class Pipeline:
         """Drains and closes. After an exception it only closes, and the exception ends the other ranks as well."""
         if error is None:
             try:
-                if not (self._closed or self._guarded.failed):
+                if not (self._guarded.closed or self._guarded.failed):
                     self.drain()
             finally:
                 self.close()
             return
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
-        if not (self._closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
+        if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):

@@ -208,8 +208,7 @@ def test_a_loss_that_is_no_number() -> None:
         pipe.step(*SUBJECT.batches[0])
 
     assert "penstock: this was action 1F0@0 of rank 1" in caught.value.__notes__[0]
-    with pytest.raises(penstock.PenstockError, match="this pipeline failed before"):
-        pipe.step(*SUBJECT.batches[0])
+    assert "penstock: this call has changed no weight" in caught.value.__notes__[1]
 
 
 def test_the_timeline_holds_what_was_run() -> None:
@@ -268,10 +267,9 @@ def test_a_failure_that_was_caught_in_a_with_block_is_no_new_one() -> None:
         raise ValueError("the loss is broken")
 
     with make(loss_fn=fail) as pipe:
-        with pytest.raises(ValueError, match="the loss is broken"):
-            train(pipe)
-        with pytest.raises(penstock.PenstockError, match="failed before"):
-            train(pipe)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the loss is broken"):
+                train(pipe)
 
 
 def test_a_timeline_before_the_first_step() -> None:

@@ -85,9 +85,9 @@ PUBLIC = """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
-    "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), scale_learning_rates=False, "
-    "recompute=None, compile=False, init_fn=None, parallelize=None, tensor_parallel=None, skips='auto', seed=0, "
-    "resume=None, timeout_seconds=600.0)",
+    "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
+    "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
+    "tensor_parallel=None, skips='auto', seed=0, resume=None, timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",
@@ -109,6 +109,7 @@ METHODS = {
     "rank": "property",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
+    "skipped_updates": "property",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
@@ -144,7 +145,6 @@ ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.planning.requests": 3,
     "penstock.planning.spp.mappings": 2,
     "penstock.planning.two_bw.orientations": 1,
-    "penstock.runtime.assembly.stages": 1,
     "penstock.runtime.batches.microbatches": 2,
     "penstock.runtime.engine.engine": 2,
     "penstock.runtime.engine.worker": 1,

@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -56,16 +57,17 @@ class Pool:
         self._context.set_forkserver_preload(list(imported))
         self._directory = tempfile.TemporaryDirectory()
         self._seconds = seconds
-        self._jobs = self._started = 0
+        self._started = 0
         self._members = [self._start() for _ in range(size)]
 
     def run(self, ranks: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``job(*arguments)`` in `ranks` processes of one process group; what each returned, by rank."""
-        self._jobs += 1
-        store = str(Path(self._directory.name) / str(self._jobs))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         members = self._members[:ranks]
         for rank, member in enumerate(members):
-            member.connection.send((rank, ranks, store, job, arguments))
+            member.connection.send((rank, ranks, port, job, arguments))
         answers = self._collect(members)
         failures = [f"rank {rank}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if failures:
@@ -159,10 +161,14 @@ def _serve(connection: Connection, stacks: str) -> None:
             continue
         if task is None:
             return
-        rank, ranks, store, job, arguments = task
+        rank, ranks, port, job, arguments = task
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=120),
             )
             answer = (True, job(*arguments))
         except BaseException:

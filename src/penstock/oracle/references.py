@@ -26,6 +26,7 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
 from penstock.scheduling.verification.constant_delays import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, amount_of, compute_loss
+from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
 from penstock.training.recipes import Recipe
@@ -67,6 +68,7 @@ def reference_train(
     clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
     update_hooks: Sequence[UpdateHook] = (),
+    on_nonfinite: OnNonfinite = "raise",
     scale_learning_rates: bool = False,
     seed: int = 0,
     drain_after: Collection[int] = (),
@@ -104,6 +106,8 @@ def reference_train(
     not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
     stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
 
+    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss.
+
     With `version_dtype`, W(x) are the optimizer's weights, cast to that type if they are float32, trained, and of two
     dimensions or more. Each microbatch's gradient is cast back before it is added to the others. Each stage has its own
     state of `update_hooks`, made from its own updates. With hooks that predict weights, W(x) is their prediction,
@@ -122,6 +126,7 @@ def reference_train(
         loss_weight=loss_weight,
         version_dtype=version_dtype,
         update_hooks=update_hooks,
+        on_nonfinite=on_nonfinite,
     )
     device = first_device(model)
     with recipe.autocast_context(device):

@@ -8,6 +8,7 @@ import torch
 
 from penstock.training.clipping import check_clip
 from penstock.training.losses import LossFunction, LossWeight, model_loss
+from penstock.training.nonfinite import SKIPPING, OnNonfinite, check_on_nonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import autocasting, check_autocast, check_version_dtype
 from penstock.training.scaling import LossScale, read_loss_scale
@@ -32,6 +33,7 @@ class Recipe:
     loss_weight: LossWeight | None = None
     version_dtype: torch.dtype | None = None
     update_hooks: Sequence[UpdateHook] = ()
+    on_nonfinite: OnNonfinite = "raise"
 
     def __post_init__(self) -> None:
         check_autocast(self.autocast)
@@ -39,6 +41,7 @@ class Recipe:
         read_loss_scale(self.loss_scale)
         check_version_dtype(self.version_dtype, self.autocast)
         check_hooks(self.update_hooks)
+        check_on_nonfinite(self.on_nonfinite)
 
     @property
     def hooks(self) -> tuple[UpdateHook, ...]:
@@ -47,8 +50,13 @@ class Recipe:
 
     @property
     def scaling(self) -> LossScale | None:
-        """The rule that `loss_scale` asks for."""
-        return read_loss_scale(self.loss_scale)
+        """The rule that `loss_scale` asks for, or that skips updates without it."""
+        return SKIPPING if self.loss_scale is None and self.on_nonfinite == "skip" else read_loss_scale(self.loss_scale)
+
+    @property
+    def checks_losses(self) -> bool:
+        """Whether a loss that is not finite is an error. With a loss scale it is a reason to lower the scale."""
+        return self.on_nonfinite == "raise" and self.loss_scale is None
 
     @property
     def reads_model_loss(self) -> bool:
@@ -58,7 +66,7 @@ class Recipe:
     @property
     def needs_norms(self) -> bool:
         """Whether stages must exchange the norms of their gradients."""
-        return self.clip_grad_norm is not None or self.loss_scale is not None
+        return self.clip_grad_norm is not None or self.scaling is not None
 
     def keeps_masters(self, delays: Iterable[int]) -> bool:
         """Whether forwards may read other weights than those that the optimizer steps. `delays`: by stage, how many

@@ -28,11 +28,17 @@ class LossScale:
     interval: int = 2000
 
     def __post_init__(self) -> None:
-        if not (self.initial > 0 and self.growth >= 1 and 0 < self.backoff <= 1 and self.interval >= 0):
+        finite = math.isfinite(self.initial) and math.isfinite(self.growth)
+        if not (finite and self.initial > 0 and self.growth >= 1 and 0 < self.backoff <= 1 and self.interval >= 0):
             raise PenstockError(
-                f"{self}: expected initial above 0, growth of at least 1, backoff above 0 and at most 1, and interval "
-                "0 or more"
+                f"{self}: expected initial above 0, growth of at least 1, both finite, backoff above 0 and at most 1, "
+                "and interval 0 or more. With an infinite scale every update would be skipped"
             )
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the scale never changes."""
+        return self.backoff == 1 and (self.growth == 1 or self.interval == 0)
 
 
 def read_loss_scale(option: LossScale | str | float | None) -> LossScale | None:
@@ -42,11 +48,11 @@ def read_loss_scale(option: LossScale | str | float | None) -> LossScale | None:
             return option
         case "dynamic":
             return LossScale()
-        case int() | float() if not isinstance(option, bool) and option > 0:
+        case int() | float() if not isinstance(option, bool) and 0 < option < math.inf:
             return LossScale(float(option), growth=1.0, backoff=1.0, interval=0)
         case _:
             raise PenstockError(
-                f'loss_scale={option!r}: expected "dynamic", a number above 0, a penstock.LossScale, or None'
+                f'loss_scale={option!r}: expected "dynamic", a number above 0 and finite, a penstock.LossScale, or None'
             )
 
 
@@ -86,11 +92,13 @@ class LossScaler:
             del self._used[update]
 
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint."""
-        return {"scale": self.scale, "good": self.good}
+        """The state for a checkpoint; {} if the scale never changes."""
+        return {} if self._rule.is_constant else {"scale": self.scale, "good": self.good}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restores `state`; {} changes nothing."""
+        """Restores `state`. {} changes nothing, and a scale that never changes stays as it is."""
+        if self._rule.is_constant:
+            return
         self.scale, self.good = state.get("scale", self.scale), int(state.get("good", self.good))
 
     def restart(self) -> None:

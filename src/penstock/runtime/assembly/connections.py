@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.capturing.chain import LayerChain, StageModule
+from penstock.runtime.engine.call_agreement import call_edges, comparing_rank
 from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
 from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.runtime.transport.worlds import World
@@ -43,8 +44,8 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
     """The edges that messages travel on.
 
     They lead both ways between neighbour stages and between stages that share weights or a skip, if a microbatch or a
-    gradient goes that way; from the last stage to every rank; and from the first replica of each stage in `buffered` to
-    the others.
+    gradient goes that way; from the last stage to every rank; both ways between the first rank of the last stage and
+    every other one; and from the first replica of each stage in `buffered` to the others.
     """
     stages = schedule.placement.stages
     edges: dict[Edge, None] = {}
@@ -56,6 +57,7 @@ def edges_of(schedule: Schedule, buffered: Collection[int]) -> tuple[Edge, ...]:
             edges.update({Edge(here, there): None for here in ranks for there in ranks})
     edges.update({Edge(last, rank, Channel.REPORTS): None for last in stages[-1] for rank in range(schedule.ranks)})
     edges.update({Edge(stages[stage][0], rank, Channel.BUFFERS): None for stage in buffered for rank in stages[stage]})
+    edges.update(dict.fromkeys(call_edges(schedule.ranks, comparing_rank(stages[-1]))))
     return tuple(edge for edge in edges if edge.source != edge.target)
 
 

@@ -1,6 +1,10 @@
-"""Around every call of a user: an error on one process reaches the others, and ends the pipeline."""
+"""Around every call of a user: an error on one process reaches the others, and ends the pipeline.
 
-from collections.abc import Iterator
+A refusal changes nothing: the call did not begin. If all processes refuse a call, all can go on.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.errors import PenstockError
@@ -16,6 +20,19 @@ class FailureGuard:
         self._world = world
         self._failed = ""
         """By what the pipeline failed, and where."""
+        self._running = threading.Lock()
+        """Held while a call uses the stages."""
+        self._place = ""
+        """What that call does."""
+        self.closed = False
+        """Whether the pipeline was closed."""
+        self.discard: Callable[[], bool] | None = None
+        """Called after an error in a single process: drops what the call has left behind, and returns whether the
+        pipeline is as it was before the call."""
+        self._lost_state = False
+        """Whether the pipeline failed in a way that a new state repairs."""
+        self.all_refuse: Callable[[str], bool] | None = None
+        """Called with the reason on every process that refuses a call. Returns whether all of them do."""
 
     @property
     def failed(self) -> bool:
@@ -26,20 +43,85 @@ class FailureGuard:
     def __call__(self, place: str, harmless: bool = False) -> Iterator[None]:
         """Reports an error in this block to the other processes. The pipeline is of no use after it.
 
-        A `harmless` error leaves a pipeline in a single process as it was. `PenstockError` if it has failed before.
+        A `harmless` block uses no stage. The pipeline stays as it was if all processes raise a `PenstockError` in it,
+        or any error if there is one process. `PenstockError` if the pipeline has failed or was closed before, or is
+        used by another call.
         """
+        self.check_open()
+        if not harmless and not self._running.acquire(blocking=False):
+            self._refuse_second()
+        self._world.enter(place)
+        try:
+            if not harmless:
+                self._place = place
+            yield
+        except BaseException as error:
+            # A failure within a call of this block was reported there.
+            if not self._failed and not (harmless and self._is_refusal(error)):
+                if not self._recovers(error):
+                    self._failed = f"{type(error).__name__} {place}"
+                self._world.report(place, error)
+            raise
+        finally:
+            self._world.enter("")
+            if not harmless:
+                self._running.release()
+
+    def check_open(self) -> None:
+        """Raises `PenstockError` if the pipeline has failed, was closed, or is used by another call."""
+        if self._lost_state and self._failed:
+            raise PenstockError(
+                f"this pipeline failed before ({self._failed}), when some stages had made an update that others had "
+                "not, or microbatches were in flight: its weights are those of no step. Call load(...) or "
+                "load_state_dict(...), after which it can go on"
+            )
         if self._failed:
             raise PenstockError(
                 f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
                 "Pipeline and load a state dict"
             )
-        self._world.enter(place)
+        if self.closed:
+            raise PenstockError(
+                "this pipeline was closed: expected calls before close() only, or inside of its with block. Close it "
+                "after the last call, or build a new Pipeline and load a state dict"
+            )
+        if self._running.locked():
+            self._refuse_second()
+
+    @contextmanager
+    def loading(self, drain: Callable[[], None]) -> Iterator[None]:
+        """Calls `drain`, and then runs a block that gives the pipeline a new state. A pipeline that has only lost its
+        state by a failure is not drained, and can go on afterwards.
+        """
+        lost = self._failed if self._lost_state else ""
+        if lost:
+            self._failed = ""
         try:
+            drain()
             yield
-        except BaseException as error:
-            if not harmless or self._world.processes > 1:
-                self._failed = f"{type(error).__name__} {place}"
-            self._world.report(place, error)
+        except BaseException:
+            self._failed = self._failed or lost
             raise
-        finally:
-            self._world.enter("")
+        self._lost_state = False
+
+    def _recovers(self, error: BaseException) -> bool:
+        """Whether the pipeline can go on after `error` in a call. Says so in a note."""
+        if self.discard is None:
+            return False
+        intact = self.discard()
+        self._lost_state = not intact
+        if intact:
+            error.add_note("penstock: this call has changed no weight, and the pipeline can go on")
+        return intact
+
+    def _refuse_second(self) -> None:
+        raise PenstockError(
+            f"this pipeline is already in use ({self._place}): expected one call at a time, found a call from another "
+            "thread, or from the model, the loss function or a hook within a call. Make it when that call has returned"
+        )
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        """Whether all processes go on after `error`."""
+        if self._world.processes == 1:
+            return True
+        return self.all_refuse is not None and isinstance(error, PenstockError) and self.all_refuse(str(error))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import PenstockError
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
 from penstock.values.stages import Stage
@@ -50,18 +50,17 @@ class HeldTensors:
             return None
         values = torch.empty(self.every[name].shape, dtype=dtype) if taken is None else taken.contiguous()
         flat, group = values.reshape(-1).view(torch.uint8), self.world.group
-        try:
+
+        def pass_on() -> None:
             if rank is None:
                 dist.broadcast(flat, src=owner, group=group)
             elif here == owner:
                 dist.send(flat, dst=rank, group=group)
             else:
                 dist.recv(flat, src=owner, group=group)
-        except RuntimeError as error:
-            raise TransportError(
-                f"{name} could not be brought from rank {owner} to {'all ranks' if rank is None else f'rank {rank}'}: "
-                f"another rank ended or failed. Look at its log. torch.distributed says: {error}"
-            ) from error
+
+        peers = [peer for peer in (owner, rank) if peer is not None and peer != here]
+        self.world.run(pass_on, f"{name}, from rank {owner} to {'all' if rank is None else f'rank {rank}'}", peers)
         return None if here == owner and rank is not None else values
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:

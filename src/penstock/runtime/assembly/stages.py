@@ -1,15 +1,13 @@
 """Builds the stages of each rank from a plan and a captured model, before the first step.
 
-The plan and the model are checked here, once, so that a wrong plan, a model that differs between ranks or an
-unsupported combination ends with an error instead of a hang.
+The plan is checked here, once, so that a wrong plan or an unsupported combination ends with an error instead of a
+hang.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cache, partial
 
-import torch
 from torch import nn
 
 from penstock.capturing.chain import LayerChain, StageModule
@@ -29,23 +27,18 @@ from penstock.runtime.parameters.shards import dimensions_of
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
 from penstock.runtime.transport.device_meshes import processes_of
 from penstock.runtime.transport.transport import Transport
-from penstock.runtime.transport.worlds import World
-from penstock.scheduling.actions import format_programs
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.lowering import partners
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
-from penstock.scheduling.verification.verifier import enough_minibatches
 from penstock.values.documents import is_count
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
 __all__ = [
     "build_stages",
-    "check_agreement",
     "check_plan",
     "choose_plan",
     "counted_parameters",
@@ -316,88 +309,9 @@ def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool
     return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}
 
 
-@dataclass(frozen=True, slots=True)
-class _Fingerprint:
-    """The values that must be the same on every rank."""
-
-    plan: str
-    """All that makes plans equal, with the schedule's name: a definition need not be one that can be pickled."""
-    shown: str
-    """The plan as errors show it."""
-    programs: str
-    """A digest of what the schedule does and guarantees."""
-    layers: tuple[str, ...]
-    parameters: Mapping[str, str]
-    skips: tuple[Skip, ...]
-
-
-def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None) -> None:
-    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective."""
-    if world.processes == 1:
-        return
-    compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
-    layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
-    programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
-    mine = _Fingerprint(compared, str(plan), programs, layers, _digests(chain.parameters), skips)
-    own = tuple(getattr(mine, field.name) for field in fields(mine))
-    for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
-        other = _Fingerprint(*gathered)
-        if other.layers != mine.layers:
-            raise PlanError(
-                f"rank {rank} has a model of layers {list(other.layers)} and rank {world.rank} of {list(mine.layers)}: "
-                "build the same model on every rank"
-            )
-        if other.plan != mine.plan:
-            raise PlanError(
-                f"rank {rank} and rank {world.rank} have different plans:\n{other.shown}\n{mine.shown}\n"
-                "Two profiles never agree exactly: plan on one rank and give the plan to all, or load it from a file"
-            )
-        if other.programs != mine.programs and other.skips == mine.skips:
-            raise PlanError(
-                f"rank {rank} and rank {world.rank} have different schedules called {str(plan.schedule)!r}: expected "
-                "the same programs and guarantees, found others. Define the schedule alike on every rank, by the sizes "
-                "of the pipeline alone"
-            )
-        if other.skips != mine.skips:
-            raise PlanError(
-                f"rank {rank} sends directly between the stages {other.skips} and rank {world.rank} between "
-                f"{mine.skips}: pass the same skips=, and samples of the same shapes, on every rank"
-            )
-        different = [name for name, digest in mine.parameters.items() if other.parameters.get(name) != digest]
-        if different:
-            raise PlanError(
-                f"rank {rank} and rank {world.rank} start from different weights: {_first_names(different)}. Every "
-                "rank must build the whole model identically: call torch.manual_seed(...) with one seed before "
-                "building it"
-            )
-
-
-def _digest_programs(schedule: Schedule) -> str:
-    """A short digest of the programs and guarantees of `schedule`; of one of Penstock's own, one step is enough."""
-    own = isinstance(identify(schedule.definition), str)
-    programs = schedule.step(0) if own else schedule.program(enough_minibatches(schedule))
-    text = f"{format_programs(programs)}\n{schedule.guarantees}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """A short digest of every parameter: shape, type and sum."""
-    result = {}
-    for name, parameter in parameters.items():
-        total = 0.0 if parameter.is_meta else float(parameter.detach().sum(dtype=torch.float64))
-        facts = repr((tuple(parameter.shape), parameter.dtype, total))
-        result[name] = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
-    return result
-
-
 def _distinct(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Each parameter once, under its first name."""
     seen: dict[int, str] = {}
     for name, parameter in parameters.items():
         seen.setdefault(id(parameter), name)
     return {name: parameters[name] for name in seen.values()}
-
-
-def _first_names(names: Sequence[str], count: int = 3) -> str:
-    rest = len(names) - count
-    return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import isfinite
 from operator import add
 from typing import NamedTuple, cast
 
@@ -72,6 +73,8 @@ class Loss:
     def __init__(self, results: Sequence[ReplicaResults]) -> None:
         self._results = tuple(results)
         self._values: dict[str, float] = {}
+        self.nonfinite: tuple[int, ...] = ()
+        """After the loss was read: the microbatches whose loss is not finite."""
 
     def ready(self) -> bool:
         """Whether ``float`` would return at once."""
@@ -93,6 +96,7 @@ class Loss:
             rows = [row for _, rows in read for row in rows]
             # In the order of the microbatches, so that the sums have the same bits for any placement.
             rows.sort(key=lambda row: row[0])
+            self.nonfinite = tuple(dict.fromkeys(microbatch for microbatch, row in rows if not isfinite(row[0])))
             # One addition after the other: since Python 3.12, `sum` of floats compensates for rounding.
             sums = [reduce(add, column) for column in zip(*(shares for _, shares in rows), strict=True)]
             self._values = dict(zip(("", *read[0][0]), sums, strict=True))

@@ -21,12 +21,14 @@ from penstock.runtime.batches.result_broadcast import ResultBroadcast
 from penstock.runtime.batches.results import Loss
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.engine.buffers import share_buffers
+from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.nonfinite_losses import LateLosses
 from penstock.runtime.engine.prediction_check import PredictionCheck
 from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
 from penstock.runtime.engine.worker import Worker
@@ -80,6 +82,9 @@ class Engine:
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
+        ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
+        self.calls = CallAgreement(transport, self._ranks[0], ranks, comparing_rank(schedule.placement.stages[-1]))
+        """Compares the calls of this process with those of the others."""
         last = schedule.stages - 1
         self._scalers = [
             worker.gradients.scaler
@@ -87,10 +92,16 @@ class Engine:
             if worker.gradients.scaler is not None and last in worker.stages
         ]
         """The loss scalers of the ranks that hold the last stage. Only these change their scale."""
+        # On the CPU the loss head checks them.
+        late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
+        self._late = LateLosses(schedule.microbatches) if late else None
+        """The losses to check, on the ranks of the last stage."""
         self._minibatch = 0
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
         """Microbatches trained before the present run."""
+        self._begun: Mapping[int, int] | None = None
+        """While a segment runs: by stage of this process, the newest version of the weights when it began."""
         self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a segment, made ahead of their use."""
 
@@ -101,6 +112,9 @@ class Engine:
 
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
+        self._announce("step", microbatches)
+        if self._late is not None:
+            self._late.check()
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
@@ -110,14 +124,19 @@ class Engine:
         self._follows = True
         self._minibatch += 1
         self.steps += 1
+        self._begun = None
         if self._check:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
             self._check.compare()
-        return self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
+        loss = self._results.loss(batch, self._schedule.placement, range(first, first + len(microbatches)))
+        if self._late is not None:
+            self._late.add(self._microbatches_before + first, loss)
+        return loss
 
     def drain(self) -> None:
         """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
+        self._announce("drain")
         self._follows = False
         if not self._schedule.flushes and self._minibatch > 0:
             microbatches = self._minibatch * self._schedule.microbatches
@@ -125,6 +144,7 @@ class Engine:
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
             self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
+            self._begun = None
         self.share_buffers()
         self.transport.flush()
 
@@ -137,17 +157,40 @@ class Engine:
             worker.gradients.restart()
         self._microbatches_before, self._minibatch = microbatches, 0
 
+    def discard(self) -> bool:
+        """Drops what a call that failed has left behind: messages, microbatches in flight, gradients. Returns whether
+        the weights are those before the call, and no microbatch of an earlier call was dropped.
+
+        For an engine that runs all ranks, since no other process is asked.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            # The call failed before its first action, or after its last one.
+            return True
+        intact = begun == self._newest_versions() and (self._schedule.flushes or self._minibatch == 0)
+        for worker in self._workers:
+            worker.discard()
+        self.transport.close()
+        self._follows = False
+        self.restart(self.trained)
+        return intact
+
+    def _newest_versions(self) -> dict[int, int]:
+        return {index: stage.weights.newest for own in self._stages.values() for index, stage in own.items()}
+
     def share_buffers(self) -> None:
         """Copies the buffers of the first replica of every stage to the others."""
         share_buffers(self._stages, self._schedule.placement, self.transport)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:
         """The mean loss of `microbatches` in evaluation mode with the newest weights; it may still be in flight."""
+        self._announce("evaluate", microbatches)
         batch = self._infer(microbatches, keeps_outputs=False)
         return self._results.loss(batch, self._round_robin, range(len(microbatches)))
 
     def predict(self, microbatches: Sequence[Microbatch]) -> list[list[Tensor]]:
         """The values of the model's output for each of `microbatches`. Waits for them."""
+        self._announce("predict", microbatches)
         batch = self._infer(microbatches, keeps_outputs=True)
         return self._results.outputs(batch, self._round_robin, microbatches)
 
@@ -170,6 +213,10 @@ class Engine:
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, on any process."""
         return any(worker.gradients.scaler is not None for worker in self._workers)
+
+    def skipped_updates(self) -> int:
+        """The updates that a stage of this process skipped; of the stage with the most."""
+        return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
 
     def scale_state(self) -> dict[str, Any]:
         """The state of the loss scaler for a checkpoint; {} on processes without the last stage."""
@@ -205,6 +252,9 @@ class Engine:
         comparison = self._check.compare() if self._check else None
         return None if comparison is None else comparison.error
 
+    def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> None:
+        self.calls.announce(name, microbatches, self.trained, self.seed)
+
     def _training_run(self, admitted: int) -> BatchRun:
         return BatchRun(
             training=True,
@@ -221,6 +271,7 @@ class Engine:
         made = self._schedule
         forwards = inference(made.ranks, made.stages_per_rank, len(microbatches), self._round_robin)
         self._run(batch, microbatches, 0, forwards, Step(0))
+        self._begun = None
         return batch
 
     @property
@@ -235,6 +286,7 @@ class Engine:
         prepared, programs = self._prepared
         if schedule is not self._schedule or segment != prepared:
             programs = self._programs(schedule, segment)
+        self._begun = self._newest_versions()
         numbered = dict(enumerate(microbatches, first))
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])
@@ -269,7 +321,14 @@ def make_workers(
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
         gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
         heads = {
-            index: LossHead(rank, chain, recipe.loss_fn, gradients.loss_weight, copies=stage.cuda_graphs is not None)
+            index: LossHead(
+                rank,
+                chain,
+                recipe.loss_fn,
+                gradients.loss_weight,
+                copies=stage.cuda_graphs is not None,
+                checks=recipe.checks_losses,
+            )
             for index, stage in own.items()
             if index == schedule.stages - 1
         }

@@ -17,6 +17,7 @@ from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
+from penstock.runtime.engine.nonfinite_losses import check_loss_now, find_layer
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
@@ -83,6 +84,10 @@ class Forwards:
         within = compute if self._autocast is None else _inside(self._autocast, compute)
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
+            if head.checks and microbatch.amount:
+                names, again = module.names, partial(run, received, microbatch.inputs, seed)
+                find = partial(find_layer, module, names, received, again)
+                check_loss_now(outputs[0], f"microbatch {k} since the last drain", find)
             head.end_forward(k, microbatch, outputs[0], metrics)
         return outputs
 

@@ -52,6 +52,8 @@ class Gradients:
         scaler: LossScaler | None,
     ) -> None:
         self.norms, self.scaler = norms, scaler
+        self.skipped = dict.fromkeys(stages, 0)
+        """By stage, the updates that were skipped."""
         self._rank, self._schedule, self._stages = rank, schedule, stages
         self._last_stage = schedule.stages - 1
         self._averages = schedule.guarantees.rule in (VersionRule.NEWEST, VersionRule.INPUT_STAGE)
@@ -78,6 +80,11 @@ class Gradients:
             self.norms.restart()
         if self.scaler is not None:
             self.scaler.restart()
+
+    def discard(self) -> None:
+        """Drops all gradients of updates that were not made."""
+        for kept in (self._own, self._lasts, self._tied, self._sums, self._means):
+            kept.clear()
 
     def loss_weight(self, k: int, microbatch: Microbatch) -> float:
         """d(loss of the update) / d(loss of microbatch `k`), times the loss scale.
@@ -162,6 +169,7 @@ class Gradients:
         updates = [of for _, of in overflown]
         if self.scaler is not None and stage == self._last_stage:
             self.scaler.update(updates, keep=version - 2 * self._schedule.stages)
+        self.skipped[stage] += version in updates
         return norms.clip(stage, version, self._final(stage, version), overflown), version in updates
 
     def forget(self, stage: int, update: int) -> None:

@@ -33,3 +33,13 @@ class LocalStage:
     cuda_graphs: CudaGraphStage | None = None
     """Its forwards and backwards as captured CUDA graphs, where these are in use."""
     executor: StageExecutor = field(default_factory=StageExecutor)
+
+    def discard(self) -> None:
+        """Drops the microbatches in flight and their gradients."""
+        if self.cuda_graphs is not None:
+            for microbatch in self.executor.in_flight:
+                self.cuda_graphs.release(microbatch)
+        self.executor.in_flight.clear()
+        if self.reducer is not None:
+            self.reducer.discard()
+        self.weights.discard()

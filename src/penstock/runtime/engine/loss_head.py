@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
+from penstock.errors import PenstockError
 from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.results import MicrobatchResult
@@ -24,7 +25,8 @@ class LossHead:
     """Ends the forwards of `rank`, which holds the last stage of `chain`, with the loss.
 
     `weigh`: the weight of a microbatch's loss in the loss that its update minimizes, times the loss scale.
-    `copies`: the stage returns memory that its next forward overwrites.
+    `copies`: the stage returns memory that its next forward overwrites. `checks`: a loss that is not finite is an
+    error.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class LossHead:
         loss_fn: LossFunction,
         weigh: Callable[[int, Microbatch], float],
         copies: bool,
+        checks: bool,
     ) -> None:
-        self.loss_fn = loss_fn
+        self.loss_fn, self.checks = loss_fn, checks
         self._rank, self._chain, self._weigh, self._copies = rank, chain, weigh, copies
         self._batch = BatchRun(training=True)
         self._gradients: dict[int, Tensor] = {}
@@ -45,6 +48,10 @@ class LossHead:
         """Prepares for the forwards of `batch`."""
         self._batch = batch
 
+    def discard(self) -> None:
+        """Drops the gradients of losses whose backward will not come."""
+        self._gradients.clear()
+
     def compute(self, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to
         `metrics`.
@@ -52,6 +59,8 @@ class LossHead:
         chain = self._chain if self._batch.training else self._chain.evaluation()
         loss, beside = compute_loss(self.loss_fn, chain.output.build(outputs), microbatch.target)
         metrics.update(beside)
+        if self._batch.training and microbatch.amount:
+            _check_trains(loss, outputs)
         # A loss may be a DTensor where the layers before it are split over processes.
         return (whole(loss),)
 
@@ -78,3 +87,18 @@ class LossHead:
         if self._copies:
             values = tuple([value.clone() for value in values])
         self._batch.results[self._rank, k] = MicrobatchResult(tuple(metrics), values, microbatch.weight)
+
+
+def _check_trains(loss: Tensor, outputs: tuple[Tensor, ...]) -> None:
+    """Raises `PenstockError` if no gradient can be taken of `loss`, computed from `outputs`."""
+    if not loss.is_floating_point():
+        raise PenstockError(
+            f"loss_fn returned a loss of {loss.dtype} in a step: expected a floating-point number, of which gradients "
+            "can be taken. Return the loss as computed, and counts such as accuracy in a dict beside it"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad and any(output.requires_grad for output in outputs):
+        raise PenstockError(
+            "loss_fn returned a loss that does not depend on the model's output by autograd: expected one of which "
+            "gradients can be taken, since the step would train nothing. Leave out .detach(), .item(), torch.tensor() "
+            "and torch.no_grad() on the way from the output to the loss"
+        )

@@ -85,6 +85,11 @@ class Worker:
         self._timings: list[ActionTiming] = []
         self._microbatches: dict[int, Microbatch] = {}
 
+    @property
+    def checks_losses(self) -> bool:
+        """Whether a loss of this rank that is not finite is an error."""
+        return any(head.checks for head in self._heads.values())
+
     def begin(
         self, batch: BatchRun, schedule: Schedule, microbatches: Mapping[int, Microbatch], program: Sequence[Action]
     ) -> None:
@@ -113,6 +118,17 @@ class Worker:
             self._microbatches.clear()
         timings, self._timings = self._timings, []
         return timings
+
+    def discard(self) -> None:
+        """Drops the microbatches, messages and gradients of a segment that failed. The weights stay as they are."""
+        self._microbatches.clear()
+        self._timings.clear()
+        self._mailbox.discard()
+        self.gradients.discard()
+        for head in self._heads.values():
+            head.discard()
+        for stage in self.stages.values():
+            stage.discard()
 
     def ready(self, action: Action) -> bool:
         """Whether `execute` would return without blocking."""

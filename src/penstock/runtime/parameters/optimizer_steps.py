@@ -80,6 +80,11 @@ class Updater:
         torch.clear_autocast_cache()
         return self.hooks.after_step(before, weights.stepped, self._delays[stage]) if before else {}
 
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """The schedulers of the optimizers, in their order; none if the user makes none."""
+        return [lr_schedule.scheduler for lr_schedule in self._lr_schedules]
+
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
         for hook, states in zip(self.hooks.hooks, self.hooks.states, strict=True):
@@ -128,7 +133,7 @@ class _LrSchedule:
     """Sets the options of an optimizer for any update, as its scheduler would."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._reached = 0
         """The last update whose options have been computed."""
         self._options: dict[int, _Options] = {0: _options_of(scheduler.optimizer)}
@@ -138,12 +143,12 @@ class _LrSchedule:
     @property
     def name(self) -> str:
         """The class of the scheduler."""
-        return type(self._scheduler).__qualname__
+        return type(self.scheduler).__qualname__
 
     def restart(self, reached: int) -> None:
         """Goes to update `reached`, step by step: the process that saved may have had other optimizers."""
         state, options = self._initial
-        self._scheduler.load_state_dict(copy.deepcopy(state))
+        self.scheduler.load_state_dict(copy.deepcopy(state))
         self._reached, self._options = 0, {0: options}
         self.apply(reached, reached)
 
@@ -151,14 +156,14 @@ class _LrSchedule:
         """Sets the options of `update`. No stage needs those of updates before `oldest` any more."""
         while self._reached < update:
             # A scheduler may compute the next options from the present ones.
-            _set_options(self._scheduler.optimizer, self._options[self._reached])
+            _set_options(self.scheduler.optimizer, self._options[self._reached])
             with warnings.catch_warnings():
                 # After a checkpoint the scheduler has not seen the earlier steps of the optimizer.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self._scheduler.step()
+                self.scheduler.step()
             self._reached += 1
-            self._options[self._reached] = _options_of(self._scheduler.optimizer)
-        _set_options(self._scheduler.optimizer, self._options[update])
+            self._options[self._reached] = _options_of(self.scheduler.optimizer)
+        _set_options(self.scheduler.optimizer, self._options[update])
         for old in [old for old in self._options if old < oldest]:
             del self._options[old]
 

@@ -297,6 +297,18 @@ class VersionedWeights:
             for parameter, gradient in held:
                 parameter.grad = gradient
 
+    @property
+    def newest(self) -> int:
+        """The newest version of the present run of the schedule."""
+        return self._slots.newest
+
+    def discard(self) -> None:
+        """Drops all gradients, and puts the optimizer's parameters back into the module."""
+        for leaves in (*self._leaves, self._slots.stepped):
+            for leaf in leaves.values():
+                leaf.grad = None
+        self.rest()
+
     def restart(self) -> None:
         """Makes the newest version the version 0 of a new run of the schedule."""
         self._slots.first = self._slots.slot_of(self._slots.newest)

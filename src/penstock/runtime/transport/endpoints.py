@@ -46,7 +46,7 @@ from penstock.runtime.transport.shared_memory.endpoints import Flusher, SharedIn
 from penstock.runtime.transport.shared_memory.handshake import Gather, LocalPeers, connect_local_peers
 from penstock.runtime.transport.shared_memory.ring_buffers import can_share
 from penstock.runtime.transport.store_watch import WatchedStore
-from penstock.runtime.transport.timeouts import Timeout
+from penstock.runtime.transport.timeouts import GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Channel, Edge
 
 __all__ = ["Endpoints"]
@@ -55,8 +55,6 @@ _AnyInbox: TypeAlias = GlooInbox | NcclInbox | SharedInbox
 _AnyOutbox: TypeAlias = GlooOutbox | NcclOutbox | SharedOutbox
 _AnySum: TypeAlias = GlooSum | NcclSum
 
-_GRACE = 60.0
-"""The time by which a communicator's own timeout exceeds ours. Our error says more, so it must come first."""
 _SHUTDOWN_SECONDS = 30.0
 """How long the other ranks may take to reach the shutdown."""
 
@@ -151,7 +149,7 @@ class Endpoints:
             self._shutdowns.pop(0)()
 
     def _members(self, name: str, ranks: Sequence[int]) -> Members:
-        seconds = self.timeout.timeout_seconds + _GRACE
+        seconds = self.timeout.timeout_seconds + GRACE_SECONDS
         return Members(f"penstock {name}", tuple(sorted(ranks)), self.rank, self.store, seconds)
 
     def _gloo(self, members: Members) -> Communicator:
@@ -175,10 +173,11 @@ class Endpoints:
         if backend is Backend.NCCL:
             self._connect_nccl(edge, members, peer)
         elif sends:
-            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, self._staging)
+            staging = HostStaging() if edge.channel == Channel.CALLS else self._staging
+            self.outboxes[edge] = GlooOutbox(edge, self._gloo(members), peer, staging)
         else:
             # Reports are read on the host. A reader that needs one on the device copies it there.
-            staging = HostStaging() if edge.channel == Channel.REPORTS else self._staging
+            staging = HostStaging() if edge.channel in (Channel.CALLS, Channel.REPORTS) else self._staging
             self.inboxes[edge] = GlooInbox(edge, self._gloo(members), peer, staging, self.timeout)
 
     def _connect_nccl(self, edge: Edge, members: Members, peer: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
 
 __all__ = ["FailureBoard", "explained", "name_ranks"]
@@ -27,6 +28,8 @@ _ANSWER_SECONDS = 1.0
 """How long a rank that knows of a failure waits for the store."""
 _CAUSE_SECONDS = 1.0
 """How long the error of a script may come after the script has closed its pipeline."""
+_LOOK_SECONDS = 0.25
+"""How often the operating system is asked for other processes."""
 _LINGER_SECONDS = 2.0
 """How long a rank that has reported a failure stays for those that have not read it."""
 
@@ -41,8 +44,11 @@ class FailureBoard:
         self.watch = StoreWatch(store, rank)
         self._rank = rank
         self._ranks = ranks
+        self.processes: Mapping[int, ProcessIdentity] = {}
+        """The processes of the ranks, as far as they are known."""
         self._ended: set[int] = set()
         """Ranks that are known to have ended, and will read no report."""
+        self._next_look = 0.0
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
         self._finalizer = weakref.finalize(self, self.watch.stop)
@@ -69,7 +75,7 @@ class FailureBoard:
         self.watch.observe(sorted(others))
         while time.monotonic() < deadline:
             states = self.watch.states
-            gone = {rank for rank in others if rank in states and (states[rank].left or states[rank].ended)}
+            gone = {rank for rank in others if self._has_ended(rank) or (rank in states and states[rank].left)}
             if self.watch.ask(lambda store: store.add(READERS, 0), _ANSWER_SECONDS) >= len(others - gone - self._ended):
                 return
             time.sleep(0.02)
@@ -89,19 +95,23 @@ class FailureBoard:
         """Raises `TransportError` if the process of one of `ranks` has ended without a word. Only the operating system
         tells this, of processes on the same host. `context` says what this rank waits for.
         """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
         self.watch.observe(ranks)
-        for rank in ranks:
-            state = self.watch.states.get(rank)
-            if state is not None and state.ended and not state.left:
-                # Its last word may have come in between.
+        ended = {rank for rank in ranks if self._has_ended(rank)}
+        # What it sent in the end may still be on its way.
+        suspects, self._ended = ended & self._ended, self._ended | ended
+        for rank in sorted(suspects):
+            if self.watch.silent_seconds == 0:
                 self.watch.look(_ANSWER_SECONDS)
                 self.check()
-                if not self.watch.states[rank].left:
-                    self.failed = True
-                    self._ended.add(rank)
-                    raise TransportError(
-                        f"rank {rank} has ended ({context}). It was probably killed (out of memory?): look at its log"
-                    )
+            if rank not in self.watch.states or not self.watch.states[rank].left:
+                self.failed = True
+                raise TransportError(
+                    f"rank {rank} has ended ({context}). It was probably killed (out of memory?): look at its log"
+                )
 
     def find_cause(self, ranks: Sequence[int], context: str, error: Exception) -> TransportError:
         """Returns the error for a connection to one of `ranks` that broke with `error`. Raises the cause instead if a
@@ -119,7 +129,7 @@ class FailureBoard:
                 break
             time.sleep(0.05)
         self.failed = True
-        ended = [rank for rank in ranks if rank in states and states[rank].has_ended()]
+        ended = [rank for rank in ranks if self._has_ended(rank)]
         self._ended.update(ended or (ranks if len(ranks) == 1 else ()))
         killed, gone = "was probably killed (out of memory?)", "left the training loop earlier"
         what = gone if left else f"{killed} or {gone}" if self.watch.lost else killed
@@ -140,7 +150,11 @@ class FailureBoard:
                 "holds it (torchrun's agent, or rank 0 without torchrun) stands still or cannot be reached."
             )
         states = self.watch.states
-        return "".join(f" Rank {rank} {states[rank].describe()}." for rank in ranks if rank in states)
+        known = [(rank, states[rank].describe(self.processes.get(rank))) for rank in ranks if rank in states]
+        return "".join(f" Rank {rank} {text}." for rank, text in known)
+
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self.processes and self.processes[rank].has_ended()
 
     def leave(self) -> None:
         """Writes that this rank takes part no longer. Called before its connections are closed."""

@@ -39,7 +39,15 @@ class ProcessIdentity:
         """The fields, as a plain value."""
         return self.host, self.pid, self.started
 
-    def letter(self) -> str:
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self._letter() in _ENDED
+
+    def is_stopped(self) -> bool:
+        """Whether the process is known to be stopped."""
+        return self._letter() in _STOPPED
+
+    def _letter(self) -> str:
         """The state of the process by the letter of ``/proc``; empty if it runs on another host."""
         if not self.host or self.host != _host():
             return ""
@@ -59,9 +67,6 @@ class RankState:
     """For how long, when it wrote this."""
     left: bool
     """Whether it takes part no longer: it closed its pipeline, or its script ended."""
-    process: ProcessIdentity | None = None
-    letter: str = ""
-    """The state of the process by the letter of ``/proc``; empty if it runs on another host."""
     seen: float = 0.0
     """When this process saw this sign first, by its own clock."""
 
@@ -75,35 +80,25 @@ class RankState:
         }
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], process: tuple[str, int, str], before: "RankState | None") -> "RankState":
+    def read(cls, fields: Mapping[str, Any], before: "RankState | None") -> "RankState":
         """The state that a rank wrote. `before`: the state at the last look."""
         known = before is not None and before.beat == fields["beat"]
-        seen = before.seen if before is not None and known else time.monotonic()
-        identity = ProcessIdentity(*process)
-        return cls(**fields, process=identity, letter=identity.letter(), seen=seen)
+        return cls(**fields, seen=before.seen if before is not None and known else time.monotonic())
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process had ended when this was read."""
-        return self.letter in _ENDED
-
-    def has_ended(self) -> bool:
-        """Whether the process is known to have ended by now."""
-        return self.process is not None and self.process.letter() in _ENDED
-
-    def describe(self) -> str:
-        """What the rank does, as the end of a sentence about it."""
+    def describe(self, process: ProcessIdentity | None) -> str:
+        """What the rank does, as the end of a sentence about it. `process`: its process, if that is known."""
         silent = time.monotonic() - self.seen
-        doing = f"{self.place or 'outside the pipeline'} for {self.place_seconds + silent:.1f} s"
+        place = self.place or "outside the pipeline"
+        last = f"its last sign of life came {silent:.1f} s ago, {place}"
         if self.left:
             return "has left: it closed its pipeline, or its script has ended"
-        if self.ended:
+        if process is not None and process.has_ended():
             return "was killed (out of memory?) or crashed: its process has ended"
-        if self.letter in _STOPPED:
-            return f"stands still: its process is stopped (SIGSTOP, a debugger?); it was {doing}"
+        if process is not None and process.is_stopped():
+            return f"stands still: its process is stopped (SIGSTOP, a debugger?), {last}"
         if silent > _STILL_SECONDS:
-            return f"has given no sign of life for {silent:.1f} s: it or its host stands still; it was {doing}"
-        return f"is at work: {doing}"
+            return f"stands still, or its host does: {last}"
+        return f"is at work, {place} for {self.place_seconds + silent:.1f} s"
 
 
 @cache

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
-from penstock.runtime.transport.rank_states import ProcessIdentity, RankState
+from penstock.runtime.transport.rank_states import RankState
 
 __all__ = ["FAILURE", "READERS", "StoreUnreachable", "StoreWatch", "WatchedStore"]
 
@@ -118,19 +118,19 @@ class StoreWatch:
     def _run(self) -> None:
         try:
             store = _connected_anew(self._store)
-            store.set(_identity_key(self._rank), encode_plain(ProcessIdentity.own().fields()).decode())
             look = life = 0.0
+            shown = self.doing
             while True:
                 now = time.monotonic()
-                if now >= life:
-                    self._live(store)
-                    life = now + _LIFE_SECONDS
                 if now >= look:
+                    if now >= life or self.doing != shown:
+                        shown, life = self.doing, now + _LIFE_SECONDS
+                        self._live(store)
                     self._look(store)
                     look = now + _LOOK_SECONDS
                 self._answered = time.monotonic()
                 with suppress(queue.Empty):
-                    request = self._requests.get(timeout=max(0.0, min(look, life) - self._answered))
+                    request = self._requests.get(timeout=max(0.0, look - self._answered))
                     if request is None:
                         break
                     self._answer(store, *request)
@@ -166,10 +166,9 @@ class StoreWatch:
         for look in tuple(self.looks):
             look(store)
         for rank in self._observed:
-            keys = [_identity_key(rank), _state_key(rank)]
-            if store.check(keys):
-                identity, state = (decode_plain(store.get(key)) for key in keys)
-                self.states[rank] = RankState.read(state, identity, self.states.get(rank))
+            if store.check([_state_key(rank)]):
+                state = decode_plain(store.get(_state_key(rank)))
+                self.states[rank] = RankState.read(state, self.states.get(rank))
 
 
 class WatchedStore:
@@ -211,10 +210,6 @@ def _connected_anew(store: Store) -> Store:
     except RuntimeError:
         # A store of the user's own need not implement it.
         return store
-
-
-def _identity_key(rank: int) -> str:
-    return f"process/{rank}"
 
 
 def _state_key(rank: int) -> str:

@@ -14,6 +14,7 @@ from penstock.runtime.transport.failures import FailureBoard, name_ranks
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
     "FAST_POLL_SECONDS",
+    "GRACE_SECONDS",
     "POLL_SECONDS",
     "SpinPolicy",
     "Timeout",
@@ -24,6 +25,8 @@ __all__ = [
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+GRACE_SECONDS = 60.0
+"""The time by which a communicator's own timeout exceeds ours. Our error says more, so it must come first."""
 POLL_SECONDS = 0.25
 """How often a waiting rank looks whether another rank has failed."""
 SPIN_SECONDS = 250e-6, 2e-3

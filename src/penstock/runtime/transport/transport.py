@@ -39,6 +39,8 @@ class Channel(StrEnum):
     REPORTS = "reports"
     """Losses, metrics and outputs, which are read on the host."""
     BUFFERS = "buffers"
+    CALLS = "calls"
+    """What ranks tell each other about their calls; on the host at both ends."""
     PROBE = "probe"
 
 

@@ -27,9 +27,10 @@ from penstock.runtime.transport.default_groups import call_at_meeting, make_defa
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
+from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
-from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, Timeout
+from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
@@ -68,9 +69,9 @@ class World(Protocol):
         `TransportError` if a process has failed, has ended, or does not come in time.
         """
 
-    def run(self, work: Callable[[], T], context: str) -> T:
-        """Returns ``work()``, which may wait for the other processes in calls that nothing ends, such as collectives of
-        PyTorch's. `TransportError` as from `gather`.
+    def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
+        """Returns ``work()``, which may wait for `peers` (all others, by default) in calls that nothing ends, such as
+        collectives of PyTorch's. `TransportError` as from `gather`.
         """
 
     def enter(self, place: str) -> None:
@@ -120,7 +121,7 @@ class SingleProcess:
     def gather(self, value: T, context: str = "") -> Sequence[T]:
         return [value]
 
-    def run(self, work: Callable[[], T], context: str) -> T:
+    def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
         return work()
 
     def enter(self, place: str) -> None:
@@ -170,8 +171,10 @@ class Processes:
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}
         try:
-            self.gather(None, _MEETING)
-            limit = timedelta(seconds=timeout_seconds)
+            identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
+            self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
+            # Our own error says more than one of a collective, so it must come first.
+            limit = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
             # Tensors of the host need a group of their own: the default group may be NCCL's, which takes others only.
             self.group: dist.ProcessGroup | None = self.run(
                 lambda: dist.new_group(backend="gloo", timeout=limit), "making a group of all ranks"
@@ -213,8 +216,8 @@ class Processes:
     def gather(self, value: T, context: str = "") -> Sequence[T]:
         return self._gather(value, context or self._board.watch.doing[0])
 
-    def run(self, work: Callable[[], T], context: str) -> T:
-        return self._timeout.run(work, context, self._others)
+    def run(self, work: Callable[[], T], context: str, peers: Sequence[int] = ()) -> T:
+        return self._timeout.run(work, context, peers or self._others)
 
     def enter(self, place: str) -> None:
         self._board.watch.doing = place, time.monotonic()

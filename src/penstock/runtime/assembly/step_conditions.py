@@ -1,0 +1,52 @@
+"""What must hold for a step to train anything, checked before the step begins."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.runtime.assembly.model_claims import ModelClaim
+
+__all__ = ["StepConditions"]
+
+
+class StepConditions:
+    """The conditions for steps of a pipeline on `model`. `trains`: whether any process trains a parameter."""
+
+    def __init__(self, model: nn.Module | Sequence[Any], trains: bool) -> None:
+        layers = [model] if isinstance(model, nn.Module) else model
+        self._claim = ModelClaim(layer for layer in layers if isinstance(layer, nn.Module))
+        self._trains, self._averaged = trains, False
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context manager in which steps are refused, since the parameters hold averages."""
+        self._averaged = True
+        try:
+            yield
+        finally:
+            self._averaged = False
+
+    def check(self) -> None:
+        """Raises `PenstockError` if a step would train nothing, or other weights than those of this pipeline."""
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+            raise PenstockError(
+                f"step() was called under {mode}: expected gradients to be enabled, since the step would train "
+                "nothing. Call step() outside of that block, or evaluate() or predict() for a result without training"
+            )
+        if not self._trains:
+            raise PenstockError(
+                "step() would train nothing: expected an optimizer with at least one parameter that requires a "
+                "gradient on some rank, found none. Unfreeze parameters before the pipeline is built, or return an "
+                "optimizer over them; evaluate() and predict() need none"
+            )
+        if self._averaged:
+            raise PenstockError(
+                "step() was called inside of averaged(): expected evaluations, predictions and state dicts only, since "
+                "the parameters hold averages there. Call step() after the block"
+            )
+        self._claim.check()

@@ -1,0 +1,104 @@
+"""Short digests of a batch, by which ranks find out whether they were given the same one.
+
+A digest covers the bytes of a tensor: all of them up to `FULL_BYTES`, and above that elements at equal distances. A
+probe covers `PROBE_BYTES` of the first and the last microbatch; it costs microseconds. Tensors on the meta device have
+no values, so their digest is empty and is compared with none.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capturing.samples import flatten
+from penstock.runtime.batches.microbatches import Microbatch
+
+__all__ = ["MOST_INPUTS", "NO_BATCH", "BatchFacts", "TensorFacts", "describe_batch"]
+
+FULL_BYTES = 2**20
+"""The most bytes of one input, or of the target, that a full digest reads."""
+PROBE_BYTES = 2**9
+"""The most bytes that a probe reads."""
+MOST_INPUTS = 15
+"""The inputs that are described one by one; the rest are described together."""
+_LONGEST = 64
+"""Characters of a shape's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One input, or the target. Both texts are empty where this process was given nothing."""
+
+    shape: str
+    """The shapes and dtypes in the microbatches, each once."""
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What ranks compare of a batch."""
+
+    samples: int
+    inputs: tuple[TensorFacts, ...]
+    """In the order of the model's inputs, without those that are not tensors."""
+    target: TensorFacts
+
+
+NO_BATCH = BatchFacts(0, (), TensorFacts("", ""))
+"""The facts of a call without a batch."""
+
+
+def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFacts:
+    """The facts of a batch that was cut into `microbatches`. `full`: whether digests are full ones.
+
+    A full digest of tensors on an accelerator waits for it. A probe does not: their digest is then empty.
+    """
+    if not microbatches:
+        return NO_BATCH
+    samples = sum([microbatch.samples for microbatch in microbatches])
+    chosen = microbatches if full or len(microbatches) < 2 else (microbatches[0], microbatches[-1])
+    names = list(chosen[0].inputs)
+    groups = [[name] for name in names[:MOST_INPUTS]] + ([names[MOST_INPUTS:]] if len(names) > MOST_INPUTS else [])
+    inputs = [_facts([each.inputs[name] for name in group for each in chosen], full) for group in groups]
+    targets = [leaf for each in chosen for leaf in flatten(each.target)[0]]
+    return BatchFacts(samples, tuple(inputs), _facts(targets, full))
+
+
+def _facts(values: Sequence[Any], full: bool) -> TensorFacts:
+    """The facts of the pieces of one input, or of all leaves of the targets."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    shapes = dict.fromkeys(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    text = ", ".join(shapes)
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 9]} {_hashed([text.encode()])[:8]}"
+    return TensorFacts(text, _digest(tensors, full))
+
+
+def _digest(tensors: Sequence[Tensor], full: bool) -> str:
+    if not tensors or not all(_is_readable(tensor, full) for tensor in tensors):
+        return ""
+    most = (FULL_BYTES if full else PROBE_BYTES) // len(tensors)
+    pieces = []
+    for tensor in tensors:
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        step = max(1, -(-flat.nbytes // max(most, flat.element_size())))
+        # On the device first, so that only the sample is copied.
+        sample = flat[::step].cpu().contiguous()
+        pieces.append(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
+    return _hashed(pieces)
+
+
+def _is_readable(tensor: Tensor, full: bool) -> bool:
+    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    strided = plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return strided and not tensor.is_meta and (full or tensor.device.type == "cpu")
+
+
+def _hashed(pieces: Sequence[bytes]) -> str:
+    found = hashlib.blake2b(digest_size=6)
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()

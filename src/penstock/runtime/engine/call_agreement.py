@@ -1,0 +1,205 @@
+"""Every rank makes the same calls with the same batches: each announces its calls, and one rank compares them.
+
+The comparing rank is the first one of the last stage. At every step, drain, evaluation and prediction each other rank
+sends it the name of the call and facts about the batch, and it sends its own to each of them. Where messages between
+stages change their form (another call, other shapes), no rank sends or receives anything for the call before all have
+announced it: a rank that expected another form would read garbage. Otherwise no rank waits, and a difference is found
+when the announcement has arrived.
+
+Invariants of this file:
+  1. The n-th announcements of all ranks belong together.
+  2. Announcements have one size, so that they can be read whatever the ranks do.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.runtime.batches.batch_digests import MOST_INPUTS, NO_BATCH, BatchFacts, TensorFacts, describe_batch
+from penstock.runtime.batches.microbatches import Microbatch
+from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
+
+__all__ = ["CHECKED_EVERY", "FIRST_STEPS", "AnnouncedCall", "CallAgreement", "call_edges", "comparing_rank"]
+
+FIRST_STEPS = 3
+"""In this many first steps of a pipeline the values of the batch are compared, before the step begins."""
+CHECKED_EVERY = 100
+"""In every step whose number is a multiple of this the values of the batch are compared again."""
+_KIND = ("call",)
+_BYTES = 1024 + 200 * (MOST_INPUTS + 2)
+"""More than an announcement has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedCall:
+    """One call on one rank."""
+
+    name: str
+    """``step``, ``drain``, ``evaluate``, ``predict``, or ``refusal`` if this rank refused a call."""
+    trained: int
+    """The microbatches trained before it."""
+    seed: str
+    batch: BatchFacts = NO_BATCH
+    reason: str = ""
+    """Why this rank refused."""
+
+    @property
+    def text(self) -> str:
+        """What the rank does, for errors."""
+        return f"refuses a call ({self.reason})" if self.reason else f"calls {self.name}"
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the forms of the messages between stages depend on."""
+        return self.name, self.batch.samples, [tensor.shape for tensor in self.batch.inputs]
+
+    def encode(self) -> Tensor:
+        """The call in a tensor of `_BYTES` bytes."""
+        text = json.dumps(asdict(self)).encode()
+        assert len(text) <= _BYTES, "its texts are short"
+        return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, code: Tensor) -> "AnnouncedCall":
+        """The call that `encode` put into `code`."""
+        read = json.loads(bytes(code.tolist()))
+        batch = read.pop("batch")
+        inputs = tuple(TensorFacts(**tensor) for tensor in batch["inputs"])
+        return cls(**read, batch=BatchFacts(batch["samples"], inputs, TensorFacts(**batch["target"])))
+
+
+def comparing_rank(last_stage: Sequence[int]) -> int:
+    """The rank that compares the calls of all, where `last_stage` has the ranks of the last stage."""
+    return last_stage[0]
+
+
+def call_edges(ranks: int, comparing: int) -> list[Edge]:
+    """The edges that announcements travel on."""
+    pairs = [(rank, comparing) for rank in range(ranks) if rank != comparing]
+    return [Edge(*way, Channel.CALLS) for pair in pairs for way in (pair, pair[::-1])]
+
+
+class CallAgreement:
+    """Announces the calls of `rank` out of `ranks`, and compares them with those of the others.
+
+    `comparing`: the rank that compares all. It does nothing if `ranks` is 1.
+    """
+
+    def __init__(self, transport: Transport, rank: int, ranks: int, comparing: int) -> None:
+        self._transport, self._rank, self._comparing = transport, rank, comparing
+        others = range(ranks) if rank == comparing else (comparing,)
+        self._peers = [peer for peer in others if peer != rank] if ranks > 1 else []
+        self._inputs: list[str] = []
+        """The names of the model's inputs in the last batch."""
+        self._form: tuple[object, ...] = ()
+        self._pending: deque[tuple[AnnouncedCall, Tensor, list[tuple[int, PendingMessage]]]] = deque()
+        """The own calls that are not compared yet, as they were encoded, with the receives of the others'."""
+        self._steps = 0
+
+    def announce(self, name: str, microbatches: Sequence[Microbatch], trained: int, seed: int | None) -> None:
+        """Announces a call. Waits for the others if the form of messages changes, and in the first steps.
+
+        Raises `TransportError` if another rank made another call, now or before, or passed another batch.
+        """
+        if not self._peers:
+            return
+        steps = name == "step"
+        first = steps and self._steps < FIRST_STEPS
+        full = first or (steps and self._steps % CHECKED_EVERY == 0)
+        self._steps += steps
+        batch = describe_batch(microbatches, full=full)
+        if microbatches:
+            names = list(microbatches[0].inputs)
+            self._inputs = [*names[:MOST_INPUTS], *(["one of the other inputs"] if len(names) > MOST_INPUTS else [])]
+        self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits=first)
+
+    def refuse(self, reason: str) -> bool:
+        """Announces that this rank refused a call before it began, and waits for the others. Returns whether all of
+        them did, so that all can go on.
+        """
+        if not self._peers:
+            return True
+        try:
+            self._exchange(
+                AnnouncedCall("refusal", -1, "", reason=reason.encode("ascii", "replace").decode()[:160]), True
+            )
+        except TransportError:
+            return False
+        return True
+
+    def _exchange(self, call: AnnouncedCall, waits: bool) -> None:
+        waits, self._form = waits or call.form != self._form, call.form
+        code = call.encode()
+        compares = self._rank == self._comparing
+        posted = [(peer, self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND)) for peer in self._peers]
+        self._pending.append((call, code, posted))
+        if compares and waits:
+            # The others go on when they hear from this rank, which is when all agree.
+            self._settle(waits=True)
+        for peer in self._peers:
+            self._transport.send(Edge(self._rank, peer, Channel.CALLS), _KIND, (code,))
+        self._settle(waits=waits)
+
+    def _settle(self, waits: bool) -> None:
+        """Compares the calls whose announcements have arrived; all of them if it `waits`."""
+        while self._pending:
+            own, own_code, posted = self._pending[0]
+            if not waits and not all(receive.ready() for _, receive in posted):
+                return
+            self._pending.popleft()
+            seen = {self._rank: own}
+            for peer, receive in posted:
+                (code,) = receive.wait()
+                assert code is not None
+                if not torch.equal(code, own_code):
+                    found = AnnouncedCall.decode(code)
+                    for rank, other in seen.items():
+                        self._compare(rank, other, peer, found)
+                    # Ranks that pass no values differ from the others in that; each kind is kept once.
+                    seen[peer] = found
+
+    def _compare(self, rank: int, one: AnnouncedCall, peer: int, other: AnnouncedCall) -> None:
+        """Raises `TransportError` unless the calls of two ranks belong together."""
+        if one.name != other.name:
+            self._fail(rank, one.text, peer, other.text, "Make the same calls in the same order")
+        if one.trained != other.trained:
+            self._fail(
+                rank,
+                f"calls {one.name} after {one.trained} microbatches of training",
+                peer,
+                f"after {other.trained}",
+                "Load the same state on every rank",
+            )
+        if one.seed != other.seed:
+            self._fail(rank, f"has seed {one.seed}", peer, f"has {other.seed}", "Pass the same seed= on every rank")
+        where = f"{one.name} after {one.trained} microbatches of training"
+        if one.batch.samples != other.batch.samples:
+            self._fail_batch(where, rank, f"{one.batch.samples} samples", peer, f"{other.batch.samples} samples")
+        names = [*self._inputs, "target"]
+        pairs = zip((*one.batch.inputs, one.batch.target), (*other.batch.inputs, other.batch.target), strict=False)
+        for name, (here, there) in zip(names, pairs, strict=False):
+            if here.shape != there.shape and here.shape and there.shape:
+                self._fail_batch(where, rank, f"{name} as {here.shape}", peer, f"{name} as {there.shape}")
+            if here.digest != there.digest and here.digest and there.digest:
+                values = f"{name} with values of digest"
+                self._fail_batch(where, rank, f"{values} {here.digest}", peer, f"{values} {there.digest}")
+
+    def _fail_batch(self, where: str, rank: int, one: str, peer: int, other: str) -> NoReturn:
+        advice = (
+            "Every rank must pass the same global batch to every call, in the same order: take batches from "
+            "penstock.loader(dataset, ...). A DistributedSampler, which gives every rank another part of the data, a "
+            "shuffle without a common seed, and samples that one rank leaves out are the usual causes"
+        )
+        self._fail(rank, f"has {one} in {where}", peer, f"has {other}", advice)
+
+    def _fail(self, rank: int, one: str, peer: int, other: str, advice: str) -> NoReturn:
+        raise TransportError(
+            f"the ranks are out of step: rank {rank} {one}, and rank {peer} {other}. Expected the same on all ranks. "
+            f"{advice}"
+        )

@@ -1,0 +1,21 @@
+"""What a pipeline does about losses and gradients that are not finite: the rule that `on_nonfinite=` asks for."""
+
+from typing import Literal, TypeAlias, get_args
+
+from penstock.errors import PenstockError
+from penstock.training.scaling import LossScale
+
+__all__ = ["SKIPPING", "OnNonfinite", "check_on_nonfinite"]
+
+OnNonfinite: TypeAlias = Literal["raise", "skip"]
+SKIPPING = LossScale(1.0, growth=1.0, backoff=1.0, interval=0)
+"""A loss scale that changes no number. An update whose gradients are not finite is skipped, as with any loss scale."""
+
+
+def check_on_nonfinite(option: object) -> None:
+    """Raises `PenstockError` if `option` is no rule."""
+    if option not in get_args(OnNonfinite):
+        raise PenstockError(
+            f"on_nonfinite={option!r}: expected 'raise' (a loss that is not finite is an error) or 'skip' (an update "
+            "whose gradients are not finite is left out on all stages). Pass one of them"
+        )

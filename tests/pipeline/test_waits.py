@@ -1,0 +1,126 @@
+"""No wait for another rank outlives ``timeout_seconds``, and the error names that rank."""
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from support.fork_server import Child, ForkServer, finish
+from support.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "waiting_script.py"
+ENOUGH_SECONDS = 90.0
+"""Much longer than any timeout here, and much shorter than those of PyTorch."""
+HANDLER = "the user's exit handler"
+
+
+def survivors(
+    fork_server: ForkServer, scenario: str, failing: int, ranks: int = 2, seconds: float = 6
+) -> list[tuple[int | None, str]]:
+    """Exit codes and standard errors of all but the failing one of `ranks` processes of the script, which end."""
+    children = fork_server.start_ranks([str(SCRIPT), scenario, str(failing), str(seconds)], ranks)
+    return outlive(children, failing)
+
+
+def outlive(children: list[Child], failing: int) -> list[tuple[int | None, str]]:
+    try:
+        return finish([child for rank, child in enumerate(children) if rank != failing], ENOUGH_SECONDS)
+    finally:
+        children[failing].kill()
+        children[failing].communicate()
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkServer, failing: int) -> None:
+    """Rank 0 holds the store, which then answers no call."""
+    errors = [error for code, error in survivors(fork_server, "stop step", failing, 3) if code == 1]
+
+    assert len(errors) == 2
+    told = [error for error in errors if f"nothing came from rank {failing} for 6 s" in error]
+    assert told
+    assert all("in a step" in error or "nothing came from" in error for error in errors)
+    if failing == 0:
+        assert all("The store at which the processes have met has not answered for" in error for error in told)
+    else:
+        assert all(f"Rank {failing} stands still: its process is stopped (SIGSTOP" in error for error in told)
+        assert all("its last sign of life came" in error for error in told)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "timeline", "weights"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(
+    fork_server: ForkServer, call: str, failing: int
+) -> None:
+    [(code, errors)] = survivors(fork_server, f"stop {call}", failing)
+
+    assert code == 1
+    assert f"nothing came from rank {failing} for 6 s" in errors
+    assert HANDLER in errors
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_never_builds_is_named(fork_server: ForkServer, failing: int) -> None:
+    [(code, errors)] = survivors(fork_server, "never build", failing)
+
+    assert code == 1
+    assert f"expected rank {failing}" in errors
+    assert "within 6 s, and it did not come" in errors
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_ends_before_it_builds_is_named(fork_server: ForkServer, failing: int) -> None:
+    [(code, errors)] = survivors(fork_server, "end before building", failing)
+
+    assert code == 1
+    assert f"expected rank {failing}" in errors
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_stands_still_before_a_probe_is_named(fork_server: ForkServer, failing: int) -> None:
+    [(code, errors)] = survivors(fork_server, "stop probe", failing)
+
+    assert code == 1
+    assert f"expected rank {failing}" in errors
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_a_killed_rank_is_noticed_though_its_child_lives(
+    fork_server: ForkServer, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has the connections of its parent, so they do not break."""
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
+    (killed, _), (code, errors) = finish(
+        fork_server.start_ranks([str(SCRIPT), "kill with child", "0", "300"], 2), ENOUGH_SECONDS
+    )
+
+    assert killed == -signal.SIGKILL
+    assert code == 1
+    assert "rank 0" in errors
+    assert "was probably killed (out of memory?)" in errors
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
+    fork_server: ForkServer, failing: int, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
+    answers = finish(fork_server.start_ranks([str(SCRIPT), "hook save", str(failing), "60"], 2), ENOUGH_SECONDS)
+
+    assert all(code == 1 and HANDLER in errors for code, errors in answers)
+    assert "OSError: the data set is gone" in answers[1 - failing][1]
+    assert f"rank {failing} failed outside the pipeline" in answers[1 - failing][1]
+
+
+@pytest.mark.parametrize("seconds", [0, -5.0, float("nan"), float("inf"), None, "60", True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: object) -> None:
+    with pytest.raises(penstock.PenstockError, match="expected a finite number of seconds above 0"):
+        penstock.Pipeline(
+            nn.Linear(2, 2),
+            sample=(torch.zeros(1, 2),),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            timeout_seconds=seconds,  # type: ignore[arg-type]
+        )

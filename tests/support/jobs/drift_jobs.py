@@ -1,0 +1,196 @@
+"""Jobs in which the ranks of a pipeline do different things, and what each of them is told."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import penstock
+from support import models
+
+__all__ = ["SCENARIOS", "drift"]
+
+SUBJECT = models.SUBJECTS["perceptron"]
+GENERATOR = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(96, *SUBJECT.sample[0].shape[1:], dtype=torch.float64, generator=GENERATOR)
+TARGETS = torch.randint(0, 3, (96,), generator=GENERATOR)
+STEPS = 8
+
+
+def make(**options: Any) -> penstock.Pipeline:
+    """A pipeline over all processes."""
+    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.momentum, "microbatches": 3}
+    return penstock.Pipeline(SUBJECT.build(), **{**arguments, "timeout_seconds": 60.0, **options})
+
+
+def batches(size: int = 12) -> list[tuple[Tensor, Tensor]]:
+    """The same ones on every rank."""
+    return list(zip(INPUTS.split(size), TARGETS.split(size), strict=True))
+
+
+def steps(pipe: penstock.Pipeline, given: Iterable[Any]) -> None:
+    """One step for each of `given`."""
+    for x, y in given:
+        pipe.step(x, y)
+
+
+def skip_a_record(pipe: penstock.Pipeline) -> None:
+    """Rank 1 leaves a batch out, and steps once less."""
+    steps(pipe, [batch for number, batch in enumerate(batches()) if number != 4 or pipe.rank != 1])
+    pipe.drain()
+
+
+def skip_the_first(pipe: penstock.Pipeline) -> None:
+    """Rank 1 begins with the second batch."""
+    steps(pipe, batches()[pipe.rank == 1 :])
+
+
+def step_once_more(pipe: penstock.Pipeline) -> None:
+    """Rank 0 makes a step that the others do not make."""
+    steps(pipe, batches()[: 5 if pipe.rank == 0 else 4])
+    pipe.drain()
+
+
+def step_once_less(pipe: penstock.Pipeline) -> None:
+    """Rank 0 drains a step early."""
+    steps(pipe, batches()[: 4 if pipe.rank == 0 else 5])
+    pipe.drain()
+
+
+def take_parts(pipe: penstock.Pipeline) -> None:
+    """Every rank takes a part of the data, as it would for data parallelism."""
+    dataset = TensorDataset(INPUTS, TARGETS)
+    steps(pipe, DataLoader(dataset, 12, sampler=DistributedSampler(dataset)))
+
+
+def shuffle_apart(pipe: penstock.Pipeline) -> None:
+    """Every rank shuffles in its own order."""
+    generator = torch.Generator().manual_seed(pipe.rank)
+    steps(pipe, DataLoader(TensorDataset(INPUTS, TARGETS), 12, shuffle=True, generator=generator))
+
+
+def swap_targets(pipe: penstock.Pipeline) -> None:
+    """The targets of rank 1 are those of other samples."""
+    steps(pipe, ((x, y.flip(0) if pipe.rank == 1 else y) for x, y in batches()))
+
+
+def take_other_sizes(pipe: penstock.Pipeline) -> None:
+    """Rank 1 takes smaller batches."""
+    steps(pipe, batches(8 if pipe.rank == 1 else 12))
+
+
+def take_other_sizes_later(pipe: penstock.Pipeline) -> None:
+    """Rank 0 takes a smaller batch in the middle."""
+    steps(pipe, ((x[:8], y[:8]) if n == 4 and pipe.rank == 0 else (x, y) for n, (x, y) in enumerate(batches())))
+
+
+def split_parts_of_the_batch(pipe: penstock.Pipeline) -> None:
+    """The first rank passes inputs, the last one targets, with other inputs: they have nothing to compare but these."""
+    for x, y in batches():
+        if pipe.rank == 0:
+            pipe.step(x)
+        elif pipe.rank == dist.get_world_size() - 1:
+            pipe.step(x + 1, y)
+        else:
+            pipe.step(torch.empty_like(x, device="meta"))
+
+
+def evaluate_alone(pipe: penstock.Pipeline) -> None:
+    """Rank 1 evaluates while the others step."""
+    steps(pipe, batches()[:4])
+    if pipe.rank == 1:
+        pipe.evaluate(*batches()[0])
+    steps(pipe, batches()[4:])
+    pipe.drain()
+
+
+def predict_instead(pipe: penstock.Pipeline) -> None:
+    """Rank 0 predicts where the others evaluate."""
+    x, y = batches()[0]
+    pipe.step(x, y)
+    if pipe.rank == 0:
+        pipe.predict(x)
+    else:
+        pipe.evaluate(x, y)
+
+
+def state_of_one(pipe: penstock.Pipeline) -> None:
+    """The last rank alone takes a state dict."""
+    steps(pipe, batches()[:4])
+    if pipe.rank == dist.get_world_size() - 1:
+        pipe.state_dict()
+    steps(pipe, batches()[4:])
+    pipe.drain()
+
+
+def load_on_one(pipe: penstock.Pipeline) -> None:
+    """Rank 0 goes back to an earlier state."""
+    state = pipe.state_dict()
+    steps(pipe, batches()[:2])
+    pipe.drain()
+    if pipe.rank == 0:
+        state["pipeline"]["microbatches"] = 0
+        pipe._engine.restart(0)
+    steps(pipe, batches()[2:4])
+
+
+def refuse_on_one(pipe: penstock.Pipeline) -> None:
+    """Rank 1 has a batch that cannot be cut, and goes on with the next one."""
+    for number, (x, y) in enumerate(batches()):
+        size = 1 if number == 3 and pipe.rank == 1 else len(x)
+        pipe.step(x[:size], y[:size])
+
+
+def refuse_on_all(pipe: penstock.Pipeline) -> None:
+    """All ranks have a batch that cannot be cut, and go on with the next one."""
+    for number, (x, y) in enumerate(batches()):
+        size = 1 if number == 3 else len(x)
+        try:
+            pipe.step(x[:size], y[:size])
+        except penstock.PenstockError as error:
+            assert "cannot be cut" in str(error) and number == 3
+    pipe.drain()
+
+
+SCENARIOS: dict[str, Callable[[penstock.Pipeline], None]] = {
+    job.__name__: job
+    for job in (
+        skip_a_record,
+        skip_the_first,
+        step_once_more,
+        step_once_less,
+        take_parts,
+        shuffle_apart,
+        swap_targets,
+        take_other_sizes,
+        take_other_sizes_later,
+        split_parts_of_the_batch,
+        evaluate_alone,
+        predict_instead,
+        state_of_one,
+        load_on_one,
+        refuse_on_one,
+        refuse_on_all,
+    )
+}
+
+
+def drift(cases: list[tuple[str, str]]) -> list[str]:
+    """The error that each of `cases`, a scenario under a schedule, ends with on this rank."""
+    errors = []
+    for scenario, schedule in cases:
+        pipe = make(schedule=schedule)
+        try:
+            SCENARIOS[scenario](pipe)
+            errors.append("")
+        except penstock.PenstockError as error:
+            errors.append(str(error))
+        with suppress(Exception):
+            pipe.close()
+        dist.barrier()
+    return errors

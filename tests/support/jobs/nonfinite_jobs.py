@@ -1,0 +1,50 @@
+"""Jobs in which some losses are not finite."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import penstock
+from support.training import Case, Outcome
+
+__all__ = ["BAD", "poisoned_batches", "run_poisoned", "run_until_poisoned"]
+
+BAD = 2
+"""The number of the batch with a NaN in it."""
+
+
+def poisoned_batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """The batches of `case`, twice, with one that is bad."""
+    batches = [(x.clone(), y) for x, y in case.batches * 2]
+    batches[BAD][0][1] = torch.nan
+    return batches
+
+
+def run_poisoned(case: Case, **options: Any) -> tuple[Outcome, int]:
+    """What is left of a training with ``on_nonfinite="skip"``, and how many updates were left out."""
+    pipe = penstock.Pipeline(case.build(), **case.options, on_nonfinite="skip", **options)
+    losses = []
+    for number, (x, y) in enumerate(poisoned_batches(case)):
+        losses.append(pipe.step(x, y).loss)
+        if number in case.drain_after:
+            pipe.drain()
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    outcome = Outcome(tuple(float(loss) for loss in losses), state)
+    skipped = pipe.skipped_updates
+    pipe.close()
+    return outcome, skipped
+
+
+def run_until_poisoned(case: Case) -> tuple[int, str]:
+    """How many steps came before the error, and the error."""
+    pipe = penstock.Pipeline(case.build(), **{**case.options, "loss_fn": F.cross_entropy})
+    steps = 0
+    try:
+        for x, y in poisoned_batches(case):
+            float(pipe.step(x, y).loss)
+            steps += 1
+    except penstock.PenstockError as error:
+        return steps, str(error)
+    return steps, ""
