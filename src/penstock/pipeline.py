@@ -4,7 +4,7 @@ It captures the model, makes a schedule of the plan, has the schedule proved, an
 Then it hands the programs of the schedule to the workers, step by step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +23,9 @@ from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.gathered_tensors import held_tensors, hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import close_when_collected
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
@@ -45,12 +44,15 @@ from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.checkpoints.checkpoints import Checkpoints
+from penstock.runtime.checkpoints.own_states import OwnStates
+from penstock.runtime.checkpoints.resumption import plan_for, resume_training
+from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
-from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Transport
@@ -59,6 +61,7 @@ from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import verify
+from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.nonfinite import OnNonfinite
@@ -92,7 +95,8 @@ class Pipeline:
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
             per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
-            is for batches of `microbatches` microbatches. In a single process links are instant.
+            is for batches of `microbatches` microbatches. In a single process links are instant. A function of the
+            number of processes makes the plan of each run of a job that may go on with fewer.
         balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
             little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
             move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
@@ -131,6 +135,8 @@ class Pipeline:
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
+        resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
+            there is none; and SIGTERM and SIGUSR1 save there and leave: docs/reliability.md.
         timeout_seconds: how long a rank waits for another one before it takes it for dead.
 
     Under ``torchrun`` every process is one rank and must make the same calls in the same order. In a single process all
@@ -157,7 +163,7 @@ class Pipeline:
         schedule: ScheduleDefinition | str | None = None,
         microbatches: int | None = None,
         stages: int | None = None,
-        plan: Plan | str | None = None,
+        plan: Plan | str | Callable[[int], Plan] | None = None,
         balance: Balance = "work",
         vertical_sync: bool = False,
         autocast: torch.dtype | None = None,
@@ -176,6 +182,7 @@ class Pipeline:
         tensor_parallel: int | None = None,
         skips: SkipChoice = "auto",
         seed: int | None = 0,
+        resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         recipe = Recipe(
@@ -192,6 +199,7 @@ class Pipeline:
             on_nonfinite=on_nonfinite,
         )
         compiled, parallelized = bool(compile), parallelize is not None
+        inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
         self._opened = ExitStack()
@@ -201,6 +209,7 @@ class Pipeline:
         with self._guarded("building the pipeline"):
             alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
             check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)
+            plan = plan_for(plan, self._world)
             with agreed(self._world, "while it captured the model"):
                 captured = capture_for_training(
                     model, sample, init_fn=init_fn, recipe=recipe, compile=compile, parallelized=parallelized
@@ -267,6 +276,16 @@ class Pipeline:
             self._opened.callback(self._world.announce_leave)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            training = TrainingState(
+                self._chain,
+                stages=self.required_inputs.stages,
+                trained=self._parameters,
+                optimizers=self.optimizers,
+                updater=self._updater,
+                engine=self._engine,
+            )
+            self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
+            self._opened.callback(self._checkpoints.close)
             self._guarded.all_refuse = self._engine.calls.refuse
             self._guarded.discard = self._engine.discard if self._world.processes == 1 else None
             named, schedulers = self._parameters(), self._updater.schedulers
@@ -276,6 +295,9 @@ class Pipeline:
                 self._opened.callback(reminder.remove)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
+        self._preemption = resume_training(self, resume, self._world, timeout_seconds)
+        if resume is not None:
+            self._opened.callback(self._preemption.close)
 
     def _connect(self, timeout_seconds: float) -> Transport:
         parallel = self._parallel_stages
@@ -370,7 +392,9 @@ class Pipeline:
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"):
-            return StepResult(self._engine.train(microbatches))
+            result = StepResult(self._engine.train(microbatches))
+        self._preemption.after_step(self._engine.transport.check)
+        return result
 
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
@@ -496,50 +520,56 @@ class Pipeline:
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
-        return {
-            "model": {name: whole(tensor.detach()) for name, tensor in self._model_state().items()},
-            "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
-            "pipeline": {
-                "microbatches": self._engine.trained,
-                "seed": self._engine.seed,
-                **self._updater.state(),
-                **self._engine.scale_state(),
-            },
-        }
+        return self._checkpoints.training.collect()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
+        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
+        type, or is of another model, optimizer, scheduler or other update hooks.
         """
         with self._guarded.loading(self.drain):
-            self._restore(state)
+            self._checkpoints.training.check(state)
+            self._checkpoints.training.restore(state)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
-        self._updater.load_state(progress)
-        self._engine.load_scale(progress)
-        self._engine.seed = progress["seed"]
-        self._engine.restart(progress["microbatches"])
-        # Replicas in this process have buffers of their own, which no state dict names.
-        self._engine.share_buffers()
+    @property
+    def steps(self) -> int:
+        """The steps trained so far, those before a checkpoint that was loaded included."""
+        return self._engine.steps
 
-    def save(self, directory: str | Path) -> None:
-        """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
+    def track(self, **objects: Any) -> None:
+        """Keeps the state of your own objects in checkpoints: ``pipe.track(ema=ema)``.
 
-        The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
+        They have ``state_dict()`` and ``load_state_dict()``; states are numbers, texts, tensors and containers of
+        these. `load` gives them their states back. Those of a checkpoint that was loaded before get theirs now.
         """
-        state = self.state_dict()
-        with self._guarded("in a save"):
-            write(state, directory, self._world)
+        self._checkpoints.own.track(objects)
+
+    def save(
+        self, directory: str | Path, step: int | None = None, *, keep: int | None = None, keep_every: int | None = None
+    ) -> Path:
+        """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
+
+        It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
+        `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
+        checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
+        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older checkpoints stay whole,
+        and the training can go on. docs/checkpoints.md describes the files.
+        """
+        self.drain()
+        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
 
     def load(self, directory: str | Path) -> None:
-        """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
+        """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
-        `CheckpointError` if there is no checkpoint, or one of another model.
+        `directory`: that of a run, whose newest whole checkpoint is taken (a damaged one is passed over with a
+        warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
+        raised on all ranks, and nothing is changed then.
         """
-        with self._guarded.loading(self.drain), self._guarded("in a load", harmless=True):
-            self._restore(read(directory, self._model_state(), self._parameters(), self._world))
+        with self._guarded.loading(self.drain):
+            found = self._checkpoints.find(directory)
+            with self._guarded("in a load"):
+                self._checkpoints.restore(found)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None

@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
-RUN = ("gpus.md", "observability.md", "training.md")
+RUN = ("gpus.md", "observability.md", "reliability.md", "training.md")
 
 
 def read_blocks(file: Path) -> list[str]:
@@ -29,7 +29,8 @@ def test_every_option_is_shown() -> None:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_python_in_the_docs_runs(name: str) -> None:
+def test_python_in_the_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     given = {
         "torch": torch,

@@ -6,7 +6,6 @@ a GPU for each process.
 
 import math
 import os
-import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.testing import faults
 
 MICROBATCHES = 6
 
@@ -41,14 +41,9 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
     def fail(self) -> None:
-        """What the scenario asks for."""
-        match sys.argv[1].removeprefix("with "):
-            case "raise" | "catch":
-                raise ValueError("the layer is broken")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "freeze":
-                os.kill(os.getpid(), signal.SIGSTOP)
+        """Raises if the scenario asks for it."""
+        if sys.argv[1].removeprefix("with ") in ("raise", "catch"):
+            raise ValueError("the layer is broken")
 
 
 def plan_of(counts: list[int], schedule: str) -> penstock.Plan:
@@ -88,8 +83,10 @@ def main() -> None:
         plan=plan_of(counts, sys.argv[3]),
         timeout_seconds=4.0 if scenario == "freeze" else 60.0,
     )
+    verb = {"kill": "kill", "freeze": "stop"}.get(scenario)
+    given = faults.parse_faults(f"{verb} rank={failing} step=1 action=F3" if verb else "")
     # Under "with", the block's end closes the pipeline before the exception reaches the top.
-    with pipe if scenario.startswith("with") else nullcontext():
+    with faults.inject(given), pipe if scenario.startswith("with") else nullcontext():
         train(pipe, scenario.removeprefix("with "), failing, counts, device)
 
 

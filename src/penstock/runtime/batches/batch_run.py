@@ -28,6 +28,10 @@ class BatchRun:
     """In evaluation: whether the model's outputs are wanted instead of its loss."""
     admitted: int = 0
     """Microbatches admitted in the present run of the schedule, including those of this batch."""
+    step: int = 0
+    """In training, the number of the step, from 0; in a drain, of the step after it."""
+    microbatches: int = 1
+    """In training, how many microbatches a minibatch has."""
     results: dict[tuple[int, int], MicrobatchResult] = field(default_factory=dict)
     """By rank and microbatch: loss and metrics of the samples that the rank has of it."""
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)

@@ -71,6 +71,8 @@ class Engine:
         seed: int | None,
     ) -> None:
         self.seed = seed
+        self.steps = 0
+        """The steps trained so far, those before a checkpoint included."""
         self.transport = transport
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
@@ -121,6 +123,7 @@ class Engine:
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
+        self.steps += 1
         self._begun = None
         if self._check:
             if measured:
@@ -206,6 +209,11 @@ class Engine:
             return None
         return float(norms.newest_scale)
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, on any process."""
+        return any(worker.gradients.scaler is not None for worker in self._workers)
+
     def skipped_updates(self) -> int:
         """The updates that a stage of this process skipped; of the stage with the most."""
         return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
@@ -248,7 +256,14 @@ class Engine:
         self.calls.announce(name, microbatches, self.trained, self.seed)
 
     def _training_run(self, admitted: int) -> BatchRun:
-        return BatchRun(training=True, seed=self.seed, microbatches_before=self._microbatches_before, admitted=admitted)
+        return BatchRun(
+            training=True,
+            seed=self.seed,
+            microbatches_before=self._microbatches_before,
+            admitted=admitted,
+            step=self.steps,
+            microbatches=self._schedule.microbatches,
+        )
 
     def _infer(self, microbatches: Sequence[Microbatch], keeps_outputs: bool) -> BatchRun:
         self._follows = False

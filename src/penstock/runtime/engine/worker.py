@@ -11,7 +11,7 @@ Laws of this file:
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import assert_never, cast
+from typing import TypeAlias, assert_never, cast
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -48,7 +48,12 @@ from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.profiler import is_profiling
 
-__all__ = ["Worker"]
+__all__ = ["ACTION_HOOKS", "ActionHook", "Worker"]
+
+ActionHook: TypeAlias = Callable[[int, BatchRun, Action], None]
+"""Is called with the rank, the batch and the action."""
+ACTION_HOOKS: list[ActionHook] = []
+"""Are called before every action of a training. The list is empty outside of `penstock.testing`."""
 
 
 class Worker:
@@ -74,7 +79,7 @@ class Worker:
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
         self._first = min(stages)
-        self._training = True
+        self._batch, self._training = BatchRun(training=True), True
         self._labels = False
         """Whether a profiler was active when the segment began."""
         self._timings: list[ActionTiming] = []
@@ -91,7 +96,7 @@ class Worker:
         """Prepares for `program`, a segment of `schedule` that forwards `microbatches`, and posts its first
         receives.
         """
-        self._training, self._labels = batch.training, is_profiling()
+        self._batch, self._training, self._labels = batch, batch.training, is_profiling()
         placement, stage = schedule.placement, self._first
         if placement.replicas(stage) == 1:
             self._microbatches.update(microbatches)
@@ -144,6 +149,7 @@ class Worker:
     def _carry_out(self, action: Action) -> None:
         start, update = self._now(), None
         try:
+            self._call_hooks(action)
             match action:
                 case Forward():
                     self._forward(action)
@@ -184,6 +190,11 @@ class Worker:
                 raise error from found
             raise
         self._timings.append((self.rank, action, *(update or (start, self._now()))))
+
+    def _call_hooks(self, action: Action) -> None:
+        if self._training:
+            for hook in ACTION_HOOKS:
+                hook(self.rank, self._batch, action)
 
     def _forward(self, action: Forward) -> None:
         index, k = action.stage, action.microbatch

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.attempts import attempt_store, shares_store
 from penstock.runtime.transport.timeouts import run_bounded
 
 __all__ = ["call_at_meeting", "make_default_group"]
@@ -42,15 +43,23 @@ def make_default_group(timeout_seconds: float) -> None:
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # Under torchrun its agent holds the store; otherwise rank 0 does.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = rank == 0 and not shares_store()
     deadline = time.monotonic() + timeout_seconds
 
     def connect() -> TCPStore:
         limit = timedelta(seconds=timeout_seconds)
         return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
-    holder = "rank 0, which holds the store" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else "torchrun"
-    store = call_at_meeting(connect, deadline, timeout_seconds, lambda: f"{holder} at {host}:{port}")
+    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
+    store: Store = call_at_meeting(connect, deadline, timeout_seconds, lambda: f"{holder} at {host}:{port}")
+    if shares_store():
+        shared = store
+        store = call_at_meeting(
+            lambda: attempt_store(shared, rank, processes, deadline),
+            deadline + 1.0,
+            timeout_seconds,
+            lambda: f"an answer of the store at {host}:{port}",
+        )
     keys = [f"came/{other}" for other in range(processes)]
     met = PrefixStore("penstock", store)
 

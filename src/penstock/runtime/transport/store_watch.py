@@ -60,6 +60,8 @@ class StoreWatch:
         """The last call before the thread ends in good order."""
         self.states: dict[int, RankState] = {}
         """The ranks that `observe` names, as they were when the thread looked last."""
+        self.looks: list[Callable[[Store], None]] = []
+        """What the thread calls, with the store, whenever it looks for a failure."""
         self._answered = time.monotonic()
         self._store, self._rank = store, rank
         self._observed: tuple[int, ...] = ()
@@ -165,6 +167,8 @@ class StoreWatch:
             self.failure = decode_plain(store.get(FAILURE))
             if self.failure["rank"] != self._rank:
                 store.add(READERS, 1)
+        for look in tuple(self.looks):
+            look(store)
         for rank in self._observed:
             if store.check([_state_key(rank)]):
                 state = decode_plain(store.get(_state_key(rank)))

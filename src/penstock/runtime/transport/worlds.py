@@ -31,7 +31,7 @@ from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.run_keys import agree_on_key
 from penstock.runtime.transport.store_gathers import StoreGather
 from penstock.runtime.transport.store_keys import remove_keys
-from penstock.runtime.transport.store_watch import WatchedStore
+from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
@@ -51,6 +51,8 @@ class World(Protocol):
     """The rank of this process."""
     group: dist.ProcessGroup | None
     """The group for collectives on CPU tensors; None for a single process."""
+    watch: StoreWatch | None
+    """The thread that calls the store of these processes; None for a single process."""
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
         """Which of a pipeline's `ranks` live here, if each consists of `tensor_parallel_size` processes. `PlanError` if
@@ -100,6 +102,7 @@ class SingleProcess:
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
+        self.watch: StoreWatch | None = None
         self._numbers: dict[str, Sequence[float]] = {}
 
     def local(self, ranks: int, tensor_parallel_size: int = 1) -> tuple[int, ...]:
@@ -166,6 +169,7 @@ class Processes:
         self._store = PrefixStore(f"{number}", common)
         self._transports = 0
         self._board = FailureBoard(self._store, self.rank, self.processes)
+        self.watch: StoreWatch | None = self._board.watch
         self._timeout = Timeout(self._board, timeout_seconds)
         self._gather = StoreGather(self._board.watch, self.rank, self.processes, self._timeout)
         self._numbers: dict[str, Future[Sequence[Sequence[float]] | None]] = {}

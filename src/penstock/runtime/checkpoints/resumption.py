@@ -1,0 +1,64 @@
+"""A training that goes on: from the newest checkpoint of a directory, on the processes that are there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from penstock.errors import PlanError
+from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.checkpoint_reader import checked_path
+from penstock.runtime.checkpoints.preemption import Preemption
+from penstock.runtime.checkpoints.step_directories import check_target, steps_in
+from penstock.runtime.transport.worlds import World
+from penstock.values.plans import Plan
+
+__all__ = ["plan_for", "resume_training"]
+
+
+class _Training(Protocol):
+    """What is resumed: a `Pipeline`."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def load(self, directory: str | Path) -> None: ...
+
+    def save(self, directory: str | Path) -> object: ...
+
+
+def plan_for(plan: Plan | str | Callable[[int], Plan] | None, world: World) -> Plan | str | None:
+    """`plan`, or what it returns for the processes of `world` if it is a function.
+
+    `PlanError` if it returns something else than a plan.
+    """
+    if not callable(plan):
+        return plan
+    made = plan(world.processes)
+    if not isinstance(made, Plan):
+        raise PlanError(
+            f"plan= is a function: expected that it returns a penstock.Plan for {world.processes} process(es), found "
+            f'{made!r:.100}. Return one, or pass plan="auto" or no plan'
+        )
+    return made
+
+
+def resume_training(
+    training: _Training, directory: str | Path | None, world: World, timeout_seconds: float
+) -> Preemption:
+    """Loads the newest checkpoint in `directory` if there is one, and watches for signals to save there and leave.
+
+    Does nothing without a directory. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has
+    checkpoints and none of them is whole and of this training.
+    """
+    if directory is None:
+        return Preemption(world, training, None, timeout_seconds)
+
+    def look() -> bool:
+        # A damaged checkpoint counts: a training that begins anew would throw away what it holds.
+        run = checked_path(directory)
+        check_target(run)
+        return bool(steps_in(run))
+
+    if any(Ranks(world.rank, world.gather).together(look)):
+        training.load(directory)
+    return Preemption(world, training, directory, timeout_seconds)
