@@ -25,7 +25,7 @@ from penstock.runtime.assembly.agreement import check_agreement, check_optimizer
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import held_tensors, hold
+from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import close_when_collected
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
@@ -277,12 +277,7 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             training = TrainingState(
-                self._chain,
-                stages=self.required_inputs.stages,
-                trained=self._parameters,
-                optimizers=self.optimizers,
-                updater=self._updater,
-                engine=self._engine,
+                self._chain, self.required_inputs.stages, self._parameters, updater=self._updater, engine=self._engine
             )
             self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
             self._opened.callback(self._checkpoints.close)
@@ -525,8 +520,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
-        type, or is of another model, optimizer, scheduler or other update hooks.
+        Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
         with self._guarded.loading(self.drain):
             self._checkpoints.training.check(state)
@@ -538,10 +532,10 @@ class Pipeline:
         return self._engine.steps
 
     def track(self, **objects: Any) -> None:
-        """Keeps the state of your own objects in checkpoints: ``pipe.track(ema=ema)``.
+        """Keeps the state of your own objects in checkpoints, by name: ``pipe.track(ema=ema)``.
 
-        They have ``state_dict()`` and ``load_state_dict()``; states are numbers, texts, tensors and containers of
-        these. `load` gives them their states back. Those of a checkpoint that was loaded before get theirs now.
+        They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``. If a
+        checkpoint was loaded before, they get their states now.
         """
         self._checkpoints.own.track(objects)
 
@@ -550,11 +544,9 @@ class Pipeline:
     ) -> Path:
         """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
 
-        It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
-        `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
-        checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
-        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older checkpoints stay whole,
-        and the training can go on. docs/checkpoints.md describes the files.
+        It appears whole as ``step-000100`` in `directory`. `step`: its number, by default `steps`; the same step is
+        replaced. `keep`: how many of the last stay, besides those whose step `keep_every` divides. `CheckpointError`,
+        the same on all ranks, if it cannot be written; the training can go on. docs/checkpoints.md says more.
         """
         self.drain()
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
@@ -562,9 +554,8 @@ class Pipeline:
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
-        `directory`: that of a run, whose newest whole checkpoint is taken (a damaged one is passed over with a
-        warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
-        raised on all ranks, and nothing is changed then.
+        `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
+        ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
         with self._guarded.loading(self.drain):
             found = self._checkpoints.find(directory)
@@ -584,7 +575,7 @@ class Pipeline:
         """
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
-        held = hold(self._chain, self._model_state(), self._world)
+        held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
@@ -593,7 +584,7 @@ class Pipeline:
         The other ranks return an empty dict. Drains first. Collective. `save_weights` needs no memory for all of them.
         """
         self.drain()
-        return hold(self._chain, self._model_state(), self._world).state_dict(rank)
+        return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
     def close(self) -> None:
         """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
@@ -627,7 +618,3 @@ class Pipeline:
     def _parameters(self) -> dict[str, nn.Parameter]:
         stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
         return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
-
-    def _model_state(self) -> dict[str, Tensor]:
-        """The entries of the model's state dict that belong to this process's stages."""
-        return held_tensors(self._chain, self.required_inputs.stages)

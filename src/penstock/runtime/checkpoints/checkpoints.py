@@ -14,7 +14,7 @@ from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path,
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import OwnStates
-from penstock.runtime.checkpoints.plain_values import Json, encode
+from penstock.runtime.checkpoints.plain_values import Json, encode, name_of
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.transport.worlds import World
@@ -60,8 +60,7 @@ class Checkpoints:
         for names in shared_names(held):
             for name in names:
                 tensor = held[name]
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                model[name] = {"dtype": dtype, "shape": list(tensor.shape), "stored": names[0]}
+                model[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "stored": names[0]}
             tensors[MODEL + names[0]] = held[names[0]].detach()
         document = {
             "model": model,

@@ -42,9 +42,13 @@ class TrainingState:
     """The stages of this process."""
     trained: Callable[[], dict[str, nn.Parameter]]
     """Returns the parameters of this process, by name."""
-    optimizers: Sequence[torch.optim.Optimizer]
     updater: Updater
     engine: Engine
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those of this process."""
+        return self.updater.optimizers
 
     @property
     def held(self) -> dict[str, Tensor]:
