@@ -119,6 +119,12 @@ class CallAgreement:
             self._inputs = [*names[:MOST_INPUTS], *(["one of the other inputs"] if len(names) > MOST_INPUTS else [])]
         self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits=first)
 
+    @property
+    def compares_weights(self) -> bool:
+        """Whether the weights of replicas are to be compared at the step that was announced."""
+        number = self._steps - 1
+        return number == FIRST_STEPS or (number > 0 and number % CHECKED_EVERY == 0)
+
     def refuse(self, reason: str) -> bool:
         """Announces that this rank refused a call before it began, and waits for the others. Returns whether all of
         them did, so that all can go on.

@@ -34,6 +34,7 @@ from penstock.runtime.engine.step_records import Speed, StepRecord, measure_spee
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.replica_checksums import ReplicaChecksums
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
@@ -94,6 +95,12 @@ class Engine:
         late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
         self._late = LateLosses(schedule.microbatches) if late else None
         """The losses to check, on the ranks of the last stage."""
+        self._checksums = [
+            ReplicaChecksums(transport, group, rank, index, stage.weights)
+            for rank, own in stages.items()
+            for index, stage in own.items()
+            if len(group := schedule.placement.stages[index]) > 1 and ranks > 1
+        ]
         self._minibatch = 0
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
@@ -111,6 +118,7 @@ class Engine:
         self._announce("step", microbatches)
         if self._late is not None:
             self._late.check()
+        self._compare_replicas(starts=self._schedule.flushes and self.calls.compares_weights)
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
@@ -138,6 +146,10 @@ class Engine:
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
             self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
+            # Between drains their updates may lie in different steps.
+            self._compare_replicas(starts=True)
+        for checksums in self._checksums:
+            checksums.settle(waits=True)
         self.share_buffers()
         self.transport.flush()
 
@@ -218,6 +230,13 @@ class Engine:
         """
         comparison = self._check.compare() if self._check else None
         return None if comparison is None else comparison.error
+
+    def _compare_replicas(self, starts: bool) -> None:
+        """Raises `PenstockError` if the weights of replicas are known to differ. `starts`: compares them anew."""
+        for checksums in self._checksums:
+            checksums.settle()
+            if starts:
+                checksums.start()
 
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> None:
         self.calls.announce(name, microbatches, self.trained, self.seed)
