@@ -118,12 +118,16 @@ class Engine:
         self._announce("step", microbatches)
         if self._late is not None:
             self._late.check()
-        self._compare_replicas(starts=self._schedule.flushes and self.calls.compares_weights)
+        compared = self._checksums if self._schedule.flushes and self.calls.compares_weights else ()
+        for checksums in compared:
+            checksums.start()
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
         start = self._context.timer.now()
         timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch))
+        for checksums in compared:
+            checksums.finish()
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
@@ -146,10 +150,10 @@ class Engine:
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
             self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
-            # Between drains their updates may lie in different steps.
-            self._compare_replicas(starts=True)
-        for checksums in self._checksums:
-            checksums.settle(waits=True)
+            # Before a drain the updates of replicas may lie in different steps.
+            for checksums in self._checksums:
+                checksums.start()
+                checksums.finish()
         self.share_buffers()
         self.transport.flush()
 
@@ -230,13 +234,6 @@ class Engine:
         """
         comparison = self._check.compare() if self._check else None
         return None if comparison is None else comparison.error
-
-    def _compare_replicas(self, starts: bool) -> None:
-        """Raises `PenstockError` if the weights of replicas are known to differ. `starts`: compares them anew."""
-        for checksums in self._checksums:
-            checksums.settle()
-            if starts:
-                checksums.start()
 
     def _announce(self, name: str, microbatches: Sequence[Microbatch] = ()) -> None:
         self.calls.announce(name, microbatches, self.trained, self.seed)

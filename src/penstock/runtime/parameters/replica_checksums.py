@@ -5,9 +5,6 @@ times the number of replicas. A different learning rate, or a write to one repli
 several models that are averaged in silence.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,21 +28,21 @@ class ReplicaChecksums:
         self, transport: Transport, group: tuple[int, ...], rank: int, stage: int, weights: VersionedWeights
     ) -> None:
         self._transport, self._group, self._rank, self._stage, self._weights = transport, group, rank, stage, weights
-        self._pending: tuple[Mapping[str, Any], Tensor, PendingMessage] | None = None
+        self._pending: tuple[tuple[str, ...], Tensor, PendingMessage] | None = None
         self._kind = ("checksums", stage)
         transport.agree(group, rank, {self._kind: (len(self._compared()), torch.int64)})
 
     def start(self) -> None:
         """Adds the checksums of the newest weights. Every replica does so between the same updates."""
-        self.settle(waits=True)
-        if compared := self._compared():
-            own = torch.stack([_checksum(tensor) for tensor in compared.values()])
-            sums = self._transport.reduce(self._group, self._rank, self._kind, own.clone())
-            self._pending = compared, own, sums
+        compared = self._compared()
+        if not compared:
+            return
+        own = torch.stack([_checksum(tensor) for tensor in compared.values()])
+        self._pending = tuple(compared), own, self._transport.reduce(self._group, self._rank, self._kind, own.clone())
 
-    def settle(self, waits: bool = False) -> None:
-        """Raises `PenstockError` if the checksums have arrived and differ. Waits for them only if it `waits`."""
-        if self._pending is None or not (waits or self._pending[2].ready()):
+    def finish(self) -> None:
+        """Waits for the other replicas. Raises `PenstockError` if their weights differ."""
+        if self._pending is None:
             return
         (compared, own, sums), self._pending = self._pending, None
         (total,) = sums.wait()
