@@ -196,3 +196,25 @@ def test_modes_that_change_after_the_building_count_as_in_a_plain_loop(schedule:
     model.requires_grad_(False)
     with pytest.raises(penstock.PenstockError, match="requires_grad is False and was True"):
         pipe.step(X, Y)
+
+
+class DropsOutside(nn.Module):
+    """Dropout in the code between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.first(x), 0.5, self.training))
+
+
+def test_a_mode_that_traced_code_would_not_follow() -> None:
+    model = DropsOutside()
+    pipe = build(model)
+    model.eval()
+    with pytest.raises(penstock.PenstockError, match=r"the model is in evaluation mode .* Call model.train\(True\)"):
+        pipe.step(X, Y)
+    assert float(pipe.evaluate(X, Y).loss) > 0
+    model.train()
+    assert_trains(pipe)
