@@ -2,7 +2,9 @@
 
 from itertools import cycle
 
-from support.jobs.drift_jobs import SCENARIOS, drift
+import pytest
+
+from support.jobs.drift_jobs import APART, SCENARIOS, build_apart, drift, part_replicas
 from support.processes import Pool
 
 EXPECTED = {
@@ -39,3 +41,18 @@ def test_every_drift_is_named_on_every_rank(pool: Pool) -> None:
     }
 
     assert silent == {}
+
+
+def test_options_that_differ_are_named_on_every_rank(pool: Pool) -> None:
+    for found in pool.run(2, build_apart):
+        assert found.keys() == {*APART, "lr", "optimizer"}
+        for option, error in found.items():
+            assert f" {option}=" in error
+            assert "rank 0" in error
+            assert "rank 1" in error
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
+def test_replicas_whose_weights_differ_are_named(pool: Pool, schedule: str) -> None:
+    for error in pool.run(2, part_replicas, schedule):
+        assert "the replicas of stage 0 on ranks [0, 1] have different weights: blocks.0.0.weight" in error

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.export.traced_layers import TracedLayer
 from penstock.capturing.sequential import EagerLayer
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import hooks_of
@@ -30,6 +31,7 @@ class OutsideState:
         self._registered: list[tuple[str, nn.Module, str, Any]] = []
         self._keys: list[tuple[str, nn.Module, frozenset[str]]] = []
         self._hooks: list[tuple[str, nn.Module, list[Any]]] = []
+        self._modes: list[tuple[str, nn.Module, bool]] = []
         if not isinstance(model, nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
             return
         bodies = [
@@ -39,6 +41,7 @@ class OutsideState:
             if isinstance(inner, EagerLayer)
         ]
         inside = {id(inner) for body in bodies for inner in body.modules()}
+        traced = any(isinstance(layer.module, TracedLayer) for layer in chain.layers)
         for path, module in model.named_modules():
             if id(module) in inside:
                 continue
@@ -54,6 +57,8 @@ class OutsideState:
             self._registered += [(path, module, name, found) for name, found in named]
             self._keys.append((path, module, frozenset(held)))
             self._hooks.append((path, module, hooks_of(module)))
+            if traced:
+                self._modes.append((path, module, module.training))
 
     def check(self) -> None:
         """Raises `PenstockError` that names what was changed."""
@@ -72,6 +77,15 @@ class OutsideState:
         for path, module, name, found in self._registered:
             if getattr(module, name, None) is not found:
                 raise _changed(path, name, "was replaced or removed")
+        for path, module, training in self._modes:
+            if module.training != training:
+                mode = "training" if module.training else "evaluation"
+                raise PenstockError(
+                    f"{path or 'the model'} is in {mode} mode and was in the other one when the pipeline was built. "
+                    "Expected the same mode. The code outside of its blocks was traced in that mode, so its dropout "
+                    f"would not follow. Call model.train({training}) before step(); evaluate() and predict() run in "
+                    "evaluation mode whatever the model is in"
+                )
         for path, module, hooks in self._hooks:
             if hooks_of(module) != hooks:
                 raise _changed(path, "hooks", "were registered or removed")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import penstock
 from support import models
 
-__all__ = ["SCENARIOS", "drift"]
+__all__ = ["APART", "SCENARIOS", "build_apart", "drift", "part_replicas"]
 
 SUBJECT = models.SUBJECTS["perceptron"]
 GENERATOR = torch.Generator().manual_seed(5)
@@ -194,3 +194,63 @@ def drift(cases: list[tuple[str, str]]) -> list[str]:
             pipe.close()
         dist.barrier()
     return errors
+
+
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clip_grad_norm": ({"clip_grad_norm": 1.0}, {}),
+    "loss_scale": ({"loss_scale": "dynamic"}, {"loss_scale": 8.0}),
+    "autocast": ({"autocast": torch.bfloat16}, {}),
+    "version_dtype": ({"autocast": torch.bfloat16, "version_dtype": torch.bfloat16}, {"autocast": torch.bfloat16}),
+    "update_hooks": (
+        {"update_hooks": [penstock.WeightAverage(0.9)]},
+        {"update_hooks": [penstock.WeightAverage(0.99)]},
+    ),
+    "lr_scheduler": ({"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}, {}),
+    "loss_weight": ({"loss_weight": len}, {}),
+    "scale_learning_rates": ({"scale_learning_rates": True}, {}),
+    "on_nonfinite": ({"on_nonfinite": "skip"}, {}),
+    "seed": ({"seed": 1}, {"seed": None}),
+    "recompute": ({"recompute": True}, {}),
+    "balance": ({"balance": "layers"}, {}),
+    "compile": ({"compile": {"mode": "default"}}, {}),
+    "timeout_seconds": ({"timeout_seconds": 50.0}, {}),
+}
+"""By option: the arguments of rank 0, and those of the others."""
+
+
+def build_apart() -> dict[str, str]:
+    """By case, the error with which the building of a pipeline with different arguments ends on this rank."""
+    found = {}
+    for option, (first, others) in APART.items():
+        try:
+            make(**(first if dist.get_rank() == 0 else others))
+        except penstock.PenstockError as error:
+            found[option] = str(error)
+    # Two replicas of one stage.
+    rate = 0.1 * (1 + dist.get_rank())
+    replicas = penstock.Plan((penstock.Stage(0, 8, (0, 1)),), "gpipe", 2)
+    for option, optimizer in (
+        ("lr", lambda params: torch.optim.SGD(params, lr=rate)),
+        ("optimizer", torch.optim.SGD if dist.get_rank() else torch.optim.Adagrad),
+    ):
+        try:
+            make(plan=replicas, microbatches=2, optimizer=optimizer)
+        except penstock.PenstockError as error:
+            found[option] = str(error)
+    return found
+
+
+def part_replicas(schedule: str) -> str:
+    """The error after one of two replicas was written to."""
+    replicas = penstock.Plan((penstock.Stage(0, 8, (0, 1)),), schedule, 2)
+    pipe = make(plan=replicas, microbatches=2)
+    try:
+        steps(pipe, batches()[:2])
+        if pipe.rank == 1:
+            with torch.no_grad():
+                next(pipe.parameters()).mul_(1.001)
+        steps(pipe, batches()[2:])
+        pipe.drain()
+    except penstock.PenstockError as error:
+        return str(error)
+    return ""

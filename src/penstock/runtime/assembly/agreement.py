@@ -142,8 +142,8 @@ def check_optimizers(
             mine.update({names[id(p)]: options for p in group["params"] if id(p) in names and p.requires_grad})
     gathered = world.gather(mine, "while they compared their optimizers")
     for rank, other in enumerate(gathered):
-        for name in mine.keys() & other.keys():
-            for option in mine[name].keys() | other[name].keys():
+        for name in (name for name in mine if name in other):
+            for option in dict.fromkeys((*mine[name], *other[name])):
                 here, there = mine[name].get(option, "none"), other[name].get(option, "none")
                 if here != there:
                     raise PenstockError(

@@ -1,16 +1,18 @@
 """Cuts a user's batch into the microbatches of a step or of an evaluation, and checks it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
+from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
 from penstock.runtime.batches.microbatches import Microbatch, count_microbatches, even_spans, gather, split
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs
 from penstock.scheduling.schedules import Schedule
+from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of, check_amounts, check_counted_alike
 from penstock.training.recipes import Recipe
 from penstock.training.user_microbatches import Microbatches
@@ -40,7 +42,25 @@ class BatchSplitter:
                 f"Microbatches holds {len(inputs.inputs)} microbatch(es) and a step has {count}: pass as many, or "
                 f"build the Pipeline with microbatches={len(inputs.inputs)}"
             )
-        return self.required.checked(self._cut(self.chain, inputs, target, count, slices))
+        made = self.required.checked(self._cut(self.chain, inputs, target, count, slices))
+        # Their backwards come after the step, when the user may have written the next batch into the same memory.
+        return made if self.schedule.flushes else tuple([self._kept(microbatch) for microbatch in made])
+
+    def _kept(self, microbatch: Microbatch) -> Microbatch:
+        """`microbatch` with copies of what this process reads of it on the host.
+
+        Autograd does not notice what is written through NumPy, or by another process.
+        """
+        inputs = {
+            name: _copied(tensor) if name in self.required.inputs else tensor
+            for name, tensor in microbatch.inputs.items()
+        }
+        target = microbatch.target
+        if self.required.target:
+            leaves, structure = flatten(target)
+            copies = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            target = pytree.tree_unflatten(copies, structure)
+        return replace(microbatch, inputs=inputs, target=target)
 
     def for_evaluation(self, inputs: Any, target: Any) -> tuple[Microbatch, ...]:
         """As many microbatches of the captured size as a batch makes, with the weights of their losses."""
@@ -120,6 +140,10 @@ class BatchSplitter:
             return None
         weigh = self.recipe.loss_weight
         return _nonzero(weigh) if weigh is not None and self.recipe.reads_model_loss else weigh
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 def _as_given(inputs: Any, target: Any) -> list[tuple[Any, Any]]:

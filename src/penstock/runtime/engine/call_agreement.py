@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from penstock.errors import TransportError
 from penstock.runtime.batches.batch_digests import MOST_INPUTS, NO_BATCH, BatchFacts, TensorFacts, describe_batch
@@ -59,19 +58,30 @@ class AnnouncedCall:
         """What the forms of the messages between stages depend on."""
         return self.name, self.batch.samples, [tensor.shape for tensor in self.batch.inputs]
 
-    def encode(self) -> Tensor:
-        """The call in a tensor of `_BYTES` bytes."""
+    def encode(self) -> bytes:
+        """The call in `_BYTES` bytes."""
         text = json.dumps(asdict(self)).encode()
         assert len(text) <= _BYTES, "its texts are short"
-        return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+        return text.ljust(_BYTES)
 
     @classmethod
-    def decode(cls, code: Tensor) -> "AnnouncedCall":
-        """The call that `encode` put into `code`."""
-        read = json.loads(bytes(code.tolist()))
+    def decode(cls, code: bytes) -> "AnnouncedCall":
+        """The call that `encode` made `code` of."""
+        read = json.loads(code)
         batch = read.pop("batch")
         inputs = tuple(TensorFacts(**tensor) for tensor in batch["inputs"])
         return cls(**read, batch=BatchFacts(batch["samples"], inputs, TensorFacts(**batch["target"])))
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    """A call of this rank, and what is known of the others'."""
+
+    code: bytes
+    seen: dict[int, AnnouncedCall]
+    """By rank: the own call, and those that were announced in other words, such as by ranks without values."""
+    receives: dict[int, PendingMessage]
+    """By rank: the announcements that have not arrived."""
 
 
 def comparing_rank(last_stage: Sequence[int]) -> int:
@@ -98,8 +108,8 @@ class CallAgreement:
         self._inputs: list[str] = []
         """The names of the model's inputs in the last batch."""
         self._form: tuple[object, ...] = ()
-        self._pending: deque[tuple[AnnouncedCall, Tensor, list[tuple[int, PendingMessage]]]] = deque()
-        """The own calls that are not compared yet, as they were encoded, with the receives of the others'."""
+        self._pending: deque[_PendingCall] = deque()
+        """The own calls that are not compared with all others yet, oldest first."""
         self._steps = 0
 
     def announce(self, name: str, microbatches: Sequence[Microbatch], trained: int, seed: int | None) -> None:
@@ -119,6 +129,12 @@ class CallAgreement:
             self._inputs = [*names[:MOST_INPUTS], *(["one of the other inputs"] if len(names) > MOST_INPUTS else [])]
         self._exchange(AnnouncedCall(name, trained, str(seed)[:24], batch), waits=first)
 
+    @property
+    def compares_weights(self) -> bool:
+        """Whether the weights of replicas are to be compared at the step that was announced."""
+        number = self._steps - 1
+        return number == FIRST_STEPS or (number > 0 and number % CHECKED_EVERY == 0)
+
     def refuse(self, reason: str) -> bool:
         """Announces that this rank refused a call before it began, and waits for the others. Returns whether all of
         them did, so that all can go on.
@@ -137,32 +153,33 @@ class CallAgreement:
         waits, self._form = waits or call.form != self._form, call.form
         code = call.encode()
         compares = self._rank == self._comparing
-        posted = [(peer, self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND)) for peer in self._peers]
-        self._pending.append((call, code, posted))
+        posted = {peer: self._transport.post(Edge(peer, self._rank, Channel.CALLS), _KIND) for peer in self._peers}
+        self._pending.append(_PendingCall(code, {self._rank: call}, posted))
         if compares and waits:
             # The others go on when they hear from this rank, which is when all agree.
             self._settle(waits=True)
         for peer in self._peers:
-            self._transport.send(Edge(self._rank, peer, Channel.CALLS), _KIND, (code,))
+            message = torch.frombuffer(bytearray(code), dtype=torch.uint8)
+            self._transport.send(Edge(self._rank, peer, Channel.CALLS), _KIND, (message,))
         self._settle(waits=waits)
 
     def _settle(self, waits: bool) -> None:
         """Compares the calls whose announcements have arrived; all of them if it `waits`."""
         while self._pending:
-            own, own_code, posted = self._pending[0]
-            if not waits and not all(receive.ready() for _, receive in posted):
+            pending = self._pending[0]
+            for peer, receive in list(pending.receives.items()):
+                if waits or receive.ready():
+                    (message,) = receive.wait()
+                    assert message is not None
+                    del pending.receives[peer]
+                    if (code := message.numpy().tobytes()) != pending.code:
+                        found = AnnouncedCall.decode(code)
+                        for rank, other in pending.seen.items():
+                            self._compare(rank, other, peer, found)
+                        pending.seen[peer] = found
+            if pending.receives:
                 return
             self._pending.popleft()
-            seen = {self._rank: own}
-            for peer, receive in posted:
-                (code,) = receive.wait()
-                assert code is not None
-                if not torch.equal(code, own_code):
-                    found = AnnouncedCall.decode(code)
-                    for rank, other in seen.items():
-                        self._compare(rank, other, peer, found)
-                    # Ranks that pass no values differ from the others in that; each kind is kept once.
-                    seen[peer] = found
 
     def _compare(self, rank: int, one: AnnouncedCall, peer: int, other: AnnouncedCall) -> None:
         """Raises `TransportError` unless the calls of two ranks belong together."""

@@ -34,6 +34,7 @@ from penstock.runtime.engine.step_records import Speed, StepRecord, measure_spee
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.replica_checksums import ReplicaChecksums
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
@@ -96,6 +97,12 @@ class Engine:
         late = context.device.type != "cpu" and any(worker.checks_losses for worker in workers)
         self._late = LateLosses(schedule.microbatches) if late else None
         """The losses to check, on the ranks of the last stage."""
+        self._checksums = [
+            ReplicaChecksums(transport, group, rank, index, stage.weights)
+            for rank, own in stages.items()
+            for index, stage in own.items()
+            if len(group := schedule.placement.stages[index]) > 1 and ranks > 1
+        ]
         self._minibatch = 0
         """Minibatches trained since the last drain, in the present run of the schedule."""
         self._microbatches_before = 0
@@ -115,11 +122,16 @@ class Engine:
         self._announce("step", microbatches)
         if self._late is not None:
             self._late.check()
+        compared = self._checksums if self._schedule.flushes and self.calls.compares_weights else ()
+        for checksums in compared:
+            checksums.start()
         first = self._minibatch * self._schedule.microbatches
         batch = self._training_run(first + self._schedule.microbatches)
         measured = self._check and self._check.wants(self._minibatch, (one.samples for one in microbatches))
         start = self._context.timer.now()
         timings = self._run(batch, microbatches, first, self._schedule, Step(self._minibatch))
+        for checksums in compared:
+            checksums.finish()
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
@@ -145,6 +157,10 @@ class Engine:
             self._records.append(StepRecord(start, timings))
             self.restart(self._microbatches_before + microbatches)
             self._begun = None
+            # Before a drain the updates of replicas may lie in different steps.
+            for checksums in self._checksums:
+                checksums.start()
+                checksums.finish()
         self.share_buffers()
         self.transport.flush()
 

@@ -35,6 +35,7 @@ class LossHead:
         chain: LayerChain,
         loss_fn: LossFunction,
         weigh: Callable[[int, Microbatch], float],
+        *,
         copies: bool,
         checks: bool,
     ) -> None:
