@@ -49,7 +49,7 @@ class DistributedTransport:
         groups: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._timeout = Timeout(board, timeout_seconds)
-        self._endpoints = Endpoints(rank, ranks, device, store, self._timeout, notes)
+        self._endpoints = Endpoints(rank, ranks, device, store, timeout=self._timeout, notes=notes)
         self._endpoints.connect(tuple(edges), tuple(groups), gather)
         self._outboxes, self._inboxes = self._endpoints.outboxes, self._endpoints.inboxes
         self._sums = self._endpoints.sums
