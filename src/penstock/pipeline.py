@@ -5,7 +5,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -27,7 +27,7 @@ from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
-from penstock.runtime.assembly.opened_resources import close_when_collected
+from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
@@ -202,10 +202,7 @@ class Pipeline:
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
-        self._opened = ExitStack()
-        self._opened.callback(self._world.leave)
-        if self._world.processes > 1:
-            close_when_collected(self, self._opened)
+        self._opened = open_resources(self, self._world)
         with self._guarded("building the pipeline"):
             alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
             check_options(self._world, recipe, **alike, timeout_seconds=timeout_seconds)

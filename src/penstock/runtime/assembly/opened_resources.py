@@ -11,18 +11,25 @@ import weakref
 from contextlib import ExitStack, suppress
 from functools import cache
 
-__all__ = ["close_when_collected"]
+from penstock.runtime.transport.worlds import World
+
+__all__ = ["open_resources"]
 
 
-def close_when_collected(owner: object, opened: ExitStack) -> None:
-    """Closes `opened` on a thread of its own after `owner` has been collected.
+def open_resources(owner: object, world: World) -> ExitStack:
+    """Returns the stack for what `owner` opens in `world`, which it leaves at last. The stack is closed by its `close`,
+    or on a thread of its own after `owner` has been collected.
 
     Closing delivers what was sent, which takes time, and a collection may come at any place of a program, also where it
-    holds a lock. So the collection only puts `opened` into a queue, which takes no lock of Python's. At the end of the
+    holds a lock. So the collection only puts the stack into a queue, which takes no lock of Python's. At the end of the
     process nothing is done: the transport ends itself then.
     """
-    finalizer = weakref.finalize(owner, _dropped(os.getpid()).put, opened)
-    finalizer.atexit = False
+    opened = ExitStack()
+    opened.callback(world.leave)
+    if world.processes > 1:
+        finalizer = weakref.finalize(owner, _dropped(os.getpid()).put, opened)
+        finalizer.atexit = False
+    return opened
 
 
 @cache
