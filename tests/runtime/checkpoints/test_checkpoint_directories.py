@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
@@ -246,3 +247,13 @@ def test_a_load_holds_one_tensor_more_than_the_part(tmp_path: Path) -> None:
     assert peak_megabytes(lambda: fresh.load(path)) < 32 + 2 * 4 + 8
     # The old state goes first.
     assert peak_megabytes(lambda: used.load(path)) < 2 * 4 + 16
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_pytorch_reads_the_weights(tmp_path: Path) -> None:
+    pipe = trained()
+    path = pipe.save(tmp_path / "run")
+    found = {name: torch.zeros_like(tensor) for name, tensor in weights(pipe).items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+
+    assert same(found, weights(pipe))
