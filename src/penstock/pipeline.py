@@ -21,6 +21,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
+from penstock.runtime.assembly.background_saves import BackgroundSave, BackgroundSaves
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -38,6 +39,7 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
+from penstock.runtime.assembly.stage_states import StageStates, describe_run, updates_of, usable_history
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
@@ -252,6 +254,18 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            states = StageStates(
+                self._chain,
+                self.plan,
+                self.schedule,
+                recipe,
+                self._stages,
+                self.optimizers,
+                self._updater,
+                self._engine,
+                parallelized,
+            )
+            self._saves = BackgroundSaves(self._engine, states)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
@@ -486,21 +500,27 @@ class Pipeline:
         """
         self.drain()
         progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
-        self._updater.load_state(progress)
+        history = usable_history(state, describe_run(self.plan, self.schedule, self._recipe), self._world.rank)
+        self._updater.load_state(progress, updates_of(history))
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
-        self._engine.restart(progress["microbatches"])
+        self._engine.restart(progress["microbatches"], history)
         # Replicas in this process have buffers of their own, which no state dict names.
         self._engine.share_buffers()
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, wait: bool = True) -> BackgroundSave | None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
 
         The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
+        With ``wait=False`` it neither drains nor waits, and returns a handle: docs/checkpoints.md.
         """
+        if not wait:
+            with self._guarded("in a save"):
+                return self._saves.begin(lambda state: write(state, directory, self._world))
         state = self.state_dict()
         with self._guarded("in a save"):
             write(state, directory, self._world)
+        return None
 
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
@@ -545,6 +565,7 @@ class Pipeline:
             self._closed = True
             if self._reminder is not None:
                 self._reminder.remove()
+            self._saves.close()
             self._engine.transport.close()
             self._world.leave()
 

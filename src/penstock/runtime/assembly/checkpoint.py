@@ -56,6 +56,8 @@ def named_state(
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
+                if id(parameter) not in names:
+                    continue
                 name = names[id(parameter)]
                 result["options"][name] = options
                 if parameter in optimizer.state:
@@ -63,7 +65,7 @@ def named_state(
     kept: dict[str, dict[str, Tensor]] = {}
     for number, states in enumerate(hooks.states):
         for name, state in states.items():
-            if state:
+            if state and name in parameters:
                 kept.setdefault(name, {}).update({f"{number}.{key}": whole(value) for key, value in state.items()})
     return {**result, "hooks": kept} if kept else result
 
@@ -191,7 +193,9 @@ def read(directory: str | Path, held: Collection[str], trained: Collection[str],
                 pass
             case ("optimizer", _, name, *_) if name in trained:
                 pass
-            case ("pipeline", *_):
+            case ("history", "weights", name, *_) if name in trained:
+                pass
+            case ("history", "run" | "stages", *_) | ("pipeline", *_):
                 pass
             case _:
                 continue
