@@ -504,9 +504,7 @@ class Pipeline:
         self._updater.load_state(progress, updates_of(history))
         self._engine.load_scale(progress)
         self._engine.seed = progress["seed"]
-        self._engine.restart(progress["microbatches"], history)
-        # Replicas in this process have buffers of their own, which no state dict names.
-        self._engine.share_buffers()
+        self._engine.resume(progress["microbatches"], history)
 
     def save(self, directory: str | Path, *, wait: bool = True) -> BackgroundSave | None:
         """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.

@@ -195,7 +195,7 @@ def read(directory: str | Path, held: Collection[str], trained: Collection[str],
                 pass
             case ("history", "weights", name, *_) if name in trained:
                 pass
-            case ("history", "run" | "stages", *_) | ("pipeline", *_):
+            case ("history", "run" | "stages" | "buffers", *_) | ("pipeline", *_):
                 pass
             case _:
                 continue

@@ -67,7 +67,10 @@ class StageStates:
         if stage == REST:
             stepped = {id(p) for weights in self.weights.values() for p in weights.stepped.values()}
             rest = {name: whole(tensor.detach()) for name, tensor in held.items() if id(tensor) not in stepped}
-            return {"model": {name: t.clone() if name in self.chain.buffers else t for name, t in rest.items()}}
+            state: dict[str, Any] = {"model": {name: t.clone() if name in self.chain.buffers else t for name, t in rest.items()}}
+            if self.engine.in_run and (buffers := self._buffers_of_replicas()):
+                state["history"] = {"buffers": buffers}
+            return state
         weights = self.weights[stage]
         own = {id(parameter) for parameter in weights.stepped.values()}
         state = {
@@ -75,10 +78,24 @@ class StageStates:
             "optimizer": named_state(self.optimizers, weights.stepped, self.updater.hooks),
             "pipeline": {**self.updater.state(stage), **self.engine.scale_state(stage)},
         }
-        if not self.schedule.flushes and self.engine.in_run:
+        delays = self.schedule.guarantees.delays
+        if self.engine.in_run and (not self.schedule.flushes or any(map(self.recipe.predicts, delays))):
             state["history"] = self.engine.history_of(stage)
             state["history"]["stages"][str(stage)]["updates"] = self.updater.updates_of(stage)
         return state
+
+    def _buffers_of_replicas(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """Copies of the buffers of all replicas but the first, which have seen other microbatches: by stage, by number
+        of the replica, and by their order.
+        """
+        found: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for rank, own in self.stages.items():
+            for index, stage in own.items():
+                replica = self.schedule.placement.stages[index].index(rank)
+                if replica and stage.weights.buffers:
+                    copies = {str(n): whole(b.detach()).clone() for n, b in enumerate(stage.weights.buffers)}
+                    found.setdefault(str(index), {})[str(replica)] = copies
+        return found
 
     def join(self, parts: Mapping[int, Mapping[str, Any]], progress: Mapping[str, Any]) -> dict[str, Any]:
         """What `state_dict` returns, of copies of all parts and of `progress`."""
@@ -119,7 +136,8 @@ def usable_history(state: Mapping[str, Any], run: str, rank: int) -> Mapping[str
 
 def updates_of(history: Mapping[str, Any] | None) -> dict[int, int]:
     """By stage, the updates that it had made."""
-    return {} if history is None else {int(stage): kept["updates"] for stage, kept in history["stages"].items()}
+    stages = {} if history is None else history.get("stages", {})
+    return {int(stage): kept["updates"] for stage, kept in stages.items()}
 
 
 def _merge(state: dict[str, Any], part: Mapping[str, Any]) -> None:

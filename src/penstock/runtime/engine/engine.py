@@ -35,6 +35,7 @@ from penstock.runtime.engine.step_records import Speed, StepRecord, measure_spee
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.shards import assign
 from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
@@ -142,20 +143,35 @@ class Engine:
         self.transport.flush()
         self.snapshots.settle()
 
+    def resume(self, microbatches: int, history: Mapping[str, Any] | None) -> None:
+        """Begins a run after `microbatches` of training, from weights that were loaded. `history`: of the run that it
+        continues; None if it continues none.
+        """
+        self.restart(microbatches, history)
+        # No state dict names the buffers of other replicas than the first.
+        self.share_buffers()
+        buffers = (history or {}).get("buffers", {})
+        for rank, stages in self._stages.items():
+            for index, stage in stages.items():
+                replica = self._schedule.placement.stages[index].index(rank)
+                for number, tensor in buffers.get(str(index), {}).get(str(replica), {}).items():
+                    assign(stage.weights.buffers[int(number)], tensor)
+
     def restart(self, microbatches: int, history: Mapping[str, Any] | None = None) -> None:
         """Begins a new run of the schedule from the newest weights, after `microbatches` of training.
 
         `history`: for a run that continues another one, what `history_of` returned for all its stages: the part
         ``weights`` by name, and the part ``stages`` by index.
         """
-        self._schedule = continue_run(self._fresh) if history else self._fresh
-        part = history or {"weights": {}, "stages": {}}
+        part = history or {}
+        self._schedule = continue_run(self._fresh) if "stages" in part else self._fresh
+        by_stage = part.get("stages", {})
         norms = {
             (int(stage), int(version)): vector
-            for stage, kept in part["stages"].items()
+            for stage, kept in by_stage.items()
             for version, vector in kept.get("norms", {}).items()
         }
-        scales = part["stages"].get(str(self._schedule.stages - 1), {}).get("scales", {})
+        scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
         for stages in self._stages.values():
             for stage in stages.values():
                 stage.weights.restart(part.get("weights", {}))
