@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.rendering.pictures import render
     from penstock.reporting.stats import Stats
     from penstock.reporting.writers import log_stats
+    from penstock.runtime.checkpoints.checkpoint_reader import latest_checkpoint
     from penstock.runtime.devices.local_devices import local_device
     from penstock.scheduling.definitions import ScheduleDefinition
     from penstock.scheduling.schedules import Schedule
@@ -84,6 +85,7 @@ __all__ = [
     "WeightUpdate",
     "capture",
     "initialize",
+    "latest_checkpoint",
     "load_weights",
     "loader",
     "local_device",
@@ -136,6 +138,7 @@ _HOMES = {
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
     "initialize": "capturing.initialization",
+    "latest_checkpoint": "runtime.checkpoints.checkpoint_reader",
     "load_weights": "capturing.weight_files",
     "loader": "data",
     "local_device": "runtime.devices.local_devices",

@@ -5,6 +5,9 @@ resumes where a training stopped, and gives only shapes to a process that needs 
 batch to the device while the present one is computed.
 """
 
+import itertools
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +19,16 @@ from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Batches", "Prefetched", "loader", "prefetch", "shapes_of"]
+__all__ = [
+    "Batches",
+    "Prefetched",
+    "loader",
+    "loader_states",
+    "loader_uses",
+    "prefetch",
+    "restore_loaders",
+    "shapes_of",
+]
 
 B = TypeVar("B")
 
@@ -41,10 +53,16 @@ class Batches:
             )
         if batch_size < 1:
             raise PenstockError(f"batch_size={batch_size}: expected at least 1, the samples of one global batch")
+        self.number = next(_USES)
+        """Loaders that are made later have higher numbers."""
         self.epoch = 0
         """The epoch of the next batch."""
         self.position = 0
         """The batches of it that have been returned."""
+        self.used_at = 0
+        """When a batch was taken or a position was given, counted over all loaders; 0 if that has not happened."""
+        self.source: weakref.ref[Prefetched[Any]] | None = None
+        """What iterates over it one batch ahead, if something does."""
         self._dataset: Any = dataset
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -57,6 +75,7 @@ class Batches:
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=_Order(self), generator=self._generator, **options
         )
+        _LOADERS.add(self)
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch."""
@@ -64,7 +83,12 @@ class Batches:
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over the rest of the present epoch, and then goes to the next one."""
+        """Iterates over the rest of the present epoch, and then goes to the next one.
+
+        Raises `PenstockError` in a loop that goes on after `set_epoch` or `load_state_dict` has set another position.
+        """
+        _LOADERS.begin(self)
+        self.source = None
         epoch = self.epoch
         mixed = microbatch_seed(self._seed, epoch)
         # It seeds the worker processes.
@@ -74,8 +98,14 @@ class Batches:
             # Without worker processes the transforms run here; they draw the same numbers in every process.
             with seeded(mixed, position, ()):
                 batch = next(rest)
-            self.position = position + 1
+            self.position, self.used_at = position + 1, next(_USES)
             yield batch
+            if (self.epoch, self.position) != (epoch, position + 1):
+                raise PenstockError(
+                    f"a loop over a loader goes on after batch {position} of epoch {epoch}, and the loader was set to "
+                    f"batch {self.position} of epoch {self.epoch} meanwhile: expected a new loop. Leave this one with "
+                    "break, and iterate again"
+                )
         self.set_epoch(epoch + 1)
 
     def order(self) -> Iterator[list[int]]:
@@ -91,26 +121,139 @@ class Batches:
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
         """Goes to batch `position` of `epoch`, for the next ``iter()``."""
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position, self.used_at = epoch, position, next(_USES)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, for `load_state_dict` in another run: batches that were returned count as used."""
-        return {"seed": self._seed, "epoch": self.epoch, "position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for `load_state_dict` in another run: batches that were returned count as used.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resumes where another run stopped. Seed, batch size and dataset must be those of that run."""
-        if state["seed"] != self._seed:
+        It also says what the order of the samples depends on.
+        """
+        return {"seed": self._seed, "epoch": self.epoch, "position": self.position, **self.form}
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What the batches of an epoch depend on, besides the seed."""
+        return {
+            "samples": len(self._dataset),
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes where another run stopped. Raises `PenstockError` unless seed, batch size and dataset's length are
+        those of that run.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != own.keys():
             raise PenstockError(
-                f"the state is of a loader with seed {state['seed']} and this one has seed {self._seed}: expected the "
-                "same, since the order of the samples depends on it"
+                f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() of "
+                "a loader returned"
             )
+        for name in ("seed", *self.form):
+            if state[name] != own[name]:
+                raise PenstockError(
+                    f"the state is of a loader with {name} {state[name]} and this one has {name} {own[name]}: expected "
+                    "the same, since the order of the samples depends on it. Make the same loader, or say where to "
+                    "begin with set_epoch"
+                )
+        for name, most in (("epoch", math.inf), ("position", len(self))):
+            count = state[name]
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
+                raise PenstockError(
+                    f"{name} of the loader's state is {count!r}: expected a whole number from 0 to {most}. Pass what "
+                    "state_dict() of a loader returned"
+                )
         self.set_epoch(state["epoch"], state["position"])
+
+    def used(self) -> dict[str, Any]:
+        """The state after the last batch that was used, where `prefetch` is one batch ahead."""
+        source = self.source() if self.source is not None else None
+        return self.state_dict() if source is None else source.state_dict()
 
     def _shaped(self, indices: list[int]) -> Any:
         size = len(indices)
         if size not in self._shapes:
             self._shapes[size] = shapes_of(self._collate([self._dataset[0]] * size))
         return self._shapes[size]
+
+
+class _Loaders:
+    """The loaders of this process that are in use, for checkpoints, which find them by themselves.
+
+    A loader of another run is known by its seed and its form. Loaders that are made after a checkpoint was loaded get
+    the states that no other one has taken.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Batches] = weakref.WeakSet()
+        self._waiting: list[Mapping[str, Any]] = []
+
+    def add(self, batches: Batches) -> None:
+        """Takes note of a new loader, and gives it its state of a checkpoint."""
+        self._known.add(batches)
+        for state in self._waiting:
+            if _is_of(state, batches):
+                batches.load_state_dict(state)
+                self._waiting.remove(state)
+                return
+
+    def begin(self, batches: Batches) -> None:
+        """Called when a loop over `batches` begins."""
+        if self._waiting and not batches.used_at:
+            described = "; ".join(str(dict(state)) for state in self._waiting)
+            raise PenstockError(
+                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), and "
+                f"a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the same "
+                "way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
+            )
+
+    def states(self, since: int) -> list[dict[str, Any]]:
+        """The states of the loaders that were used after `since`, in the order in which they were made."""
+        return [batches.used() for batches in self._in_order() if batches.used_at > since]
+
+    def restore(self, states: list[Mapping[str, Any]]) -> None:
+        """Gives each of `states` to a loader like that of then, the newest ones if there are several."""
+        self._waiting = []
+        left = self._in_order()[::-1]
+        for state in reversed(states):
+            found = next((batches for batches in left if _is_of(state, batches)), None)
+            if found is None:
+                self._waiting.insert(0, state)
+            else:
+                left.remove(found)
+                found.load_state_dict(state)
+
+    def _in_order(self) -> list[Batches]:
+        return sorted(self._known, key=lambda batches: batches.number)
+
+
+def _is_of(state: Mapping[str, Any], batches: Batches) -> bool:
+    own = batches.state_dict()
+    return all(state.get(name) == own[name] for name in ("seed", *batches.form))
+
+
+_LOADERS = _Loaders()
+_USES = itertools.count(1)
+"""Counts the loaders that are made and the batches that are taken from any of them."""
+
+
+def loader_uses() -> int:
+    """How often the loaders of this process were used so far, for `loader_states`."""
+    return next(_USES)
+
+
+def loader_states(since: int) -> list[dict[str, Any]]:
+    """The positions of the loaders that were used after `since` uses, for a checkpoint."""
+    return _LOADERS.states(since)
+
+
+def restore_loaders(states: list[Mapping[str, Any]]) -> None:
+    """Restores what `loader_states` returned: now, and when loaders are made that do not exist yet.
+
+    With an empty list, no loader waits for a state any more.
+    """
+    _LOADERS.restore(states)
 
 
 class _Order:
@@ -153,7 +296,7 @@ class Prefetched(Generic[B]):
     def __init__(self, batches: Iterable[B], device: torch.device) -> None:
         self._batches = batches
         self._device = device
-        self._state: dict[str, int] | None = None
+        self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
@@ -167,11 +310,15 @@ class Prefetched(Generic[B]):
             batch, self._state = self._arrived(taken[0], stream), taken[1]
             # An error of the next batch must not hide this batch.
             taken, error = self._take(source, stream)
+            if isinstance(self._batches, Batches):
+                # Now that the loader is ahead of what is used.
+                self._batches.source = weakref.ref(self)
             yield batch
+        self._state = None
         if error is not None:
             raise error
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of its source, a `Batches`, just after the last batch that was returned."""
         if not isinstance(self._batches, Batches):
             raise PenstockError(
@@ -181,7 +328,7 @@ class Prefetched(Generic[B]):
 
     def _take(
         self, source: Iterator[B], stream: torch.cuda.Stream | None
-    ) -> tuple[tuple[B, dict[str, int] | None] | None, Exception | None]:
+    ) -> tuple[tuple[B, dict[str, Any] | None] | None, Exception | None]:
         """The next batch, which is being copied to the device, with the state after it; None at the end or on
         an error.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,10 @@ from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
-from penstock.runtime.assembly.background_saves import BackgroundSave, BackgroundSaves
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.gathered_tensors import held_tensors, hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
@@ -39,18 +37,18 @@ from penstock.runtime.assembly.stages import (
     learning_rate_factors,
     make_schedule,
 )
-from penstock.runtime.assembly.stage_states import StageStates, describe_run, updates_of, usable_history
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
+from penstock.runtime.checkpoints.background_saves import BackgroundSave
+from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
-from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
@@ -254,18 +252,19 @@ class Pipeline:
             transport = self._connect(timeout_seconds)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
-            states = StageStates(
-                self._chain,
-                self.plan,
-                self.schedule,
-                recipe,
-                self._stages,
-                self.optimizers,
-                self._updater,
+            self._checkpoints = make_checkpoints(
+                self._world,
                 self._engine,
-                parallelized,
+                recipe,
+                plan=self.plan,
+                chain=self._chain,
+                trained=self._parameters,
+                optimizers=self.optimizers,
+                updater=self._updater,
+                device=self._device,
+                parallelized=parallelized,
+                timeout_seconds=timeout_seconds,
             )
-            self._saves = BackgroundSaves(self._engine, states)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
@@ -482,53 +481,73 @@ class Pipeline:
         Drains first. In a single process ``model`` has the keys of ``model.state_dict()``.
         """
         self.drain()
-        return {
-            "model": {name: whole(tensor.detach()) for name, tensor in self._model_state().items()},
-            "optimizer": named_state(self.optimizers, self._parameters(), self._updater.hooks),
-            "pipeline": {
-                "microbatches": self._engine.trained,
-                "seed": self._engine.seed,
-                **self._updater.state(),
-                **self._engine.scale_state(),
-            },
-        }
+        return self._checkpoints.training.collect()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry or has one of another shape.
+        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
+        type, or is of another model, optimizer, scheduler or other update hooks.
         """
         self.drain()
-        progress = restore(state, self._model_state(), self.optimizers, self._parameters(), self._updater.hooks)
-        history = usable_history(state, describe_run(self.plan, self.schedule, self._recipe), self._world.rank)
-        self._updater.load_state(progress, updates_of(history))
-        self._engine.load_scale(progress)
-        self._engine.seed = progress["seed"]
-        self._engine.resume(progress["microbatches"], history)
+        self._checkpoints.training.check(state)
+        self._checkpoints.training.restore(state)
 
-    def save(self, directory: str | Path, *, wait: bool = True) -> BackgroundSave | None:
-        """Writes a checkpoint that any number of stages can `load`. Drains first. Collective.
+    @property
+    def steps(self) -> int:
+        """The steps trained so far, those before a checkpoint that was loaded included."""
+        return self._engine.steps
 
-        The contents of `directory` are replaced after everything is written. Several hosts must share the file system.
-        With ``wait=False`` it neither drains nor waits, and returns a handle: docs/checkpoints.md.
+    def track(self, **objects: Any) -> None:
+        """Keeps the state of your own objects in checkpoints: ``pipe.track(ema=ema)``.
+
+        They have ``state_dict()`` and ``load_state_dict()``; states are numbers, texts, tensors and containers of
+        these. `load` gives them their states back. Those of a checkpoint that was loaded before get theirs now.
+        """
+        self._checkpoints.own.track(objects)
+
+    @overload
+    def save(
+        self, directory: Any, step: int | None = ..., *, keep: int | None = ..., keep_every: int | None = ...
+    ) -> Path: ...
+    @overload
+    def save(
+        self, directory: Any, step: int | None = ..., *, keep: Any = ..., keep_every: Any = ..., wait: Literal[False]
+    ) -> BackgroundSave: ...
+    def save(
+        self,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        wait: bool = True,
+    ) -> Path | BackgroundSave:
+        """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
+
+        It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
+        `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
+        checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
+        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older checkpoints stay whole,
+        and the training can go on. With ``wait=False`` it neither drains nor waits, and returns a `BackgroundSave`: the
+        state is copied and written while the next steps run. docs/checkpoints.md describes the files.
         """
         if not wait:
-            with self._guarded("in a save"):
-                return self._saves.begin(lambda state: write(state, directory, self._world))
-        state = self.state_dict()
-        with self._guarded("in a save"):
-            write(state, directory, self._world)
-        return None
+            return self._checkpoints.begin(directory, step, keep=keep, keep_every=keep_every)
+        self.drain()
+        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
 
     def load(self, directory: str | Path) -> None:
-        """Restores this process's stages from a checkpoint that `save` wrote, under any plan. Drains first. Collective.
+        """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
-        `CheckpointError` if there is no checkpoint, or one of another model.
+        `directory`: that of a run, whose newest whole checkpoint is taken (a damaged one is passed over with a
+        warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
+        raised on all ranks, and nothing is changed then.
         """
         self.drain()
-        with self._guarded("in a load", harmless=True):
-            state = read(directory, self._model_state(), self._parameters(), self._world)
-            self.load_state_dict(state)
+        found = self._checkpoints.find(directory)
+        with self._guarded("in a load"):
+            self._checkpoints.restore(found)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
@@ -561,9 +580,9 @@ class Pipeline:
         """
         if not self._closed:
             self._closed = True
+            self._checkpoints.close(self._guarded.failed)
             if self._reminder is not None:
                 self._reminder.remove()
-            self._saves.close()
             self._engine.transport.close()
             self._world.leave()
 

@@ -57,13 +57,15 @@ FLOW = {
     "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
+    "runtime.checkpoints": """errors torch_internals values scheduling capturing training data runtime.devices
+        runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
     "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
     "layer_weights": "errors values capturing profiling runtime.transport",
     "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
         profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
-        runtime.batches runtime.engine runtime.assembly""",
+        runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
     "cli": "errors commands",
@@ -76,7 +78,7 @@ PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
     PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
     Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
-    initialize load_weights loader local_device log_stats model_loss plan prefetch probe profile reference_train
+    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile reference_train
     render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
@@ -104,12 +106,14 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
-    "save": "(self, directory)",
+    "save": "(self, directory, step=None, *, keep=None, keep_every=None)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
+    "steps": "property",
     "timeline": "(self, minibatches=1)",
+    "track": "(self, **objects)",
 }
 """What a pipeline has, with the parameters of its methods."""
 NAMESAKES: set[str] = set()

@@ -43,7 +43,8 @@ MakeScheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers that `make` returns for the trained ones among the `named` parameters; none if there are none.
 
-    Raises `PenstockError` if it returns something else, or two optimizers that step the same parameter.
+    Raises `PenstockError` if it returns something else, two optimizers that step the same parameter, or one that steps
+    a parameter which is not among `named`.
     """
     trained = NamedParameters({name: parameter for name, parameter in named.items() if parameter.requires_grad})
     if not trained:
@@ -60,4 +61,15 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
     twice = [name for name, parameter in trained.items() if stepped[id(parameter)] > 1]
     if twice:
         raise PenstockError(f"optimizer= gave {twice[0]} to two optimizers: give each parameter to one of them")
+    known = {id(parameter) for parameter in named.values()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise PenstockError(
+                        f"optimizer= gave {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} "
+                        "which is not one of this process's stages: expected parameters of the list that it takes only, "
+                        "since others have no gradients from the pipeline and no name in checkpoints. Make it a "
+                        "parameter of the model, or step it with an optimizer of your own"
+                    )
     return optimizers

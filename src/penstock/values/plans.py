@@ -271,6 +271,10 @@ class Plan:
 
         Only the name of your own schedule is saved; pass its definition to `load`.
         """
+        write_text(path, self.to_yaml(), PlanError)
+
+    def to_yaml(self) -> str:
+        """The text that `save` writes."""
         name = self.schedule if isinstance(self.schedule, str) else quoted_text(self.schedule.name)
         lines = [f"format: {_FORMAT}", f"schedule: {name}", f"microbatches: {self.microbatches}"]
         if self.microbatch_size is not None:
@@ -290,7 +294,7 @@ class Plan:
                     lines.append(f"  {name}: {number_text(value)}")
                 elif value:
                     lines.append(f"  {name}: {quoted_text(value)}")
-        write_text(path, "\n".join(lines) + "\n", PlanError)
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def load(cls, path: str | Path, schedule: ScheduleDefinition | None = None) -> "Plan":

@@ -4,7 +4,7 @@ Law of this file: tensors come one after the other, in an order that all process
 its own and one other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,9 @@ from penstock.capturing.chain import LayerChain
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
+from penstock.values.stages import Stage
 
-__all__ = ["HeldTensors", "hold", "shared_names"]
+__all__ = ["HeldTensors", "held_tensors", "hold", "shared_names"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +76,20 @@ class HeldTensors:
                 copied = tensor.clone() if names[0] in self.own else tensor
                 found.update(dict.fromkeys(names, copied))
         return {name: found[name] for name in self.every if name in found}
+
+
+def held_tensors(chain: LayerChain, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """The entries of the model's state dict that belong to `stages`.
+
+    What no layer uses belongs to the first stage.
+    """
+    layers = [range(stage.start, stage.stop) for stage in stages]
+    tensors: dict[str, Tensor] = {**chain.parameters, **chain.buffers}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(reader in span for span in layers for reader in chain.readers[name] or (0,))
+    }
 
 
 def hold(chain: LayerChain, own: Mapping[str, Tensor], world: World) -> HeldTensors:

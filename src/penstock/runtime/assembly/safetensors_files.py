@@ -10,6 +10,7 @@ Laws of this file:
   3. Nothing is removed but the weights that the new ones replace.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -47,15 +48,22 @@ class StoredEntry:
 
 
 class SafetensorsWriter:
-    """Writes the tensors of `entries` to a new file at `path`, one after the other, in their order."""
+    """Writes the tensors of `entries` to a new file at `path`, one after the other, in their order.
 
-    def __init__(self, path: Path, entries: Sequence[StoredEntry]) -> None:
+    `mode`: the permissions of the file, of which the process's umask takes away.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[StoredEntry], mode: int = 0o666) -> None:
         header = json.dumps(_header(entries), separators=(",", ":")).encode()
         # Numbers begin at a multiple of eight bytes.
         header += b" " * (-len(header) % 8)
         self._left = [entry.bytes for entry in reversed(entries)]
-        self._file = path.open("xb")
-        self._file.write(len(header).to_bytes(8, "little") + header)
+        header = len(header).to_bytes(8, "little") + header
+        self.header_bytes = len(header)
+        """Where the numbers of the first tensor begin."""
+        self.header_sha256 = hashlib.sha256(header).hexdigest()
+        self._file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+        self._file.write(header)
 
     def append(self, tensor: Tensor) -> None:
         """Writes the next tensor, which is on the CPU in the type and shape of its entry."""

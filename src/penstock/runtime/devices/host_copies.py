@@ -11,8 +11,10 @@ Laws of this file:
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -47,7 +49,8 @@ class HostCopier:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Thread | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._kept: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         """Memory of earlier copies, by shape and type."""
 
@@ -70,8 +73,21 @@ class HostCopier:
     def submit(self, work: Callable[..., T], *arguments: object) -> "Future[T]":
         """Runs ``work(*arguments)`` in the thread, after all that was given to it before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-copies")
-        return self._thread.submit(work, *arguments)
+            # A daemon: one of `concurrent.futures` takes no more work once the interpreter ends.
+            self._thread = Thread(target=self._serve, name="penstock-copies", daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = work(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._work.put(run)
+        return future
 
     def recycle(self, copies: Sequence[Tensor]) -> None:
         """Takes the memory of `copies` for later ones: nothing else may use them any more."""
@@ -83,9 +99,15 @@ class HostCopier:
     def close(self) -> None:
         """Ends the thread when its work is done, and drops the memory."""
         if self._thread is not None:
-            self._thread.shutdown()
+            self._work.put(None)
+            self._thread.join()
             self._thread = None
         self._kept.clear()
+
+    def _serve(self) -> None:
+        self._staging.enter_thread()
+        while (work := self._work.get()) is not None:
+            work()
 
     def _memory(self, tensor: Tensor) -> Tensor:
         kept = self._kept[tensor.shape, tensor.dtype]

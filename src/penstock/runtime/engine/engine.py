@@ -75,14 +75,16 @@ class Engine:
         seed: int | None,
     ) -> None:
         self.seed = seed
+        self.steps = 0
+        """The steps trained so far, those before a checkpoint included."""
         self.transport = transport
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
         self._follows = False
         """Whether the engine has done nothing since the last step."""
-        self._fresh = self._schedule = schedule
+        self.schedule = self._schedule = schedule
         """The schedule of a run that continues no other, and that of the present run."""
-        self._stages, self._workers = stages, tuple(workers)
+        self.stages, self._workers = stages, tuple(workers)
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
@@ -120,6 +122,7 @@ class Engine:
         self._records.append(StepRecord.of(start, timings, microbatches, self._follows))
         self._follows = True
         self._minibatch += 1
+        self.steps += 1
         if self._check:
             if measured:
                 self._check.add(start, self._context.timer.now(), timings)
@@ -151,10 +154,10 @@ class Engine:
         # No state dict names the buffers of other replicas than the first.
         self.share_buffers()
         buffers = (history or {}).get("buffers", {})
-        for rank, stages in self._stages.items():
+        for rank, stages in self.stages.items():
             for index, stage in stages.items():
                 replica = self._schedule.placement.stages[index].index(rank)
-                for number, tensor in buffers.get(str(index), {}).get(str(replica), {}).items():
+                for number, tensor in buffers.get(f"{index}/{replica}", {}).items():
                     assign(stage.weights.buffers[int(number)], tensor)
 
     def restart(self, microbatches: int, history: Mapping[str, Any] | None = None) -> None:
@@ -164,15 +167,15 @@ class Engine:
         ``weights`` by name, and the part ``stages`` by index.
         """
         part = history or {}
-        self._schedule = continue_run(self._fresh) if "stages" in part else self._fresh
         by_stage = part.get("stages", {})
+        self._schedule = continue_run(self.schedule) if by_stage else self.schedule
         norms = {
             (int(stage), int(version)): vector
             for stage, kept in by_stage.items()
             for version, vector in kept.get("norms", {}).items()
         }
         scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
-        for stages in self._stages.values():
+        for stages in self.stages.values():
             for stage in stages.values():
                 stage.weights.restart(part.get("weights", {}))
         for worker in self._workers:
@@ -207,10 +210,15 @@ class Engine:
         self._cut = self._microbatches_before, self._minibatch + steps_until_made(self._schedule, self._minibatch)
         return snapshot
 
+    @property
+    def snapshot_reached(self) -> bool:
+        """Whether all stages, of all processes, have made the versions of the last snapshot."""
+        before, minibatch = self._cut
+        return self._microbatches_before != before or self._minibatch >= minibatch
+
     def finish_snapshot(self) -> None:
         """Drains if not all stages have made the versions of the last snapshot. Collective."""
-        before, minibatch = self._cut
-        if self._microbatches_before == before and self._minibatch < minibatch:
+        if not self.snapshot_reached:
             self.drain()
         self.snapshots.settle()
 
@@ -221,7 +229,7 @@ class Engine:
         if self._schedule.flushes:
             return True
         try:
-            continue_run(self._fresh)
+            continue_run(self.schedule)
         except ScheduleError:
             return False
         return all(self.in_run % size == 0 for size in self._schedule.guarantees.microbatches_per_update)
@@ -233,7 +241,7 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Copies the buffers of the first replica of every stage to the others."""
-        share_buffers(self._stages, self._schedule.placement, self.transport)
+        share_buffers(self.stages, self._schedule.placement, self.transport)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:
         """The mean loss of `microbatches` in evaluation mode with the newest weights; it may still be in flight."""

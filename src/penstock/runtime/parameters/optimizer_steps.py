@@ -91,6 +91,11 @@ class Updater:
             "update_hooks=[penstock.WeightAverage(0.999)]"
         )
 
+    @property
+    def scheduler_names(self) -> tuple[str | None, ...]:
+        """By optimizer, the class of its scheduler; None without one."""
+        return tuple(one.name for one in self._lr_schedules) or (None,) * len(self._optimizers)
+
     def state(self, stage: int | None = None) -> dict[str, int]:
         """The state for a checkpoint: the updates of `stage`, or of the one that had the most; {} without schedulers."""
         if not self._lr_schedules:
@@ -138,6 +143,11 @@ class _LrSchedule:
         self._options: dict[int, _Options] = {0: _options_of(scheduler.optimizer)}
         """By update; those that no stage needs any more are dropped."""
         self._initial = copy.deepcopy(scheduler.state_dict()), _options_of(scheduler.optimizer)
+
+    @property
+    def name(self) -> str:
+        """The class of the scheduler."""
+        return type(self._scheduler).__qualname__
 
     def restart(self, reached: int) -> None:
         """Goes to update `reached`, step by step: the process that saved may have had other optimizers."""

@@ -24,6 +24,7 @@ from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.store_gathers import PatientGather
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
@@ -53,6 +54,11 @@ class World(Protocol):
 
     def gather(self, value: T) -> Sequence[T]:
         """Returns the `value` of every process, by rank of the process. Collective."""
+
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`. Every process makes as many,
+        in the same order.
+        """
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
@@ -94,6 +100,9 @@ class SingleProcess:
     def gather(self, value: T) -> Sequence[T]:
         return [value]
 
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        return PatientGather(None, 0, 1, board=None, timeout_seconds=timeout_seconds)
+
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         self._numbers[topic] = numbers
 
@@ -120,7 +129,7 @@ class Processes:
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
         store = PrefixStore(f"penstock/{name}", world.get_group_store())
-        self._store, self._transports = store, 0
+        self._store, self._transports, self._gathers = store, 0, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
         if hooks_allowed():
@@ -159,6 +168,11 @@ class Processes:
         with _explained():
             dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # all_gather_object has filled every entry
+
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        store = PrefixStore(f"gather {self._gathers}", self._store)
+        self._gathers += 1
+        return PatientGather(store, self.rank, self.processes, board=self._board, timeout_seconds=timeout_seconds)
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         # If the store cannot be reached, its process has ended. A later wait for that process reports it.

@@ -1,0 +1,64 @@
+"""Makes an error of one process the same error of all, around work on files that all of them do.
+
+Unlike an error in a step, it leaves the pipeline as it was: no process is inside a step, and all of them know.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.errors import CheckpointError, TransportError
+from penstock.runtime.checkpoints.stored_tensors import Damaged
+
+__all__ = ["Ranks", "explained"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that write or read a checkpoint together. ``gather(value)`` returns the value of each, by rank, to
+    all; it may be used by one thread at a time.
+    """
+
+    rank: int
+    gather: Callable[[Any], Sequence[Any]]
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """The results of `work` on every process, by rank. If it raises on one, all raise the same `CheckpointError`.
+        Collective.
+        """
+        error: Exception | None = None
+        outcome: tuple[str, bool, T | None]
+        try:
+            outcome = "", False, work()
+        except TransportError:
+            raise
+        except Exception as caught:
+            error = caught
+            outcome = str(explained(caught)), isinstance(caught, Damaged), None
+        gathered = self.gather(outcome)
+        for rank, (text, damaged, _) in enumerate(gathered):
+            if text:
+                where = f"rank {rank}: " if len(gathered) > 1 else ""
+                raise (Damaged if damaged else CheckpointError)(where + text) from error
+        return [result for _, _, result in gathered]
+
+    def alone(self, work: Callable[[], T]) -> T | None:
+        """The result of `work` on rank 0, which is the only one that does it. Raises as `together` does. Collective."""
+        return self.together(lambda: work() if self.rank == 0 else None)[0]
+
+
+def explained(error: Exception, path: object = None) -> CheckpointError:
+    """`error` as a `CheckpointError`, with the file and the way out. `path`: the file, where the error has none."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError):
+        return CheckpointError(
+            f"{error.filename or path}: expected to write or read it, found: {error.strerror or error}. Free space, "
+            "correct the permissions or give another directory; older checkpoints are whole, and the pipeline can go on"
+        )
+    return CheckpointError(
+        f"{path or 'the checkpoint'}: expected to write or read it, found {type(error).__name__}: {error}. Older "
+        "checkpoints are whole, and the pipeline can go on"
+    )

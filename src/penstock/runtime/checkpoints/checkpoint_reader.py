@@ -1,0 +1,165 @@
+"""Finds the checkpoint to load, and compares its files with its manifest before anything is changed.
+
+Every process looks itself, and all choose the same: the newest that is whole for each of them. A checkpoint that is
+whole but of another training is not skipped; it is an error.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.capturing.chain import LayerChain
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.checkpoint_writer import MODEL
+from penstock.runtime.checkpoints.manifests import Manifest, read_manifest
+from penstock.runtime.checkpoints.plain_values import Json
+from penstock.runtime.checkpoints.step_directories import MANIFEST, steps_in
+from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor
+from penstock.torch_internals import pytrees as pytree
+
+__all__ = ["Loaded", "find_and_verify", "latest_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A checkpoint that is whole, with a `StoredTensor` for each tensor."""
+
+    manifest: Manifest
+    state: Mapping[str, Any]
+    """As `Pipeline.state_dict` has it, of the optimizers what belongs to this process."""
+    own: Mapping[str, Json]
+    """The own states of this process."""
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint in the directory of a run; None if there is none, or no directory.
+
+    Its manifest and the sizes of its files are checked, and the numbers are not read. A newer one that is damaged is
+    passed over, with a warning.
+    """
+    run = checked_path(directory)
+    for _, path in steps_in(run):
+        try:
+            with _as_damage(path):
+                read_manifest(path).check_files()
+        except Damaged as damage:
+            _warn(path, damage)
+            continue
+        return path
+    return None
+
+
+def checked_path(directory: object) -> Path:
+    """`directory` as a path. `CheckpointError` if it is none."""
+    if isinstance(directory, str | os.PathLike):
+        path = os.fspath(directory)
+        if isinstance(path, str) and path and "\0" not in path:
+            return Path(path)
+    raise CheckpointError(
+        f"directory={directory!r}: expected the path of a directory, a text or a pathlib.Path. Pass one"
+    )
+
+
+def find_and_verify(
+    directory: Path, ranks: Ranks, chain: LayerChain, read: Callable[[Manifest], Loaded], mine: Callable[[str], bool]
+) -> Loaded:
+    """The checkpoint `directory`, or the newest whole one in the run `directory`. Collective.
+
+    `read` makes of a manifest what is loaded, and raises if it does not fit. `mine`: whether this process reads the
+    tensor of the model with that name. Raises `CheckpointError` on all processes.
+    """
+    places = ranks.gather(os.path.abspath(directory))
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise CheckpointError(
+                f"rank {rank} loads {place} and rank 0 {places[0]}: expected the same directory on all ranks. Make its "
+                "name from what all ranks know"
+            )
+    single, names = ranks.together(lambda: _candidates(directory))[0]
+
+    def attempt(path: Path) -> Loaded:
+        with _as_damage(path):
+            manifest = read_manifest(path)
+            manifest.check_files()
+            _check_model(manifest, chain)
+            loaded = read(manifest)
+            tensors = [tensor for name, tensor in loaded.state["model"].items() if mine(name)]
+            parts = [loaded.state["optimizer"], loaded.state.get("history")]
+            tensors += [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, StoredTensor)]
+            tensors += [tensor for value in loaded.own.values() for tensor in manifest.tensors_in(value)]
+        for tensor in tensors:
+            tensor.verify()
+        return loaded
+
+    for name in names:
+        path = directory / name if name else directory
+        try:
+            # One manifest for all: a host could have another copy.
+            sums = ranks.together(lambda path=path: _sum_of(path))
+            if len(set(sums)) > 1:
+                raise Damaged(f"{path / MANIFEST}: expected the same file on all ranks, found different ones")
+            return ranks.together(lambda path=path: (attempt(path),))[ranks.rank][0]
+        except Damaged as damage:
+            if single or name == names[-1]:
+                raise
+            if ranks.rank == 0:
+                _warn(path, damage)
+    raise AssertionError("there is a last candidate")
+
+
+def _sum_of(path: Path) -> str:
+    with _as_damage(path):
+        return read_manifest(path).sha256
+
+
+def _candidates(directory: Path) -> tuple[bool, list[str]]:
+    """Whether `directory` is a checkpoint itself, and the names of the checkpoints in it, the newest first."""
+    if (directory / MANIFEST).exists() or directory.name.startswith("step-"):
+        return True, [""]
+    names = [path.name for _, path in steps_in(directory)]
+    if not names:
+        found = "no such directory" if not directory.exists() else "no directory of a step in it"
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint ({found}). Expected a directory that Pipeline.save(...) wrote to its "
+            "end. Check the path"
+        )
+    return False, names
+
+
+def _check_model(manifest: Manifest, chain: LayerChain) -> None:
+    """The whole model is compared on every process."""
+    for name, tensor in (*chain.parameters.items(), *chain.buffers.items()):
+        entry = manifest.model.get(name)
+        form = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        if entry is None or any(entry[key] != value for key, value in form.items()):
+            found = "nothing" if entry is None else {key: entry[key] for key in form}
+            raise CheckpointError(
+                f"{manifest.directory}: expected {name} with {form}, as the model has it, found {found}: it is the "
+                "checkpoint of another model. Load one of this model, or only weights with penstock.load_weights"
+            )
+
+
+def model_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
+    """All tensors of the model, by name."""
+    return {name: manifest.tensor(MODEL + entry["stored"]) for name, entry in manifest.model.items()}
+
+
+@contextmanager
+def _as_damage(path: Path) -> Iterator[None]:
+    """Makes an error of reading what no writer wrote a `Damaged`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise Damaged(
+            f"{path / MANIFEST}: expected the manifest of a checkpoint, found one that cannot be read "
+            f"({type(error).__name__}: {error}). Load another checkpoint"
+        ) from error
+
+
+def _warn(path: Path, damage: Damaged) -> None:
+    logging.getLogger("penstock").warning("%s is damaged and is passed over: %s", path, damage)

@@ -1,0 +1,274 @@
+"""Writes what the processes of a pipeline have collected to a new directory of a step.
+
+Nothing here looks at the pipeline: a `CheckpointState` may be written by another thread than the one that trains, if
+its tensors do not change any more and the thread has a way of its own to gather.
+
+Laws of this file:
+  1. A tensor that several processes hold is written by one of them; their shares have about equal bytes.
+  2. The manifest is the last file, and the directory gets its name when all files are on the disk.
+  3. A process that fails to write goes on to take part in what the others wait for. The error is then raised on all,
+     nothing is left behind, and older checkpoints are as they were.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.capturing.weight_files import TYPE_CODES
+from penstock.errors import CheckpointError
+from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
+from penstock.runtime.checkpoints.agreement import Ranks, explained
+from penstock.runtime.checkpoints.manifests import write_manifest
+from penstock.runtime.checkpoints.plain_values import Json
+from penstock.runtime.checkpoints.retention import Retention
+from penstock.runtime.checkpoints.step_directories import (
+    MANIFEST,
+    begin,
+    check_target,
+    discard,
+    file_name,
+    publish,
+    recover,
+    write_through,
+)
+from penstock.runtime.checkpoints.stored_tensors import bytes_of
+from penstock.runtime.parameters.shards import whole
+
+__all__ = ["MODEL", "CheckpointState", "write"]
+
+MODEL = "model/"
+"""How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointState:
+    """What one process puts into a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    """By key. What several processes have under one key is the same tensor. A `DTensor` is made whole when it is
+    written, by all processes that share it."""
+    document: Mapping[str, Json]
+    """The rest, as JSON that refers to the keys: ``model``, ``optimizer``, ``pipeline``, ``history``
+    and ``own``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a checkpoint goes, which all processes must agree on."""
+
+    directory: str
+    step: int
+    retention: Retention
+
+
+def write(state: CheckpointState, directory: Path, step: int, retention: Retention, ranks: Ranks, plan: str) -> Path:
+    """Writes the checkpoint of `step` into the run's `directory`, and returns its path. Collective.
+
+    `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
+    """
+    _agree(_Target(os.path.abspath(directory), step, retention), ranks)
+    ranks.alone(lambda: check_target(directory))
+    # What was left by a process that was killed may be what fills the disk.
+    ranks.alone(lambda: recover(directory))
+    made = ranks.alone(lambda: begin(directory).name)
+    written = directory / str(made)
+    try:
+        ranks.together(lambda: _require(written, ranks.rank))
+        own = ranks.together(lambda: _describe(state))
+        owners = assign_owners(own)
+        parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
+        documents = ranks.gather(state.document)
+        path = ranks.alone(lambda: _finish(written, step, parts, documents, plan))
+    except CheckpointError:
+        # All processes have come here, so none of them writes any more.
+        ranks.alone(lambda: _give_up(written))
+        raise
+    ranks.alone(lambda: retention.apply(directory, step))
+    return directory / str(path)
+
+
+def _agree(target: _Target, ranks: Ranks) -> None:
+    for rank, other in enumerate(ranks.gather(target)):
+        if other != target:
+            raise CheckpointError(
+                f"rank {rank} saves step {other.step} to {other.directory} ({other.retention}) and rank {ranks.rank} "
+                f"step {target.step} to {target.directory} ({target.retention}): expected the same on all ranks. Make "
+                "the name and the options from what all ranks know, such as the step, not the time"
+            )
+
+
+def _require(written: Path, rank: int) -> None:
+    if not written.is_dir():
+        raise CheckpointError(
+            f"{written.parent}: rank {rank} does not see {written.name}, which rank 0 has made in it: expected a "
+            "directory on a file system that all hosts share. Give another one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What others must know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _describe(state: CheckpointState) -> dict[str, _Form]:
+    for key, tensor in state.tensors.items():
+        if tensor.dtype not in TYPE_CODES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise CheckpointError(
+                f"{key}: expected a dense tensor of a type that safetensors files have, found {tensor.dtype} with the "
+                f"layout {tensor.layout} on {tensor.device.type}. Convert it, or leave it out of the state"
+            )
+    return {key: _Form(tuple(tensor.shape), tensor.dtype) for key, tensor in state.tensors.items()}
+
+
+def assign_owners(own: Sequence[Mapping[str, _Form]]) -> dict[str, int]:
+    """By key, the process that writes it, of those that have it: the one with the fewest bytes so far.
+
+    `own`: what each has. The keys with the fewest holders come first, and of these the largest.
+    """
+    holders: dict[str, list[int]] = {}
+    forms: dict[str, _Form] = {}
+    for rank, described in enumerate(own):
+        for key, form in described.items():
+            if forms.setdefault(key, form) != form:
+                raise CheckpointError(
+                    f"{key}: expected the same tensor on all ranks that have it, found {forms[key]} on rank "
+                    f"{holders[key][0]} and {form} on rank {rank}. Build the same model everywhere"
+                )
+            holders.setdefault(key, []).append(rank)
+    owners, loads = {}, [0] * len(own)
+    for key in sorted(holders, key=lambda key: (len(holders[key]), -forms[key].bytes, key)):
+        owner = min(holders[key], key=lambda rank: (loads[rank], rank))
+        owners[key] = owner
+        loads[owner] += forms[key].bytes
+    return owners
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a process has written: entries of the manifest."""
+
+    tensors: Mapping[str, Json]
+    files: Mapping[str, Json]
+
+
+def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path, rank: int) -> _Part:
+    """Writes what `rank` answers for."""
+    forms = _describe(state)
+    # Larger types first, so that all are aligned; the same order everywhere, since some are made whole together.
+    order = sorted(forms, key=lambda key: (not key.startswith(MODEL), -forms[key].dtype.itemsize, key))
+    tensors = ((key, whole(state.tensors[key])) for key in order)
+    own = ((key, tensor) for key, tensor in tensors if owners[key] == rank)
+    part = _Part({}, {})
+    try:
+        for kind, chosen in (
+            ("model", [key for key in order if key.startswith(MODEL)]),
+            ("state", [key for key in order if not key.startswith(MODEL)]),
+        ):
+            keys = [key for key in chosen if owners[key] == rank]
+            if keys:
+                _write_file(written / file_name(kind, rank), {key: forms[key] for key in keys}, own, part)
+    finally:
+        # Also after a failure: other processes wait for this one where a tensor is made whole.
+        for _ in own:
+            pass
+    return part
+
+
+def _write_file(path: Path, forms: Mapping[str, _Form], own: Iterator[tuple[str, Tensor]], part: _Part) -> None:
+    names = {key: key.removeprefix(MODEL) for key in forms}
+    entries = [StoredEntry(names[key], form.shape, form.dtype) for key, form in forms.items()]
+    tensors: Any = part.tensors
+    files: Any = part.files
+    try:
+        with SafetensorsWriter(path, entries, mode=0o600) as writer:
+            header = start = writer.header_bytes
+            for _ in forms:
+                key, tensor = next(own)
+                values = tensor.cpu().contiguous()
+                writer.append(values)
+                tensors[key] = {
+                    "file": path.name,
+                    "dtype": str(values.dtype).removeprefix("torch."),
+                    "shape": list(values.shape),
+                    "start": start,
+                    "sha256": hashlib.sha256(bytes_of(values)).hexdigest(),
+                }
+                start += forms[key].bytes
+            files[path.name] = {"bytes": start, "header_bytes": header, "header_sha256": writer.header_sha256}
+    except OSError as error:
+        raise explained(error, path) from error
+
+
+def _finish(
+    written: Path, step: int, parts: Sequence[_Part], documents: Sequence[Mapping[str, Json]], plan: str
+) -> str:
+    """Writes the manifest, and gives the directory its name. Returns the name."""
+    tensors = {key: entry for part in parts for key, entry in part.tensors.items()}
+    files = {name: entry for part in parts for name, entry in part.files.items()}
+    content = {
+        "step": step,
+        "penstock": penstock.__version__,
+        "torch": torch.__version__,
+        "processes": len(documents),
+        "plan": plan,
+        **_merge(documents),
+        "files": files,
+        "tensors": tensors,
+    }
+    stored = {key.removeprefix(MODEL): entry for key, entry in tensors.items() if key.startswith(MODEL)}
+    entries = [
+        StoredEntry(name, tuple(entry["shape"]), getattr(torch, entry["dtype"])) for name, entry in stored.items()
+    ]
+    homes = {name: entry["file"] for name, entry in stored.items()}
+    write_index(written, homes, entries)
+    (written / MANIFEST).write_text(write_manifest(written / MANIFEST, content), encoding="utf-8")
+    for path in written.iterdir():
+        # Umasks can only take away more.
+        path.chmod(0o600 & path.stat().st_mode)
+        write_through(path)
+    return publish(written, step).name
+
+
+def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """One document of those of all processes."""
+    first = documents[0]["pipeline"]
+    for rank, document in enumerate(documents):
+        for count in ("steps", "microbatches"):
+            if document["pipeline"][count] != first[count]:
+                raise CheckpointError(
+                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: expected "
+                    "the same on all ranks. Make the same calls everywhere, and start again from the checkpoint before"
+                )
+    optimizer: dict[str, Any] = {}
+    history: dict[str, Any] = {}
+    for document in documents:
+        for merged, entries in ((optimizer, document["optimizer"]), (history, document["history"])):
+            for name, entry in entries.items():
+                merged.setdefault(name, {}).update(entry)
+    pipeline = {name: value for document in reversed(documents) for name, value in document["pipeline"].items()}
+    return {
+        "model": {name: entry for document in documents for name, entry in document["model"].items()},
+        "optimizer": optimizer,
+        "pipeline": pipeline,
+        "history": history,
+        "own": [document["own"] for document in documents],
+    }
+
+
+def _give_up(written: Path) -> None:
+    discard(written)
+    recover(written.parent)

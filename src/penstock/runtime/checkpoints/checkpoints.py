@@ -1,0 +1,203 @@
+"""Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.chain import LayerChain
+from penstock.data import restore_loaders
+from penstock.errors import CheckpointError
+from penstock.runtime.assembly.gathered_tensors import shared_names
+from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
+from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
+from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
+from penstock.runtime.checkpoints.histories import PARTS, describe_run
+from penstock.runtime.checkpoints.manifests import Manifest
+from penstock.runtime.checkpoints.own_states import OwnStates
+from penstock.runtime.checkpoints.plain_values import Json, encode
+from penstock.runtime.checkpoints.retention import Retention
+from penstock.runtime.checkpoints.stage_states import StageStates
+from penstock.runtime.checkpoints.training_state import TrainingState
+from penstock.runtime.engine.engine import Engine
+from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.transport.worlds import World
+from penstock.training.recipes import Recipe
+from penstock.values.documents import is_count
+from penstock.values.plans import Plan
+
+__all__ = ["Checkpoints", "make_checkpoints"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoints:
+    """The checkpoints of one pipeline."""
+
+    world: World
+    plan: Plan
+    training: TrainingState
+    own: OwnStates
+    saves: BackgroundSaves
+    timeout_seconds: float
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes, with the world's way to gather."""
+        return Ranks(self.world.rank, self.world.gather)
+
+    def close(self, failed: bool = False) -> None:
+        """Ends the wait for loaders that are made after a load, and finishes a save beside the training, unless the
+        pipeline has `failed`.
+        """
+        restore_loaders([])
+        self.saves.close(failed)
+
+    def collect(self) -> CheckpointState:
+        """The state of this process, which refers to the tensors of the training itself. The pipeline has drained.
+
+        `CheckpointError` if something in it cannot be kept.
+        """
+        tensors: dict[str, Tensor] = {}
+        own = self.own.collect(self.training.engine.seed, tensors)
+        return self._lay_out(self.training.collect(take=lambda value: value), own, tensors)
+
+    def _lay_out(self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor]) -> CheckpointState:
+        """`state` and what the process keeps of its `own`, whose `tensors` are there already. Of the model `state` has
+        what this process saves.
+        """
+
+        def keep(tensor: Tensor, where: str) -> str:
+            if where in tensors:
+                raise CheckpointError(f"{where}: expected one value under this name, found two. Rename one of them")
+            tensors[where] = tensor
+            return where
+
+        def encoded(part: str, entries: Mapping[str, Any]) -> dict[str, Json]:
+            return {name: encode(value, f"{part}/{name}", keep) for name, value in entries.items()}
+
+        held, model = self.training.held, dict[str, Json]()
+        for names in shared_names(held):
+            for name in names:
+                tensor = held[name]
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                model[name] = {"dtype": dtype, "shape": list(tensor.shape), "stored": names[0]}
+            if names[0] in state["model"]:
+                tensors[MODEL + names[0]] = state["model"][names[0]]
+        history = state.get("history", {})
+        document = {
+            "model": model,
+            "optimizer": {part: encoded(f"optimizer/{part}", entries) for part, entries in state["optimizer"].items()},
+            "pipeline": encode(state["pipeline"], "pipeline", keep),
+            "history": {part: encoded(f"history/{part}", history[part]) for part in PARTS if part in history},
+            "own": own,
+        }
+        return CheckpointState(tensors, document)
+
+    def save(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> Path:
+        """Writes a checkpoint as `Pipeline.save` describes. Collective."""
+        target, state = self._prepare(directory, step, (keep, keep_every), self.collect)
+        return write(state, *target, self.ranks, self.plan.to_yaml())
+
+    def begin(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> BackgroundSave:
+        """Begins to write a checkpoint beside the training. Collective."""
+        self.saves.prepare()
+
+        def collect_own() -> tuple[Json, dict[str, Tensor]]:
+            tensors: dict[str, Tensor] = {}
+            return self.own.collect(self.training.engine.seed, tensors), tensors
+
+        target, (own, tensors) = self._prepare(directory, step, (keep, keep_every), collect_own)
+        gather = self.world.gather_beside(self.timeout_seconds)
+        ranks, plan = Ranks(self.world.rank, gather), self.plan.to_yaml()
+        return self.saves.begin(lambda state: write(self._lay_out(state, own, tensors), *target, ranks, plan), gather)
+
+    def _prepare(
+        self, directory: object, step: object, keeping: tuple[int | None, int | None], collect: Callable[[], T]
+    ) -> tuple[tuple[Path, int, Retention], T]:
+        """Where a save goes, and what `collect` returns. Collective."""
+
+        def prepare() -> None:
+            path, retention = checked_path(directory), Retention(*keeping)
+            number = self.training.engine.steps if step is None else step
+            if not is_count(number, 0):
+                raise CheckpointError(f"step={step!r}: expected a whole number of at least 0, or None. Pass one")
+            assert isinstance(number, int)
+            prepared.append(((path, number, retention), collect()))
+
+        prepared: list[tuple[tuple[Path, int, Retention], T]] = []
+        self.ranks.together(prepare)
+        return prepared[0]
+
+    def find(self, directory: str | os.PathLike[str]) -> Loaded:
+        """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
+        paths: list[Path] = []
+        self.ranks.together(lambda: paths.append(checked_path(directory)))
+        held = self.training.held
+        return find_and_verify(paths[0], self.ranks, self.training.chain, self._read, held.__contains__)
+
+    def restore(self, loaded: Loaded) -> None:
+        """Takes over what `find` has found."""
+        self.training.restore(loaded.state)
+        self.own.restore(loaded.own, loaded.manifest)
+
+    def _read(self, manifest: Manifest) -> Loaded:
+        content, trained = manifest.content, self.training.trained()
+        # The tensors of other processes are not looked for.
+        optimizer = {
+            part: {name: manifest.value(entry) for name, entry in content["optimizer"][part].items() if name in trained}
+            for part in ("state", "options", "classes", "hooks")
+        }
+        pipeline = manifest.value(content["pipeline"])
+        state = {"model": model_tensors(manifest), "optimizer": optimizer, "pipeline": pipeline}
+        if kept := content["history"]:
+            state["history"] = {
+                part: {
+                    name: manifest.value(entry)
+                    for name, entry in kept.get(part, {}).items()
+                    if part != "weights" or name in trained
+                }
+                for part in PARTS
+            }
+        self.training.check(state)
+        own = self.own.choose(content["own"], self.world.rank, self.world.processes)
+        return Loaded(manifest, state, own)
+
+
+def make_checkpoints(
+    world: World,
+    engine: Engine,
+    recipe: Recipe,
+    *,
+    plan: Plan,
+    chain: LayerChain,
+    trained: Callable[[], dict[str, nn.Parameter]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    updater: Updater,
+    device: torch.device,
+    parallelized: bool,
+    timeout_seconds: float,
+) -> Checkpoints:
+    """The checkpoints of the pipeline that `engine` runs. `trained`: returns the parameters of this process."""
+    schedule = engine.schedule
+    held = {index for stages in engine.stages.values() for index in stages}
+    training = TrainingState(
+        chain=chain,
+        stages=[plan.stages[index] for index in sorted(held)],
+        trained=trained,
+        optimizers=optimizers,
+        updater=updater,
+        engine=engine,
+        scales_loss=recipe.scaling is not None,
+        run=describe_run(plan, schedule, recipe),
+        rank=world.rank,
+    )
+    predicted = any(map(recipe.predicts, schedule.guarantees.delays))
+    states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)
+    return Checkpoints(world, plan, training, OwnStates(device), BackgroundSaves(states), timeout_seconds)

@@ -1,0 +1,156 @@
+"""What a process keeps beside the model: random generators, positions of loaders, and the user's own objects.
+
+Each process has its own, and most often they are equal. As many processes as have saved get their own back. Another
+number of processes gets them only if they were all equal.
+"""
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.data import loader_states, loader_uses, restore_loaders
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.manifests import Manifest
+from penstock.runtime.checkpoints.plain_values import Json, encode
+from penstock.runtime.checkpoints.stored_tensors import bytes_of
+from penstock.runtime.parameters.shards import whole
+
+__all__ = ["OwnStates"]
+
+_OBJECTS = "objects"
+
+
+@dataclass(slots=True, eq=False)
+class OwnStates:
+    """What this process keeps, on `device`."""
+
+    device: torch.device
+    since: int = field(default_factory=loader_uses)
+    """Loaders that were used after it count."""
+    tracked: dict[str, Any] = field(default_factory=dict)
+    """The user's objects, by name."""
+    waiting: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """What reads the states of a checkpoint whose objects are not tracked yet."""
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """Takes the state of `objects` into checkpoints. If the checkpoint that was loaded has a state under one of the
+        names, that object gets it now.
+        """
+        for name, value in objects.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(value, method, None)):
+                    raise CheckpointError(
+                        f"track({name}=...): expected an object with state_dict() and load_state_dict(), found "
+                        f"{type(value).__qualname__} without {method}. Give it both"
+                    )
+            if self.tracked.get(name, value) is not value:
+                raise CheckpointError(
+                    f"track({name}=...): expected a name of its own, found that of {type(self.tracked[name]).__qualname__}"
+                    ", which is tracked already. Choose another name"
+                )
+        for name, value in objects.items():
+            self.tracked[name] = value
+            if name in self.waiting:
+                _give(name, value, self.waiting.pop(name)())
+
+    def collect(self, seed: int | None, tensors: dict[str, Tensor]) -> Json:
+        """The document of this process's own states. Their tensors are added to `tensors`, as copies on the CPU.
+
+        `seed`: that of the random layers; if there is none, PyTorch's, NumPy's and Python's generators count.
+        """
+
+        def keep(tensor: Tensor, where: str) -> str:
+            # Equal tensors of several processes have one key, so that they are stored once.
+            own = whole(tensor).detach().cpu().contiguous()
+            if own.layout is torch.strided:
+                form = f"{own.dtype} {tuple(own.shape)} ".encode()
+                where = f"{where}/{hashlib.sha256(form + bytes_of(own)).hexdigest()[:32]}"
+            tensors[where] = own.clone() if own.data_ptr() == tensor.data_ptr() else own
+            return where
+
+        for name in self.waiting.keys() - self.tracked.keys():
+            logging.getLogger("penstock").warning(
+                "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not in "
+                "the checkpoint that is saved now",
+                name,
+            )
+        return {
+            "generators": encode(self._generators() if seed is None else None, "generators", keep),
+            "loaders": encode(loader_states(self.since), "loaders", keep),
+            _OBJECTS: {
+                name: encode(one.state_dict(), f"{_OBJECTS}/{name}", keep) for name, one in self.tracked.items()
+            },
+        }
+
+    def choose(self, own: Sequence[Mapping[str, Json]], rank: int, processes: int) -> dict[str, Json]:
+        """The states for process `rank` of `processes`, out of those of all that saved.
+
+        `CheckpointError` if an object is tracked that has no state, or if objects or loaders had other states on other
+        processes and there are now another number of processes.
+        """
+        chosen: dict[str, Json] = {}
+        for kind in ("generators", "loaders", _OBJECTS):
+            found = [each[kind] for each in own]
+            if len(found) == processes:
+                chosen[kind] = found[rank]
+            elif all(each == found[0] for each in found):
+                chosen[kind] = found[0]
+            elif kind == "generators":
+                chosen[kind] = None
+            else:
+                raise CheckpointError(
+                    f"the {kind} of the checkpoint had different states on its {len(own)} processes: expected as many "
+                    f"processes now, found {processes}. Start as many, or keep what depends on the rank out of the state"
+                )
+        missing = sorted(self.tracked.keys() - chosen[_OBJECTS].keys())
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has no state of {missing[0]!r}, which is tracked: expected one, found "
+                f"{sorted(chosen[_OBJECTS])}. Track it under the name of then, or after the load if it is new"
+            )
+        return chosen
+
+    def restore(self, states: Mapping[str, Json], manifest: Manifest) -> None:
+        """Takes over what `choose` has chosen from the checkpoint of `manifest`."""
+        if states["generators"] is not None:
+            self._restore_generators(manifest.read(states["generators"]))
+        restore_loaders(manifest.read(states["loaders"]))
+        objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
+        self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
+        for name, value in self.tracked.items():
+            _give(name, value, objects[name]())
+
+    def _generators(self) -> dict[str, Any]:
+        states = {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(legacy=False),
+            "python": random.getstate(),
+        }
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def _restore_generators(self, states: Mapping[str, Any]) -> None:
+        torch.set_rng_state(states["torch"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
+
+def _give(name: str, value: Any, state: Any) -> None:
+    try:
+        value.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r}: load_state_dict of {type(value).__qualname__} refused the state of the checkpoint: "
+            f"{type(error).__name__}: {error}. Track an object that is made as then"
+        ) from error

@@ -1,0 +1,282 @@
+"""The state of a training under the model's own names, so that it fits any number of stages.
+
+The optimizer's state and options are kept by parameter name, not by position: positions depend on the plan. A state
+also says what it is the state of (classes of optimizers, schedulers and hooks), so that another training can refuse it.
+
+Laws of this file:
+  1. A state is compared with the training as a whole before anything is changed.
+  2. Tensors of a checkpoint are read one after the other, each to its place.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capturing.chain import LayerChain
+from penstock.errors import CheckpointError
+from penstock.runtime.assembly.gathered_tensors import held_tensors
+from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
+from penstock.runtime.checkpoints.progress import check_progress
+from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
+from penstock.runtime.engine.engine import Engine
+from penstock.runtime.parameters.optimizer_steps import Updater
+from penstock.runtime.parameters.shards import assign, distributed_like, whole
+from penstock.torch_internals import pytrees as pytree
+from penstock.values.stages import Stage
+
+__all__ = ["TrainingState"]
+
+State: TypeAlias = Mapping[str, Any]
+_SAME = "Load the state of the same model, with the same optimizers"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingState:
+    """The training of this process: what its state is made of, and restored to."""
+
+    chain: LayerChain
+    stages: Sequence[Stage]
+    """The stages of this process."""
+    trained: Callable[[], dict[str, nn.Parameter]]
+    """Returns the parameters of this process, by name."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    updater: Updater
+    engine: Engine
+    scales_loss: bool
+    run: str
+    """What decides which versions of the weights are read: see `describe_run`."""
+    rank: int
+    """The number of this process."""
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """The entries of the model's state dict that belong to this process's stages."""
+        return held_tensors(self.chain, self.stages)
+
+    def collect(self, take: Callable[[Any], Any] = whole) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ..., "pipeline": ...}``; ``take(value)`` is what is kept of a value."""
+        engine, updater = self.engine, self.updater
+        return {
+            "model": {name: take(tensor.detach()) for name, tensor in self.held.items()},
+            "optimizer": self.named(take),
+            "pipeline": {**self.progress, **updater.state(), **engine.scale_state()},
+        }
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The part ``pipeline`` of the state, as far as it belongs to no stage."""
+        engine = self.engine
+        return {
+            "steps": engine.steps,
+            "microbatches": engine.trained,
+            "seed": engine.seed,
+            "hooks": self.hook_names,
+        }
+
+    @property
+    def hook_names(self) -> list[str]:
+        """The classes of the update hooks, in their order."""
+        return [type(hook).__qualname__ for hook in self.updater.hooks.hooks]
+
+    def check(self, state: object) -> None:
+        """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
+        model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
+        self._check_model(model)
+        check_progress(
+            pipeline,
+            hooks=self.hook_names,
+            schedules=any(self.updater.scheduler_names),
+            scaler_here=bool(self.engine.scale_state()),
+            scales_loss=self.scales_loss,
+        )
+        self._check_optimizers(optimizer)
+        check_history(_mapping(state, "state"), self.trained(), self.run)
+
+    def restore(self, state: State) -> None:
+        """Takes over `state`, which `check` has accepted."""
+        for optimizer in self.optimizers:
+            # The old state goes first, so that there is one in memory.
+            optimizer.state = defaultdict(dict)
+            self._restore_optimizer(optimizer, state["optimizer"])
+        self._restore_hooks(state["optimizer"]["hooks"])
+        with torch.no_grad():
+            for name, tensor in self.held.items():
+                assign(tensor, read_value(state["model"][name]))
+        progress, engine = state["pipeline"], self.engine
+        history = open_history(state, self.run, self.rank)
+        self.updater.load_state(progress, updates_of(history))
+        engine.load_scale(progress)
+        engine.seed, engine.steps = progress["seed"], progress["steps"]
+        engine.resume(progress["microbatches"], history)
+
+    def named(self, take: Callable[[Any], Any], of: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """By parameter: the state and options of its optimizer, the classes of optimizer and scheduler, and what the
+        hooks keep, by their number. `of`: the names of some parameters, by default all.
+        """
+        result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "hooks": {}}
+        for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
+            for group, name, parameter in self._grouped(optimizer):
+                if of is not None and name not in of:
+                    continue
+                result["options"][name] = {key: value for key, value in group.items() if key != "params"}
+                result["classes"][name] = classes
+                if parameter in optimizer.state:
+                    result["state"][name] = {key: take(value) for key, value in optimizer.state[parameter].items()}
+        for number, states in enumerate(self.updater.hooks.states):
+            for name, kept in states.items():
+                if kept and (of is None or name in of):
+                    named = {f"{number}.{key}": take(value) for key, value in kept.items()}
+                    result["hooks"].setdefault(name, {}).update(named)
+        return result
+
+    @property
+    def _classes(self) -> list[list[str | None]]:
+        """By optimizer, its class and that of its scheduler."""
+        schedulers = self.updater.scheduler_names
+        return [[type(one).__qualname__, name] for one, name in zip(self.optimizers, schedulers, strict=True)]
+
+    def _grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Group, name and parameter, in the order of the optimizer."""
+        names = {id(parameter): name for name, parameter in self.trained().items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, names[id(parameter)], parameter
+
+    def _check_model(self, model: State) -> None:
+        known = self.chain.parameters.keys() | self.chain.buffers.keys()
+        for name, value in model.items():
+            if name not in known:
+                raise CheckpointError(
+                    f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger one. "
+                    f"{_SAME}"
+                )
+            if not isinstance(value, Tensor | StoredTensor):
+                raise CheckpointError(
+                    f"{name}: expected a torch.Tensor in the state dict, found {type(value).__qualname__}. {_SAME}"
+                )
+        for name, tensor in self.held.items():
+            if name not in model:
+                raise CheckpointError(
+                    f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole or "
+                    "of all ranks together"
+                )
+            if model[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(model[name].shape)} in the state dict and {tuple(tensor.shape)} in the "
+                    "model: load the state of the same model"
+                )
+            if model[name].dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"{name} is {model[name].dtype} in the state dict and {tensor.dtype} in the model: expected the same, "
+                    "since a conversion changes the numbers. Convert the model before the pipeline is built, or the state"
+                )
+
+    def _check_optimizers(self, saved: State) -> None:
+        state, options, classes = (_entries(saved, part) for part in ("state", "options", "classes"))
+        for optimizer, own in zip(self.optimizers, self._classes, strict=True):
+            for _, name, parameter in self._grouped(optimizer):
+                if name not in options or name not in classes:
+                    raise CheckpointError(
+                        f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks "
+                        "together"
+                    )
+                if list(classes[name]) != own:
+                    raise CheckpointError(
+                        f"{name}: expected the state of the optimizer and the learning-rate scheduler {own}, found that "
+                        f"of {list(classes[name])}. {_SAME} and schedulers, or take the weights only: load_weights reads "
+                        "those of a checkpoint"
+                    )
+                _check_shapes(name, state.get(name, {}), parameter, optimizer)
+        _entries(saved, "hooks")
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State) -> None:
+        current = optimizer.state_dict()
+        laid: dict[nn.Parameter, dict[str, Any]] = {}
+        described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
+        for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
+            options = described[id(group)]
+            for key, value in _copied(saved["options"][name], parameter, "lr").items():
+                tensors = isinstance(value, Tensor) and isinstance(options.get(key), Tensor)
+                options[key] = value.to(options[key].device) if tensors else value
+            if name in saved["state"]:
+                laid[parameter] = {key: _copied(value, parameter, key) for key, value in saved["state"][name].items()}
+                current["state"][place] = laid[parameter]
+        # Through the optimizer's own loader, which moves the state to where this optimizer wants it.
+        optimizer.load_state_dict(current)
+        for parameter, values in laid.items():
+            for key, value in values.items():
+                # The loader also casts to the type of the parameter, which would change the numbers.
+                if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][key].dtype:
+                    optimizer.state[parameter][key] = value.to(optimizer.state[parameter][key].device)
+
+    def _restore_hooks(self, saved: State) -> None:
+        hooks = self.updater.hooks
+        hooks.states = [{} for _ in hooks.hooks]
+        for name in self.trained().keys() & saved.keys():
+            for place, value in saved[name].items():
+                number, _, key = place.partition(".")
+                kept = _copied(value, self.trained()[name], key)
+                hooks.states[int(number)].setdefault(name, {})[key] = kept
+
+
+def _check_shapes(name: str, state: State, parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """PyTorch's own optimizers keep tensors as large as the parameter, or that extend to it."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for key, value in state.items():
+        if isinstance(value, Tensor | StoredTensor) and value.shape.numel() != 1:
+            pairs = zip(reversed(value.shape), reversed(parameter.shape), strict=False)
+            if len(value.shape) > parameter.ndim or any(size not in (1, full) for size, full in pairs):
+                raise CheckpointError(
+                    f"the optimizer's state has {key!r} of {name} with the shape {tuple(value.shape)}: expected "
+                    f"{tuple(parameter.shape)}, that of the parameter. {_SAME}"
+                )
+
+
+def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:
+    """`value`, read or copied, as the parameter is laid out; what is not element by element stays whole.
+
+    A copy: the optimizer would go on in the caller's tensors. PyTorch keeps ``step`` where it was made.
+    """
+
+    def take(tensor: Any) -> Any:
+        own = tensor.read() if isinstance(tensor, StoredTensor) else tensor.clone()
+        if own.shape == parameter.shape:
+            own = distributed_like(own, parameter)
+        return own if key in ("step", "lr") else own.to(parameter.device)
+
+    return pytree.tree_map_only((Tensor, StoredTensor), take, value)
+
+
+def _part(state: object, name: str) -> State:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"expected a state dict, what Pipeline.state_dict() returns, found {type(state).__qualname__}. Pass that"
+        )
+    if name not in state:
+        raise CheckpointError(
+            f"the state dict has no part {name!r}: expected what Pipeline.state_dict() returns, found {sorted(state)}"
+        )
+    return _mapping(state[name], name)
+
+
+def _entries(saved: State, name: str) -> State:
+    """A part of the optimizer's state; an empty one has no entry for any parameter, which is refused by its name."""
+    if name == "hooks" and name not in saved:
+        raise CheckpointError(
+            "the optimizer's state has no part 'hooks': expected what Pipeline.state_dict() returns, which has one even "
+            "if it is empty. Load the whole of it"
+        )
+    return _mapping(saved.get(name, {}), f"optimizer.{name}")
+
+
+def _mapping(value: object, name: str) -> State:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(
+            f"the part {name!r} of the state dict is {value!r:.80}: expected a dict, as Pipeline.state_dict() returns it"
+        )
+    return value
