@@ -1,4 +1,4 @@
-"""Runs that are saved without a stop, and runs that go on from there: by the tests, and in the processes of the pool."""
+"""Runs that are saved without a stop, and runs that go on from them: by tests, and in the processes of the pool."""
 
 import logging
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from support.jobs.hook_jobs import HOOKED
 from support.jobs.scaling_jobs import RISKY, loud, quiet
 from support.training import Case, Outcome
 
-__all__ = ["RECIPES", "Cut", "LogText", "run_cut"]
+__all__ = ["RECIPES", "Cut", "LogText", "run_cut", "run_cuts"]
 
 
 def _falling(optimizer: torch.optim.Optimizer) -> Any:
@@ -49,8 +49,8 @@ class Cut:
 
     @property
     def batches(self) -> list[Any]:
-        """Twice those of the subject."""
-        return self.case.batches * 2
+        """Enough for a pipe of four stages to be full at the cut, and to be filled again after it."""
+        return [*self.case.batches, *self.case.batches[:3]]
 
 
 class LogText(logging.Handler):
@@ -84,6 +84,11 @@ def run_cut(cut: Cut, directory: str) -> tuple[Outcome, Outcome]:
         _run(cut, _resume(cut, place), start, start + cut.again, f"{directory}-again")
         start, place = start + cut.again, f"{directory}-again"
     return whole, _run(cut, _resume(cut, place), start, None, "")
+
+
+def run_cuts(cuts: list[Cut], directory: str) -> list[tuple[Outcome, Outcome]]:
+    """Several, one after the other, in the present process group."""
+    return [run_cut(cut, f"{directory}/{number}") for number, cut in enumerate(cuts)]
 
 
 def _resume(cut: Cut, directory: str) -> penstock.Pipeline:
