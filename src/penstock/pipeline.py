@@ -24,7 +24,7 @@ from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
-from penstock.runtime.assembly.gathered_tensors import held_tensors, hold
+from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
@@ -42,7 +42,7 @@ from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.checkpoints.background_saves import BackgroundSave
+from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.devices.device_context import make_device_context
 from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
@@ -256,12 +256,10 @@ class Pipeline:
                 self._world,
                 self._engine,
                 recipe,
+                self._updater,
                 plan=self.plan,
                 chain=self._chain,
                 trained=self._parameters,
-                optimizers=self.optimizers,
-                updater=self._updater,
-                device=self._device,
                 parallelized=parallelized,
                 timeout_seconds=timeout_seconds,
             )
@@ -507,30 +505,21 @@ class Pipeline:
         self._checkpoints.own.track(objects)
 
     @overload
-    def save(
-        self, directory: Any, step: int | None = ..., *, keep: int | None = ..., keep_every: int | None = ...
-    ) -> Path: ...
+    def save(self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ...) -> Path: ...
     @overload
     def save(
-        self, directory: Any, step: int | None = ..., *, keep: Any = ..., keep_every: Any = ..., wait: Literal[False]
+        self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
     ) -> BackgroundSave: ...
     def save(
-        self,
-        directory: str | Path,
-        step: int | None = None,
-        *,
-        keep: int | None = None,
-        keep_every: int | None = None,
-        wait: bool = True,
+        self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
     ) -> Path | BackgroundSave:
         """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
 
         It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
         `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
         checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
-        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older checkpoints stay whole,
-        and the training can go on. With ``wait=False`` it neither drains nor waits, and returns a `BackgroundSave`: the
-        state is copied and written while the next steps run. docs/checkpoints.md describes the files.
+        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older ones stay whole, and the
+        training can go on. ``wait=False`` saves while steps run, and returns a handle: docs/checkpoints.md.
         """
         if not wait:
             return self._checkpoints.begin(directory, step, keep=keep, keep_every=keep_every)
@@ -562,7 +551,7 @@ class Pipeline:
         """
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
-        held = hold(self._chain, self._model_state(), self._world)
+        held = hold(self._chain, self._checkpoints.training.held, self._world)
         export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
@@ -571,12 +560,12 @@ class Pipeline:
         The other ranks return an empty dict. Drains first. Collective. `save_weights` needs no memory for all of them.
         """
         self.drain()
-        return hold(self._chain, self._model_state(), self._world).state_dict(rank)
+        return hold(self._chain, self._checkpoints.training.held, self._world).state_dict(rank)
 
     def close(self) -> None:
         """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
 
-        It does not drain. A pipeline that lives as long as its process need not be closed.
+        It does not drain, and waits for a save. A pipeline that lives as long as its process need not be closed.
         """
         if not self._closed:
             self._closed = True
@@ -610,7 +599,3 @@ class Pipeline:
     def _parameters(self) -> dict[str, nn.Parameter]:
         stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
         return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
-
-    def _model_state(self) -> dict[str, Tensor]:
-        """The entries of the model's state dict that belong to this process's stages."""
-        return held_tensors(self._chain, self.required_inputs.stages)

@@ -64,6 +64,8 @@ def test_neither_run_differs_from_one_that_is_not_saved(cut: Cut, tmp_path: Path
 
 @pytest.mark.parametrize("ranks", APART)
 def test_several_processes(pool: Pool, ranks: int, tmp_path: Path) -> None:
-    for cut, parts in zip(APART[ranks], zip(*pool.run(ranks, run_cuts, APART[ranks], str(tmp_path)), strict=True), strict=True):
+    for cut, parts in zip(
+        APART[ranks], zip(*pool.run(ranks, run_cuts, APART[ranks], str(tmp_path)), strict=True), strict=True
+    ):
         for whole, resumed in parts:
             assert_exact(cut, whole, resumed)

@@ -18,8 +18,11 @@ from penstock.runtime.devices.process_hooks import hooks_allowed
 from penstock.runtime.engine.snapshots import Snapshot
 from penstock.runtime.transport.store_gathers import PatientGather
 
-__all__ = ["BackgroundSave", "BackgroundSaves"]
+__all__ = ["BackgroundSave", "BackgroundSaves", "Count", "Place"]
 
+Count: TypeAlias = int | None
+Place: TypeAlias = str | Path
+"""A directory."""
 Write: TypeAlias = Callable[[Mapping[str, Any]], Path]
 """Writes the state of this process, and returns where the checkpoint is. Called in a thread."""
 
@@ -99,8 +102,8 @@ class BackgroundSaves:
         return save
 
     def close(self, failed: bool = False) -> None:
-        """Waits for the save that is under way, unless the pipeline has `failed` or some stages need more steps for it;
-        then it is given up. Ends the thread.
+        """Waits for the save that is under way. Gives it up if the pipeline has `failed` or some stages need more steps
+        for it. Ends the thread.
         """
         atexit.unregister(self.close)
         save = self._present

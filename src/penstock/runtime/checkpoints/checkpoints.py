@@ -1,12 +1,11 @@
 """Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
@@ -174,13 +173,11 @@ def make_checkpoints(
     world: World,
     engine: Engine,
     recipe: Recipe,
+    updater: Updater,
     *,
     plan: Plan,
     chain: LayerChain,
     trained: Callable[[], dict[str, nn.Parameter]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    updater: Updater,
-    device: torch.device,
     parallelized: bool,
     timeout_seconds: float,
 ) -> Checkpoints:
@@ -191,7 +188,7 @@ def make_checkpoints(
         chain=chain,
         stages=[plan.stages[index] for index in sorted(held)],
         trained=trained,
-        optimizers=optimizers,
+        optimizers=updater.optimizers,
         updater=updater,
         engine=engine,
         scales_loss=recipe.scaling is not None,
@@ -200,4 +197,4 @@ def make_checkpoints(
     )
     predicted = any(map(recipe.predicts, schedule.guarantees.delays))
     states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)
-    return Checkpoints(world, plan, training, OwnStates(device), BackgroundSaves(states), timeout_seconds)
+    return Checkpoints(world, plan, training, OwnStates(engine.device), BackgroundSaves(states), timeout_seconds)

@@ -2,7 +2,8 @@
 
 Under a schedule without a flush microbatches are in flight at every moment. They are not saved: the run that goes on
 computes them again, with the older versions of the weights that they read. These are in the history, with what else
-crosses the cut: norms of gradients, the scales of losses, and the buffers of replicas, which have seen other microbatches.
+crosses the cut: norms of gradients, the scales of losses, and the buffers of replicas, each of which has seen other
+microbatches.
 
 A history fits the plan and the schedule that it was made under. Under others the training goes on from the newest
 weights, as after a drain.
@@ -51,8 +52,8 @@ def open_history(state: Mapping[str, Any], run: str, rank: int) -> History | Non
         return {part: pytree.tree_map_only(StoredTensor, read_value, history.get(part, {})) for part in PARTS}
     if rank == 0:
         logging.getLogger("penstock").info(
-            "the checkpoint was saved without a drain by a run of %s, and this is one of %s: it goes on from the newest "
-            "weights, as after a drain",
+            "the checkpoint was saved without a drain by a run of %s, and this is one of %s: it goes on from the "
+            "newest weights, as after a drain",
             saved,
             run,
         )

@@ -56,7 +56,7 @@ class StageStates:
         """What `TrainingState.collect` returns, of copies of all parts and the part ``pipeline`` of the moment of the
         cut. With a part ``history`` if there is any, and what it is the history of.
         """
-        empty = {name: {} for name in ("state", "options", "classes", "hooks")}
+        empty: dict[str, Any] = {name: {} for name in ("state", "options", "classes", "hooks")}
         state: dict[str, Any] = {"model": {}, "optimizer": empty, "pipeline": dict(progress)}
         for part in parts.values():
             _merge(state, part)

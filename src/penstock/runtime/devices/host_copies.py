@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
 
-__all__ = ["HostCopies", "HostCopier"]
+__all__ = ["HostCopier", "HostCopies"]
 
 T = TypeVar("T")
 

@@ -77,7 +77,7 @@ class Engine:
         self.seed = seed
         self.steps = 0
         """The steps trained so far, those before a checkpoint included."""
-        self.transport = transport
+        self.transport, self.device = transport, context.device
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
         self._follows = False

@@ -1,8 +1,8 @@
 """Snapshots of the state of the stages, taken while the training goes on.
 
 A snapshot is taken at one version of every stage. A stage that has made this version is copied at once; another one
-right after the update that makes it, in a step or a drain that follows. The forwards and backwards of later microbatches
-do not change what is copied. The next update does, so it waits until the copies of its stage are made.
+right after the update that makes it, in a step or a drain that follows. The forwards and backwards of later
+microbatches do not change what is copied. The next update does, so it waits until the copies of its stage are made.
 
 Laws of this file:
   1. What a snapshot holds depends on the versions only, not on how fast the copies are made.

@@ -50,11 +50,9 @@ class Updater:
     ) -> None:
         self.hooks = HookStates(hooks)
         self._delays = delays
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._factors = factors
-        self._lr_schedules = [
-            _LrSchedule(make_scheduler(optimizer)) for optimizer in self._optimizers if make_scheduler
-        ]
+        self._lr_schedules = [_LrSchedule(make_scheduler(optimizer)) for optimizer in self.optimizers if make_scheduler]
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
 
@@ -72,7 +70,7 @@ class Updater:
                 stack.enter_context(other.hidden_gradients())
             for lr_schedule in self._lr_schedules:
                 lr_schedule.apply(self._updates[stage], min(self._updates.values()))
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, self._factors[stage]))
                 optimizer.step()
         self._updates[stage] += 1
@@ -94,10 +92,10 @@ class Updater:
     @property
     def scheduler_names(self) -> tuple[str | None, ...]:
         """By optimizer, the class of its scheduler; None without one."""
-        return tuple(one.name for one in self._lr_schedules) or (None,) * len(self._optimizers)
+        return tuple(one.name for one in self._lr_schedules) or (None,) * len(self.optimizers)
 
     def state(self, stage: int | None = None) -> dict[str, int]:
-        """The state for a checkpoint: the updates of `stage`, or of the one that had the most; {} without schedulers."""
+        """The state for a checkpoint: the updates of `stage`, or of the one with the most; {} without schedulers."""
         if not self._lr_schedules:
             return {}
         return {"updates": max(self._updates.values()) if stage is None else self._updates[stage]}

@@ -7,7 +7,7 @@ and again, and so ends soon when it is given up or another process has failed.
 import pickle
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.distributed_c10d import Store
 
@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.01
 class PatientGather:
     """Calls of it return the values of all processes, by rank; each waits at most `timeout_seconds`.
 
-    The first call waits without an end until `hurry`: other processes may come to it only some steps later. `store`: for
-    nothing else; None in a single process.
+    The first call waits without an end until `hurry`: other processes may come to it only some steps later. `store`:
+    for nothing else; None in a single process.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PatientGather:
             return [value]
         names = [f"{self._round}/{rank}" for rank in range(self._ranks)]
         try:
-            self._store.set(names[self._rank], pickle.dumps(value))
+            cast(Any, self._store).set(names[self._rank], pickle.dumps(value))
             self._wait(names)
             values = [pickle.loads(self._store.get(name)) for name in names]
             # The store may be in the process of rank 0, which therefore leaves last.
@@ -78,7 +78,8 @@ class PatientGather:
             if since is not None and time.monotonic() - max(since, began) > self._timeout_seconds:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
                 raise TransportError(
-                    f"rank {self._rank} has waited {self._timeout_seconds:.0f} s for rank(s) {missing} in a save beside "
-                    "the training: expected all ranks to save together. Look at their logs, or raise timeout_seconds"
+                    f"rank {self._rank} has waited {self._timeout_seconds:.0f} s for rank(s) {missing} in a save "
+                    "beside the training: expected all ranks to save together. Look at their logs, or raise "
+                    "timeout_seconds"
                 )
             time.sleep(_POLL_SECONDS)
