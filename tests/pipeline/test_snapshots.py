@@ -1,12 +1,21 @@
 """Saves without a stop: neither the run that is saved nor the one that resumes differs by a bit from one without."""
 
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor
 
 import penstock
+from penstock.runtime.checkpoints.background_saves import BackgroundSave
+from penstock.scheduling import ScheduleDefinition
 from support.jobs.snapshot_jobs import Cut, run_cut, run_cuts
+from support.own_schedules import LATE, ROLLING
 from support.processes import Pool
 from support.training import Case, Outcome, assert_equal
 
@@ -69,3 +78,131 @@ def test_several_processes(pool: Pool, ranks: int, tmp_path: Path) -> None:
     ):
         for whole, resumed in parts:
             assert_exact(cut, whole, resumed)
+
+
+def build(cut: Cut, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(cut.case.build(), **{**cut.options, **options})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream"])
+def test_steps_compute_while_the_state_is_copied(schedule: str, tmp_path: Path) -> None:
+    """The copies begin only when the forwards of the next step have begun, and hold the state of before it."""
+    cut, computing = Cut(Case("layered", schedule, 2, 4), 2), Event()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if saved:
+            computing.set()
+        return F.cross_entropy(output, target)
+
+    saved: list[BackgroundSave] = []
+    pipe = build(cut, loss_fn=loss_fn)
+    for batch in cut.batches[:2]:
+        pipe.step(*batch)
+    began: Future[bool] = pipe._engine.snapshots.copier.submit(computing.wait, 60)
+    saved.append(pipe.save(tmp_path / "run", wait=False))
+    losses = [float(pipe.step(*batch).loss) for batch in cut.batches[2:]]
+    path = saved[0].wait()
+    resumed = build(cut)
+    resumed.load(path)
+
+    assert began.result(), "the step waited for the save"
+    assert (path.name, resumed.steps) == ("step-000002", 2)
+    assert saved[0].stalled_seconds > 0
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[2:]] == losses
+    assert losses == list(reference(cut.case, cut.recipe).losses[2:])
+
+
+@pytest.mark.parametrize("definition", [LATE, ROLLING], ids=str)
+def test_a_schedule_of_ones_own_is_saved_without_a_stop(definition: ScheduleDefinition, tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "2bw", 3, 4), 3)
+    plan = replace(cut.case.options["plan"], schedule=definition)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **{**cut.options, "plan": plan})
+    pipe, resumed = build(cut, plan=plan), build(cut, plan=plan)
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    for batch in cut.batches[3:]:
+        pipe.step(*batch)
+    resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == list(expected.losses[3:])
+
+
+def test_what_cannot_be_cut_is_drained(tmp_path: Path) -> None:
+    """Three microbatches are no whole number of rounds of two replicas."""
+    cut = Cut(Case("layered", "pipedream", 2, 3, replicas=(2, 1)), 3)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options, drain_after=[2])
+    pipe, resumed = build(cut), build(cut)
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    losses = [float(pipe.step(*batch).loss) for batch in cut.batches[3:]]
+    resumed.load(save.wait())
+
+    assert losses == list(expected.losses[3:])
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == losses
+
+
+def test_another_plan_goes_on_from_the_newest_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after a drain: 2bw computes the same on any number of stages."""
+    cut = Cut(Case("layered", "2bw", 3, 4, "adamw"), 3)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options, drain_after=[2])
+    pipe, resumed = build(cut), build(Cut(Case("layered", "2bw", 2, 4, "adamw"), 3))
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    for batch in cut.batches[3:]:
+        pipe.step(*batch)
+    with caplog.at_level("INFO", "penstock"):
+        resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == list(expected.losses[3:])
+    assert "goes on from the newest weights, as after a drain" in caplog.text
+
+
+def test_wait_drains_where_stages_are_behind(tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "pipedream", 3, 1), 4)
+    pipe, resumed = build(cut), build(cut)
+    for batch in cut.batches[:4]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    assert not save.done
+    resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[4:]] == list(
+        reference(cut.case, cut.recipe).losses[4:]
+    )
+
+
+def test_a_save_that_fails_is_reported_and_the_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = Cut(Case("layered", "1f1b-flush", 2, 4), 1)
+    pipe = build(cut)
+    losses = [float(pipe.step(*cut.batches[0]).loss)]
+    (tmp_path / "run").write_text("a file")
+    save = pipe.save(tmp_path / "run", wait=False)
+    with pytest.raises(penstock.CheckpointError, match="expected a directory or nothing, found a file"):
+        save.wait()
+    losses.append(float(pipe.step(*cut.batches[1]).loss))
+    second = pipe.save(tmp_path / "other", wait=False)
+    third = pipe.save(tmp_path / "third", wait=False)
+    pipe.close()
+
+    assert "a save beside the training failed, and the training goes on" in caplog.text
+    assert losses == list(reference(cut.case, cut.recipe).losses[:2])
+    # The second was waited for by the third, and the third by close().
+    assert second.done and third.done
+    assert (second.wait().parent.name, third.wait().parent.name) == ("other", "third")
+
+
+def test_a_save_whose_stages_are_behind_is_given_up_by_close(tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "pipedream", 3, 1), 1)
+    pipe = build(cut)
+    pipe.step(*cut.batches[0])
+    save = pipe.save(tmp_path / "run", wait=False)
+    pipe.close()
+
+    with pytest.raises(penstock.CheckpointError, match=r"Call drain\(\) or the save's wait\(\) before close\(\)"):
+        save.wait()
+    assert penstock.latest_checkpoint(tmp_path / "run") is None
