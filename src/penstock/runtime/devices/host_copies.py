@@ -45,10 +45,10 @@ class HostCopies:
 
 
 class HostCopier:
-    """Makes copies for one user at a time. `staging`: of the device that holds most tensors."""
+    """Makes copies for one user at a time, of tensors on `device`, which `staging` is of, and on the host."""
 
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        self._staging, self._device = staging, device
         self._thread: Thread | None = None
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._kept: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -56,7 +56,8 @@ class HostCopier:
 
     def start(self, tensors: Sequence[Tensor]) -> HostCopies:
         """Starts to copy `tensors`. Called on the computing thread, in whose stream the tensors have their values."""
-        away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+        on_device = self._staging.separate_memory
+        away = [index for index, one in enumerate(tensors) if on_device and one.device.type == self._device.type]
         staged = self._staging.to_host([tensors[index] for index in away]) if away else NOTHING_STAGED
         copies: dict[int, Tensor] = dict(zip(away, staged[0], strict=True))
         here = [index for index in range(len(tensors)) if index not in copies]

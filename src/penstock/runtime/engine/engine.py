@@ -357,7 +357,7 @@ def make_workers(
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm."""
     workers = []
-    snapshots = Snapshots(HostCopier(context.staging))
+    snapshots = Snapshots(HostCopier(context.staging, context.device))
     for rank, own in stages.items():
         norms = GradientNorms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
