@@ -13,7 +13,6 @@ Three processes with a stage each, which save and go on:
 """
 
 import argparse
-import json
 import math
 import sysconfig
 from collections.abc import Iterator
@@ -140,33 +139,17 @@ def make_pipeline(model: nn.Module, sample: dict[str, Tensor], options: argparse
     )
 
 
-def save(pipe: penstock.Pipeline, batches: Any, step: int, folder: Path) -> None:
-    """A checkpoint after `step` steps. It is complete once it has the position in the text."""
-    own = folder / f"step-{step:06d}"
-    pipe.save(own / "pipeline")
-    if pipe.rank == 0:
-        (own / "progress.json").write_text(json.dumps({"step": step, "batches": batches.state_dict()}))
-
-
-def resume(pipe: penstock.Pipeline, batches: Any, folder: Path) -> int:
-    """Loads the last complete checkpoint, and returns its number of steps."""
-    found = sorted(folder.glob("step-*/progress.json"))
-    if not found:
-        raise SystemExit(f"{folder} has no checkpoint to resume from")
-    progress = json.loads(found[-1].read_text())
-    pipe.load(found[-1].parent / "pipeline")
-    batches.load_state_dict(progress["batches"])
-    session.say(f"resumed after step {progress['step']}")
-    return int(progress["step"])
-
-
 def evaluate(pipe: penstock.Pipeline, held_out: dict[str, Tensor], step: int) -> None:
     loss = float(pipe.evaluate(held_out).loss)
     session.say(f"step {step}: validation loss {loss:.4f}, perplexity {math.exp(min(loss, 100)):.2f}")
 
 
 def train(pipe: penstock.Pipeline, batches: Any, held_out: dict[str, Tensor], options: argparse.Namespace) -> None:
-    step = resume(pipe, batches, options.checkpoints) if options.resume else 0
+    if options.resume:
+        # The position of `batches` is in the checkpoint.
+        pipe.load(options.checkpoints)
+        session.say(f"resumed after step {pipe.steps}")
+    step = pipe.steps
     evaluate(pipe, held_out, step)
     while step < options.steps:
         for batch in batches:
@@ -177,7 +160,7 @@ def train(pipe: penstock.Pipeline, batches: Any, held_out: dict[str, Tensor], op
                 session.say(f"step {step}: loss {float(result.loss):.4f}, gradient norm {norm or 0.0:.3f}")
                 evaluate(pipe, held_out, step)
                 if options.checkpoints is not None:
-                    save(pipe, batches, step, options.checkpoints)
+                    pipe.save(options.checkpoints)
             if step >= options.steps:
                 break
 

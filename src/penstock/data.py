@@ -73,7 +73,7 @@ class Batches:
         self._shapes: dict[int, Any] = {}
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=_Order(self), generator=self._generator, **options
+            dataset, batch_sampler=_Order(weakref.proxy(self)), generator=self._generator, **options
         )
         _LOADERS.add(self)
 
@@ -147,8 +147,8 @@ class Batches:
         own = self.state_dict()
         if not isinstance(state, Mapping) or state.keys() != own.keys():
             raise PenstockError(
-                f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() of "
-                "a loader returned"
+                f"expected the state of a loader with {', '.join(own)}, found {state!r:.200}. Pass what state_dict() "
+                "of a loader returned"
             )
         for name in ("seed", *self.form):
             if state[name] != own[name]:
@@ -203,9 +203,9 @@ class _Loaders:
         if self._waiting and not batches.used_at:
             described = "; ".join(str(dict(state)) for state in self._waiting)
             raise PenstockError(
-                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), and "
-                f"a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the same "
-                "way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
+                f"the checkpoint that was loaded has the position of a loader that was not made since ({described}), "
+                f"and a loop over another one begins ({batches.state_dict()}): expected the same loaders, made in the "
+                "same way. Make the loader as then, or say where this one begins: batches.set_epoch(0)"
             )
 
     def states(self, since: int) -> list[dict[str, Any]]:
@@ -257,7 +257,10 @@ def restore_loaders(states: list[Mapping[str, Any]]) -> None:
 
 
 class _Order:
-    """The batch sampler of a `Batches`, for the rest of its epoch."""
+    """The batch sampler of a `Batches`, for the rest of its epoch.
+
+    It has no reference to it, so that a loader that is dropped is known to be gone at once.
+    """
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -306,17 +309,29 @@ class Prefetched(Generic[B]):
         source = iter(self._batches)
         stream = _new_stream(self._device)
         taken, error = self._take(source, stream)
-        while taken is not None:
-            batch, self._state = self._arrived(taken[0], stream), taken[1]
-            # An error of the next batch must not hide this batch.
-            taken, error = self._take(source, stream)
-            if isinstance(self._batches, Batches):
-                # Now that the loader is ahead of what is used.
-                self._batches.source = weakref.ref(self)
-            yield batch
-        self._state = None
+        try:
+            while taken is not None:
+                batch, self._state = self._arrived(taken[0], stream), taken[1]
+                # An error of the next batch must not hide this batch.
+                taken, error = self._take(source, stream)
+                ahead = self._mark()
+                yield batch
+            self._state = None
+        finally:
+            if self._state is not None and isinstance(self._batches, Batches):
+                # The loop was left: the batch ahead was not used.
+                if (self._batches.epoch, self._batches.position) == ahead:
+                    self._batches.set_epoch(self._state["epoch"], self._state["position"])
+                self._state = None
         if error is not None:
             raise error
+
+    def _mark(self) -> tuple[int, int] | None:
+        """Tells the loader that this object is ahead of what is used, and returns its epoch and position."""
+        if not isinstance(self._batches, Batches):
+            return None
+        self._batches.source = weakref.ref(self)
+        return self._batches.epoch, self._batches.position
 
     def state_dict(self) -> dict[str, Any]:
         """The state of its source, a `Batches`, just after the last batch that was returned."""

@@ -78,8 +78,8 @@ PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
     PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
     Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
-    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile reference_train
-    render reset_parameters schedule shapes_of simulate token_count verify
+    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile
+    reference_train render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "

@@ -68,8 +68,8 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
                 if id(parameter) not in known:
                     raise PenstockError(
                         f"optimizer= gave {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} "
-                        "which is not one of this process's stages: expected parameters of the list that it takes only, "
-                        "since others have no gradients from the pipeline and no name in checkpoints. Make it a "
+                        "which is not one of this process's stages: expected parameters of the list that it takes "
+                        "only, since others have no gradients from the pipeline and no name in checkpoints. Make it a "
                         "parameter of the model, or step it with an optimizer of your own"
                     )
     return optimizers

@@ -62,7 +62,7 @@ class SafetensorsWriter:
         self.header_bytes = len(header)
         """Where the numbers of the first tensor begin."""
         self.header_sha256 = hashlib.sha256(header).hexdigest()
-        self._file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
         self._file.write(header)
 
     def append(self, tensor: Tensor) -> None:

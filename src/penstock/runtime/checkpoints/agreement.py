@@ -28,21 +28,28 @@ class Ranks:
         """The results of `work` on every process, by rank. If it raises on one, all raise the same `CheckpointError`.
         Collective.
         """
+        result: list[T] = []
+        self.each(lambda: result.append(work()))
+        return list(self.gather(result[0]))
+
+    def each(self, work: Callable[[], T]) -> T:
+        """The result of `work` on this process. Raises as `together` does. Collective."""
+        result: list[T] = []
         error: Exception | None = None
-        outcome: tuple[str, bool, T | None]
+        outcome: tuple[str, bool] = "", False
         try:
-            outcome = "", False, work()
+            result.append(work())
         except TransportError:
             raise
         except Exception as caught:
             error = caught
-            outcome = str(explained(caught)), isinstance(caught, Damaged), None
+            outcome = str(explained(caught)), isinstance(caught, Damaged)
         gathered = self.gather(outcome)
-        for rank, (text, damaged, _) in enumerate(gathered):
+        for rank, (text, damaged) in enumerate(gathered):
             if text:
                 where = f"rank {rank}: " if len(gathered) > 1 else ""
                 raise (Damaged if damaged else CheckpointError)(where + text) from error
-        return [result for _, _, result in gathered]
+        return result[0]
 
     def alone(self, work: Callable[[], T]) -> T | None:
         """The result of `work` on rank 0, which is the only one that does it. Raises as `together` does. Collective."""

@@ -23,8 +23,8 @@ __all__ = ["BackgroundSave", "BackgroundSaves", "Count", "Place"]
 Count: TypeAlias = int | None
 Place: TypeAlias = str | Path
 """A directory."""
-Write: TypeAlias = Callable[[Mapping[str, Any]], Path]
-"""Writes the state of this process, and returns where the checkpoint is. Called in a thread."""
+Write: TypeAlias = Callable[[Callable[[], Mapping[str, Any]]], Path]
+"""Writes what a function returns, the state of this process, and returns where the checkpoint is. Called in a thread."""
 
 
 class BackgroundSave:
@@ -83,10 +83,13 @@ class BackgroundSaves:
         self._gather = gather
         progress = self._states.training.progress
 
-        def publish(snapshot: Snapshot) -> Path:
+        def collect(snapshot: Snapshot) -> Mapping[str, Any]:
             snapshot.wait()
+            return self._states.join(snapshot.states(), progress)
+
+        def publish(snapshot: Snapshot) -> Path:
             try:
-                return write(self._states.join(snapshot.states(), progress))
+                return write(lambda: collect(snapshot))
             finally:
                 self._copier.recycle(snapshot.tensors())
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL
 from penstock.runtime.checkpoints.manifests import Manifest, read_manifest
 from penstock.runtime.checkpoints.plain_values import Json
-from penstock.runtime.checkpoints.step_directories import MANIFEST, steps_in
+from penstock.runtime.checkpoints.step_directories import MANIFEST, step_of, steps_in
 from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Loaded", "find_and_verify", "latest_checkpoint"]
+__all__ = ["Loaded", "checked_path", "find_and_verify", "latest_checkpoint", "model_tensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +47,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     for _, path in steps_in(run):
         try:
             with _as_damage(path):
-                read_manifest(path).check_files()
+                _checked_manifest(path)
         except Damaged as damage:
             _warn(path, damage)
             continue
@@ -84,8 +85,7 @@ def find_and_verify(
 
     def attempt(path: Path) -> Loaded:
         with _as_damage(path):
-            manifest = read_manifest(path)
-            manifest.check_files()
+            manifest = _checked_manifest(path)
             _check_model(manifest, chain)
             loaded = read(manifest)
             tensors = [tensor for name, tensor in loaded.state["model"].items() if mine(name)]
@@ -100,16 +100,28 @@ def find_and_verify(
         path = directory / name if name else directory
         try:
             # One manifest for all: a host could have another copy.
-            sums = ranks.together(lambda path=path: _sum_of(path))
+            sums = ranks.together(partial(_sum_of, path))
             if len(set(sums)) > 1:
                 raise Damaged(f"{path / MANIFEST}: expected the same file on all ranks, found different ones")
-            return ranks.together(lambda path=path: (attempt(path),))[ranks.rank][0]
+            return ranks.each(partial(attempt, path))
         except Damaged as damage:
             if single or name == names[-1]:
                 raise
             if ranks.rank == 0:
                 _warn(path, damage)
     raise AssertionError("there is a last candidate")
+
+
+def _checked_manifest(path: Path) -> Manifest:
+    """The manifest in `path`, whose files are there."""
+    manifest = read_manifest(path)
+    if step_of(path.name) not in (None, manifest.step):
+        raise Damaged(
+            f"{path / MANIFEST}: expected step {step_of(path.name)}, as the name of its directory says, found "
+            f"{manifest.step}: the directory was renamed or copied. Give it its own name"
+        )
+    manifest.check_files()
+    return manifest
 
 
 def _sum_of(path: Path) -> str:
@@ -119,7 +131,7 @@ def _sum_of(path: Path) -> str:
 
 def _candidates(directory: Path) -> tuple[bool, list[str]]:
     """Whether `directory` is a checkpoint itself, and the names of the checkpoints in it, the newest first."""
-    if (directory / MANIFEST).exists() or directory.name.startswith("step-"):
+    if (directory / MANIFEST).exists() or (step_of(directory.name) is not None and directory.is_dir()):
         return True, [""]
     names = [path.name for _, path in steps_in(directory)]
     if not names:

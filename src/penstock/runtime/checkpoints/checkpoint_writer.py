@@ -14,13 +14,13 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import penstock
 from penstock.capturing.weight_files import TYPE_CODES
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
@@ -41,7 +41,7 @@ from penstock.runtime.checkpoints.step_directories import (
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["MODEL", "CheckpointState", "write"]
+__all__ = ["MODEL", "CheckpointState", "assign_owners", "write"]
 
 MODEL = "model/"
 """How the keys of the model's own tensors begin. They have files of their own, with the names that the model has."""
@@ -68,7 +68,7 @@ class _Target:
     retention: Retention
 
 
-def write(state: CheckpointState, directory: Path, step: int, retention: Retention, ranks: Ranks, plan: str) -> Path:
+def write(state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str) -> Path:
     """Writes the checkpoint of `step` into the run's `directory`, and returns its path. Collective.
 
     `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
@@ -80,7 +80,7 @@ def write(state: CheckpointState, directory: Path, step: int, retention: Retenti
     made = ranks.alone(lambda: begin(directory).name)
     written = directory / str(made)
     try:
-        ranks.together(lambda: _require(written, ranks.rank))
+        ranks.each(lambda: _require(written, ranks.rank))
         own = ranks.together(lambda: _describe(state))
         owners = assign_owners(own)
         parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
@@ -221,7 +221,7 @@ def _finish(
     files = {name: entry for part in parts for name, entry in part.files.items()}
     content = {
         "step": step,
-        "penstock": penstock.__version__,
+        "penstock": _version(),
         "torch": torch.__version__,
         "processes": len(documents),
         "plan": plan,
@@ -243,6 +243,14 @@ def _finish(
     return publish(written, step).name
 
 
+def _version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:
+        # The sources are used without being installed.
+        return "unknown"
+
+
 def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """One document of those of all processes."""
     first = documents[0]["pipeline"]
@@ -250,8 +258,9 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         for count in ("steps", "microbatches"):
             if document["pipeline"][count] != first[count]:
                 raise CheckpointError(
-                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: expected "
-                    "the same on all ranks. Make the same calls everywhere, and start again from the checkpoint before"
+                    f"rank {rank} has trained {document['pipeline'][count]} {count} and rank 0 {first[count]}: "
+                    "expected the same on all ranks. Make the same calls everywhere, and start again from the "
+                    "checkpoint before"
                 )
     optimizer: dict[str, Any] = {}
     history: dict[str, Any] = {}

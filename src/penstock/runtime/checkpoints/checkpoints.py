@@ -101,8 +101,8 @@ class Checkpoints:
 
     def save(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> Path:
         """Writes a checkpoint as `Pipeline.save` describes. Collective."""
-        target, state = self._prepare(directory, step, (keep, keep_every), self.collect)
-        return write(state, *target, self.ranks, self.plan.to_yaml())
+        (path, number, retention), state = self._prepare(directory, step, (keep, keep_every), self.collect)
+        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
 
     def begin(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> BackgroundSave:
         """Begins to write a checkpoint beside the training. Collective."""
@@ -112,34 +112,36 @@ class Checkpoints:
             tensors: dict[str, Tensor] = {}
             return self.own.collect(self.training.engine.seed, tensors), tensors
 
-        target, (own, tensors) = self._prepare(directory, step, (keep, keep_every), collect_own)
+        (path, number, retention), (own, tensors) = self._prepare(directory, step, (keep, keep_every), collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
         ranks, plan = Ranks(self.world.rank, gather), self.plan.to_yaml()
-        return self.saves.begin(lambda state: write(self._lay_out(state, own, tensors), *target, ranks, plan), gather)
+
+        def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
+            state = ranks.each(lambda: self._lay_out(collect(), own, tensors))
+            return write(state, path, number, retention=retention, ranks=ranks, plan=plan)
+
+        return self.saves.begin(write_beside, gather)
 
     def _prepare(
         self, directory: object, step: object, keeping: tuple[int | None, int | None], collect: Callable[[], T]
     ) -> tuple[tuple[Path, int, Retention], T]:
         """Where a save goes, and what `collect` returns. Collective."""
 
-        def prepare() -> None:
+        def prepare() -> tuple[tuple[Path, int, Retention], T]:
             path, retention = checked_path(directory), Retention(*keeping)
             number = self.training.engine.steps if step is None else step
             if not is_count(number, 0):
                 raise CheckpointError(f"step={step!r}: expected a whole number of at least 0, or None. Pass one")
             assert isinstance(number, int)
-            prepared.append(((path, number, retention), collect()))
+            return (path, number, retention), collect()
 
-        prepared: list[tuple[tuple[Path, int, Retention], T]] = []
-        self.ranks.together(prepare)
-        return prepared[0]
+        return self.ranks.each(prepare)
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
-        paths: list[Path] = []
-        self.ranks.together(lambda: paths.append(checked_path(directory)))
+        path = self.ranks.each(lambda: checked_path(directory))
         held = self.training.held
-        return find_and_verify(paths[0], self.ranks, self.training.chain, self._read, held.__contains__)
+        return find_and_verify(path, self.ranks, self.training.chain, self._read, held.__contains__)
 
     def restore(self, loaded: Loaded) -> None:
         """Takes over what `find` has found."""
@@ -191,7 +193,6 @@ def make_checkpoints(
         optimizers=updater.optimizers,
         updater=updater,
         engine=engine,
-        scales_loss=recipe.scaling is not None,
         run=describe_run(plan, schedule, recipe),
         rank=world.rank,
     )

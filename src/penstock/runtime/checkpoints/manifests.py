@@ -16,7 +16,7 @@ import torch
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.plain_values import Json, decode, type_named
 from penstock.runtime.checkpoints.step_directories import MANIFEST, is_file_name
-from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor, check_file
+from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor, check_file, opened
 
 __all__ = ["Manifest", "read_manifest", "write_manifest"]
 
@@ -57,7 +57,7 @@ class Manifest:
         if not (counts and dtype is not None and file is not None and isinstance(entry["sha256"], str)):
             raise Damaged(f"{place}: expected file, dtype, shape, start and sha256, found {entry!r:.200}")
         path = self.directory / entry["file"]
-        found = StoredTensor(path, key, torch.Size(shape), dtype, start, entry["sha256"])
+        found = StoredTensor(path, key, torch.Size(shape), dtype, start=start, sha256=entry["sha256"])
         if found.start + found.bytes > file["bytes"]:
             raise Damaged(f"{place}: expected it to lie in {entry['file']}, found its end behind the end of the file")
         return found
@@ -100,18 +100,15 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in `directory`. `Damaged` unless it is there as it was written."""
     path = directory / MANIFEST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Damaged(
-            f"{path}: expected the manifest of a checkpoint, found {error.strerror or error}. Load another checkpoint"
-        ) from error
+        with opened(path) as file:
+            document = json.loads(file.readall())
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: expected JSON, found a damaged file ({error}). Load another checkpoint") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise Damaged(
-            f"{path}: expected the format {FORMAT!r}, found {found!r:.80}: another version of Penstock wrote it, or it is "
-            "no manifest. Load it with that version"
+            f"{path}: expected the format {FORMAT!r}, found {found!r:.80}: another version of Penstock wrote it, or "
+            "it is no manifest. Load it with that version"
         )
     content, written = document.get("content"), document.get("sha256")
     if not isinstance(content, dict) or _checksum(_text(content)) != written:

@@ -53,8 +53,8 @@ class OwnStates:
                     )
             if self.tracked.get(name, value) is not value:
                 raise CheckpointError(
-                    f"track({name}=...): expected a name of its own, found that of {type(self.tracked[name]).__qualname__}"
-                    ", which is tracked already. Choose another name"
+                    f"track({name}=...): expected a name of its own, found that of "
+                    f"{type(self.tracked[name]).__qualname__}, which is tracked already. Choose another name"
                 )
         for name, value in objects.items():
             self.tracked[name] = value
@@ -78,8 +78,8 @@ class OwnStates:
 
         for name in self.waiting.keys() - self.tracked.keys():
             logging.getLogger("penstock").warning(
-                "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not in "
-                "the checkpoint that is saved now",
+                "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not "
+                "in the checkpoint that is saved now",
                 name,
             )
         return {
@@ -108,7 +108,8 @@ class OwnStates:
             else:
                 raise CheckpointError(
                     f"the {kind} of the checkpoint had different states on its {len(own)} processes: expected as many "
-                    f"processes now, found {processes}. Start as many, or keep what depends on the rank out of the state"
+                    f"processes now, found {processes}. Start as many, or keep what depends on the rank out of the "
+                    "state"
                 )
         missing = sorted(self.tracked.keys() - chosen[_OBJECTS].keys())
         if missing:

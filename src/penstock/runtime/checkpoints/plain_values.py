@@ -44,8 +44,8 @@ def encode(value: object, where: str, keep: Callable[[Tensor, str], str], depth:
     """
     if depth > _DEEPEST:
         raise CheckpointError(
-            f"{where[:200]}...: expected values nested at most {_DEEPEST} deep, found more: it may contain itself. Keep "
-            "it out of the state"
+            f"{where[:200]}...: expected values nested at most {_DEEPEST} deep, found more: it may contain itself. "
+            "Keep it out of the state"
         )
 
     def inside(step: object, inner: object) -> Json:
@@ -94,14 +94,13 @@ def _encode_other(value: object, where: str, keep: Callable[[Tensor, str], str])
             return {_TAG: ["device", str(value)]}
     raise CheckpointError(
         f"{where}: expected numbers, texts, tensors and containers of these, found {value!r:.80}, of the type "
-        f"{type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep without code. Leave it out "
-        "of the state, or give its state_dict() a form of these"
+        f"{type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep without code. Leave it "
+        "out of the state, or give its state_dict() a form of these"
     )
 
 
 def decode(value: Json, tensor_of: Callable[[str], Any]) -> Any:
-    """What `encode` made `value` of; ``tensor_of(key)`` takes the place of each tensor, and its ``numpy()`` that of each
-    array.
+    """What `encode` made `value` of. ``tensor_of(key)`` takes the place of a tensor, its ``numpy()`` that of an array.
 
     Raises `ValueError` or `KeyError` for anything that `encode` does not make.
     """

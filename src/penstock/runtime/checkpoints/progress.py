@@ -28,8 +28,8 @@ def check_progress(
     found = saved.get("hooks")
     if not isinstance(found, Sequence) or list(found) != list(hooks):
         raise CheckpointError(
-            f"the state is of a training with the update hooks {found}: expected {list(hooks)}, those of this pipeline, "
-            "in the same order, since each takes over its own state. Pass the same update_hooks="
+            f"the state is of a training with the update hooks {found}: expected {list(hooks)}, those of this "
+            "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
         )
     if schedules and not is_count(saved.get("updates"), 0):
         _refuse("updates", "the updates that the learning-rate scheduler has seen", saved)

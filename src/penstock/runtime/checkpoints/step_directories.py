@@ -33,6 +33,7 @@ __all__ = [
     "recover",
     "remove",
     "step_name",
+    "step_of",
     "steps_in",
     "write_through",
 ]
@@ -48,6 +49,12 @@ _FILE = re.compile(r"(?:model|state)-\d{5,}\.safetensors")
 def step_name(step: int) -> str:
     """The name of the directory of `step`."""
     return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose directory has the name `name`; None if it is no such name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def file_name(part: str, rank: int) -> str:
@@ -127,8 +134,8 @@ def publish(written: Path, step: int) -> Path:
     if os.path.lexists(target):
         if not _only_ours(target):
             raise CheckpointError(
-                f"{target}: expected a checkpoint or nothing, found files that Penstock has not written. Move them away, "
-                "or save under another step"
+                f"{target}: expected a checkpoint or nothing, found files that Penstock has not written. Move them "
+                "away, or save under another step"
             )
         target.rename(replaced)
     written.rename(target)

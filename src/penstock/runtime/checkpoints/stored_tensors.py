@@ -10,15 +10,16 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Damaged", "StoredTensor", "bytes_of", "check_file", "read_value"]
+__all__ = ["Damaged", "StoredTensor", "bytes_of", "check_file", "opened", "read_value"]
 
 _CHUNK = 1 << 20
 
@@ -47,7 +48,7 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor on the CPU. `CheckpointError` if the file ends before it does."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             file.seek(self.start)
             view = bytes_of(tensor)
             if len(view) and file.readinto(view) != len(view):
@@ -62,7 +63,7 @@ class StoredTensor:
     def verify(self) -> None:
         """Raises `Damaged` unless the file has the bytes that were written. Holds none of them."""
         digest, left = hashlib.sha256(), self.bytes
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             file.seek(self.start)
             while left:
                 chunk = file.read(min(left, _CHUNK))
@@ -88,12 +89,13 @@ def read_value(value: Any) -> Any:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of `tensor`, which is contiguous and on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def check_file(path: Path, size: int, header: int, sha256: str) -> None:
     """Raises `Damaged` unless `path` is a file of `size` bytes whose first `header` bytes have the checksum."""
-    with _opened(path) as file:
+    with opened(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
             raise Damaged(f"{path}: expected {size} bytes, found {found}: it was cut off. Load another checkpoint")
@@ -102,8 +104,8 @@ def check_file(path: Path, size: int, header: int, sha256: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file, open for reading; `Damaged` for whatever the system refuses."""
+def opened(path: Path) -> Iterator[FileIO]:
+    """The file at `path`, open for reading; `Damaged` for whatever the system refuses."""
     try:
         # A pipe under that name would not open before another process writes to it.
         if not stat.S_ISREG(path.stat().st_mode):

@@ -46,7 +46,6 @@ class TrainingState:
     optimizers: Sequence[torch.optim.Optimizer]
     updater: Updater
     engine: Engine
-    scales_loss: bool
     run: str
     """What decides which versions of the weights are read: see `describe_run`."""
     rank: int
@@ -86,14 +85,14 @@ class TrainingState:
         """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
         model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
         self._check_model(model)
+        self._check_optimizers(optimizer)
         check_progress(
             pipeline,
             hooks=self.hook_names,
             schedules=any(self.updater.scheduler_names),
             scaler_here=bool(self.engine.scale_state()),
-            scales_loss=self.scales_loss,
+            scales_loss=self.engine.scales_loss,
         )
-        self._check_optimizers(optimizer)
         check_history(_mapping(state, "state"), self.trained(), self.run)
 
     def restore(self, state: State) -> None:
@@ -151,8 +150,8 @@ class TrainingState:
         for name, value in model.items():
             if name not in known:
                 raise CheckpointError(
-                    f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger one. "
-                    f"{_SAME}"
+                    f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger "
+                    f"one. {_SAME}"
                 )
             if not isinstance(value, Tensor | StoredTensor):
                 raise CheckpointError(
@@ -161,8 +160,8 @@ class TrainingState:
         for name, tensor in self.held.items():
             if name not in model:
                 raise CheckpointError(
-                    f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole or "
-                    "of all ranks together"
+                    f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole "
+                    "or of all ranks together"
                 )
             if model[name].shape != tensor.shape:
                 raise CheckpointError(
@@ -171,8 +170,9 @@ class TrainingState:
                 )
             if model[name].dtype != tensor.dtype:
                 raise CheckpointError(
-                    f"{name} is {model[name].dtype} in the state dict and {tensor.dtype} in the model: expected the same, "
-                    "since a conversion changes the numbers. Convert the model before the pipeline is built, or the state"
+                    f"{name} is {model[name].dtype} in the state dict and {tensor.dtype} in the model: expected the "
+                    "same, since a conversion changes the numbers. Convert the model before the pipeline is built, or "
+                    "the state"
                 )
 
     def _check_optimizers(self, saved: State) -> None:
@@ -186,9 +186,9 @@ class TrainingState:
                     )
                 if list(classes[name]) != own:
                     raise CheckpointError(
-                        f"{name}: expected the state of the optimizer and the learning-rate scheduler {own}, found that "
-                        f"of {list(classes[name])}. {_SAME} and schedulers, or take the weights only: load_weights reads "
-                        "those of a checkpoint"
+                        f"{name}: expected the state of the optimizer and the learning-rate scheduler {own}, found "
+                        f"that of {list(classes[name])}. {_SAME} and schedulers, or take the weights only: "
+                        "load_weights reads those of a checkpoint"
                     )
                 _check_shapes(name, state.get(name, {}), parameter, optimizer)
         _entries(saved, "hooks")
@@ -268,8 +268,8 @@ def _entries(saved: State, name: str) -> State:
     """A part of the optimizer's state; an empty one has no entry for any parameter, which is refused by its name."""
     if name == "hooks" and name not in saved:
         raise CheckpointError(
-            "the optimizer's state has no part 'hooks': expected what Pipeline.state_dict() returns, which has one even "
-            "if it is empty. Load the whole of it"
+            "the optimizer's state has no part 'hooks': expected what Pipeline.state_dict() returns, which has one "
+            "even if it is empty. Load the whole of it"
         )
     return _mapping(saved.get(name, {}), f"optimizer.{name}")
 
@@ -277,6 +277,7 @@ def _entries(saved: State, name: str) -> State:
 def _mapping(value: object, name: str) -> State:
     if not isinstance(value, Mapping):
         raise CheckpointError(
-            f"the part {name!r} of the state dict is {value!r:.80}: expected a dict, as Pipeline.state_dict() returns it"
+            f"the part {name!r} of the state dict is {value!r:.80}: expected a dict, as Pipeline.state_dict() returns "
+            "it"
         )
     return value

@@ -268,6 +268,11 @@ class Engine:
             return None
         return float(norms.newest_scale)
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, on any process."""
+        return any(worker.gradients.scaler is not None for worker in self._workers)
+
     def scale_state(self, stage: int | None = None) -> dict[str, Any]:
         """The state of the loss scaler for a checkpoint; {} on processes without the last stage, or of another `stage`
         than the last.

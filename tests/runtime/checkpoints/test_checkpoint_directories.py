@@ -1,0 +1,203 @@
+"""Checkpoints in a directory of steps: what is there, what stays, what is refused, and what is never touched."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import penstock
+from penstock.capturing.initialization import initialize
+from penstock.errors import CheckpointError
+from support import models
+
+SUBJECT = models.LAYERED
+
+
+def make(**options: Any) -> penstock.Pipeline:
+    """A pipeline of two stages with Adam's state."""
+    arguments = {"sample": SUBJECT.sample, "loss_fn": F.cross_entropy, "optimizer": models.adamw, "stages": 2}
+    return penstock.Pipeline(SUBJECT.build(), **{**arguments, **options})
+
+
+def trained(steps: int = 1, **options: Any) -> penstock.Pipeline:
+    pipe = make(**options)
+    for x, y in SUBJECT.batches[:steps]:
+        pipe.step(x, y)
+    return pipe
+
+
+def weights(pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def listing(directory: Path) -> dict[str, bytes]:
+    """Every file below `directory`, with its contents."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_step_has_a_manifest_and_safetensors(tmp_path: Path) -> None:
+    pipe = trained(2)
+    path = pipe.save(tmp_path / "run")
+
+    assert path == tmp_path / "run" / "step-000002"
+    assert pipe.steps == 2
+    names = sorted(entry.name for entry in path.iterdir())
+    assert names == [
+        "manifest.json",
+        "model-00000.safetensors",
+        "model.safetensors.index.json",
+        "state-00000.safetensors",
+    ]
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    assert content["step"] == 2
+    assert content["torch"] == torch.__version__
+    assert "stages:" in content["plan"]
+    assert same(load_file(path / "model-00000.safetensors"), weights(pipe))
+    # The permissions are those of a private file, however generous the umask.
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()} == {0o600}
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_the_weights_of_a_checkpoint_are_first_weights(tmp_path: Path) -> None:
+    pipe = trained(2)
+    path = pipe.save(tmp_path / "run")
+    with torch.device("meta"):
+        model = SUBJECT.build()
+    read = initialize(model, penstock.load_weights(path))
+
+    assert same(dict(read.state_dict()), weights(pipe))
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    trained().save(tmp_path / "run")
+    for name, content in listing(tmp_path).items():
+        assert b"torch" not in content or name.endswith("manifest.json"), name
+        assert not content.startswith((b"\x80", b"PK")), name
+
+
+def test_the_newest_step_is_loaded(tmp_path: Path) -> None:
+    pipe = trained()
+    pipe.save(tmp_path / "run")
+    pipe.step(*SUBJECT.batches[1])
+    pipe.save(tmp_path / "run")
+    first = tmp_path / "run" / "step-000001"
+    os.utime(first, (2e9, 2e9))
+    resumed = make()
+    resumed.load(tmp_path / "run")
+
+    assert resumed.steps == 2
+    assert same(weights(resumed), weights(pipe))
+    assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000002"
+    resumed.load(first)
+    assert resumed.steps == 1
+
+
+def test_a_step_of_ones_own_number_and_a_step_that_is_saved_again(tmp_path: Path) -> None:
+    pipe = trained()
+    assert pipe.save(tmp_path / "run", 1234567).name == "step-1234567"
+    pipe.step(*SUBJECT.batches[1])
+    pipe.save(tmp_path / "run", 1234567)
+    resumed = make()
+    resumed.load(tmp_path / "run")
+
+    assert resumed.steps == 2
+    assert same(weights(resumed), weights(pipe))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1234567"]
+
+
+def test_the_last_ones_and_every_nth_stay(tmp_path: Path) -> None:
+    pipe = trained()
+    (tmp_path / "run").mkdir()
+    for step in range(1, 8):
+        pipe.save(tmp_path / "run", step, keep=2, keep_every=3)
+
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-00000{step}" for step in (3, 6, 7)]
+
+
+def test_files_of_the_user_stay(tmp_path: Path) -> None:
+    pipe, run = trained(), tmp_path / "run"
+    pipe.save(run, 1)
+    (run / "step-000001" / "notes.txt").write_text("mine")
+    (run / "notes.txt").write_text("mine")
+    shutil.copytree(run / "step-000001", run / "step-000001.bak")
+    (run / ".penstock-saving-0123456789abcdef").mkdir()
+    (run / ".penstock-saving-0123456789abcdef" / "thesis.txt").write_text("mine")
+    (run / "backup.partial").mkdir()
+    before = listing(run)
+    pipe.save(run, 2, keep=1)
+    pipe.save(run, 3, keep=1)
+
+    after = listing(run)
+    assert {name: after.get(name) for name in before} == before
+    with pytest.raises(CheckpointError, match="found files that Penstock has not written"):
+        pipe.save(run, 1)
+    assert listing(run) == after
+
+
+def foreign(place: Path) -> None:
+    place.mkdir()
+    (place / "thesis.txt").write_text("mine")
+
+
+TARGETS = {
+    "a directory of the user's": (foreign, "found other files (thesis.txt)"),
+    "a file": (lambda place: place.write_text("mine"), "found a file"),
+    "a dangling link": (lambda place: place.symlink_to("nowhere"), "symbolic link"),
+    "a link": (lambda place: place.symlink_to("/"), "symbolic link"),
+    "below a file": (lambda place: place.parent.joinpath("f").write_text("mine"), "f is a file"),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_other_places_are_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    make_place, message = TARGETS[kind]
+    make_place(tmp_path / "place")
+    before = listing(tmp_path)
+    pipe = trained()
+    with pytest.raises(CheckpointError) as caught:
+        pipe.save(tmp_path / ("f/run" if kind == "below a file" else "place"))
+
+    assert message in str(caught.value)
+    assert listing(tmp_path) == before
+    # The refusal changed nothing, and the pipeline goes on.
+    pipe.step(*SUBJECT.batches[1])
+
+
+@pytest.mark.parametrize("directory", ["", ".", "..", "/", 5, None, b"run", "a\0b", "/proc/x"])
+def test_what_is_no_directory_for_checkpoints_is_refused(
+    directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipe = trained()
+    with pytest.raises(CheckpointError):
+        pipe.save(directory)
+
+    assert list(tmp_path.iterdir()) == []
+    pipe.step(*SUBJECT.batches[1])
+
+
+@pytest.mark.parametrize("options", [{"step": -1}, {"step": True}, {"step": 1.5}, {"keep": 0}, {"keep_every": "a"}])
+def test_wrong_numbers_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"expected a whole number of at least"):
+        trained().save(tmp_path / "run", **options)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", [None, "", 5, "missing"])
+def test_nothing_to_load(tmp_path: Path, directory: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"expected the path of a directory|there is no checkpoint"):
+        make().load(tmp_path / directory if directory == "missing" else directory)
+
+    assert penstock.latest_checkpoint(tmp_path) is None

@@ -1,0 +1,134 @@
+"""Damaged files: an error that names the file and leaves the weights alone, or the checkpoint before with a warning."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import penstock
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.manifests import write_manifest
+from support import models
+
+SUBJECT = models.LAYERED
+
+
+def make() -> penstock.Pipeline:
+    return penstock.Pipeline(SUBJECT.build(), SUBJECT.sample, F.cross_entropy, models.adamw, stages=2)
+
+
+def state(pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+
+
+@pytest.fixture(name="run")
+def saved_run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, the second of which a test damages."""
+    pipe = make()
+    for x, y in SUBJECT.batches[:2]:
+        pipe.step(x, y)
+        pipe.save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(at: float) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[int(at * (len(content) - 1))] ^= 1
+        path.write_bytes(content)
+
+    return change
+
+
+def pipe_instead(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "first byte": flip(0),
+    "header": flip(0.05),
+    "middle": flip(0.5),
+    "a pipe": pipe_instead,
+    "replaced": lambda path: path.write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
+}
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model-00000.safetensors", "state-00000.safetensors"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_found_and_passed_over(
+    run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run / "step-000002" / file
+    DAMAGES[damage](path)
+    if (file, damage) == ("manifest.json", "longer"):
+        path.write_text(path.read_text()[:-1] + "}")
+    pipe = make()
+    before = state(pipe)
+    with pytest.raises(CheckpointError) as caught:
+        pipe.load(run / "step-000002")
+
+    assert file in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(pipe).items())
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        pipe.load(run)
+    assert pipe.steps == 1
+    assert file in caplog.text
+    assert "is damaged and is passed over" in caplog.text
+    # A damaged checkpoint does not hinder the next save of its step.
+    pipe.step(*SUBJECT.batches[1])
+    if damage != "a pipe":
+        pipe.save(run)
+        make().load(run / "step-000002")
+
+
+def test_if_all_are_damaged_the_last_error_is_raised(run: Path) -> None:
+    for path in run.glob("*/manifest.json"):
+        path.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-000001.manifest\.json"):
+        make().load(run)
+
+
+def test_a_checkpoint_under_another_step_is_damaged(run: Path) -> None:
+    (run / "step-000002").rename(run / "step-000009")
+    pipe = make()
+    pipe.load(run)
+
+    assert pipe.steps == 1
+
+
+HOSTILE = {
+    "a file outside": lambda content: content["tensors"].update(
+        {key: {**entry, "file": "../../etc/passwd"} for key, entry in content["tensors"].items()}
+    ),
+    "files outside": lambda content: content.update(files={"../x": content["files"]["model-00000.safetensors"]}),
+    "a huge tensor": lambda content: [entry.update(shape=[10**18]) for entry in content["tensors"].values()],
+    "a negative size": lambda content: [entry.update(shape=[-1]) for entry in content["tensors"].values()],
+    "no parts": lambda content: content.clear(),
+    "other kinds": lambda content: content.update(optimizer=3, tensors=[], files={}),
+    "code": lambda content: content["own"][0].update(objects={"!": ["code", "print(1)"]}),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_a_manifest_of_an_unknown_author_is_only_data(run: Path, attack: str) -> None:
+    path = run / "step-000002" / "manifest.json"
+    content = json.loads(path.read_text())["content"]
+    HOSTILE[attack](content)
+    # With a right checksum.
+    path.write_text(write_manifest(path, content))
+    pipe = make()
+    before = state(pipe)
+    with pytest.raises(CheckpointError, match="step-000002"):
+        pipe.load(run / "step-000002")
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(pipe).items())
