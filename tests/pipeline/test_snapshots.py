@@ -1,6 +1,5 @@
 """Saves without a stop: neither the run that is saved nor the one that resumes differs by a bit from one without."""
 
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import penstock
-from penstock.runtime.checkpoints.background_saves import BackgroundSave
 from penstock.scheduling import ScheduleDefinition
 from support.jobs.snapshot_jobs import Cut, run_cut, run_cuts
 from support.own_schedules import LATE, ROLLING
@@ -84,30 +82,44 @@ def build(cut: Cut, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(cut.case.build(), **{**cut.options, **options})
 
 
+class Noting(penstock.UpdateHook):
+    """Sets an event when the last layer is updated, whose stage is the first that is saved."""
+
+    def __init__(self) -> None:
+        self.updated = Event()
+
+    def after_step(self, update: penstock.WeightUpdate) -> None:
+        if update.name.startswith("7."):
+            self.updated.set()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream"])
-def test_steps_compute_while_the_state_is_copied(schedule: str, tmp_path: Path) -> None:
-    """The copies begin only when the forwards of the next step have begun, and hold the state of before it."""
-    cut, computing = Cut(Case("layered", schedule, 2, 4), 2), Event()
+def test_steps_compute_while_the_state_is_copied_and_updates_wait(schedule: str, tmp_path: Path) -> None:
+    """The thread begins to copy when the next step computes, or later: if it can, after the first update."""
+    cut, computing, hook = Cut(Case("layered", schedule, 2, 4), 2), Event(), Noting()
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        if saved:
-            computing.set()
+        computing.set()
         return F.cross_entropy(output, target)
 
-    saved: list[BackgroundSave] = []
-    pipe = build(cut, loss_fn=loss_fn)
+    def dawdle() -> tuple[bool, bool]:
+        return computing.wait(60), hook.updated.wait(1)
+
+    pipe = build(cut, loss_fn=loss_fn, update_hooks=[hook])
     for batch in cut.batches[:2]:
         pipe.step(*batch)
-    began: Future[bool] = pipe._engine.snapshots.copier.submit(computing.wait, 60)
-    saved.append(pipe.save(tmp_path / "run", wait=False))
+    computing.clear()
+    hook.updated.clear()
+    seen = pipe._engine.snapshots.copier.submit(dawdle)
+    save = pipe.save(tmp_path / "run", wait=False)
     losses = [float(pipe.step(*batch).loss) for batch in cut.batches[2:]]
-    path = saved[0].wait()
-    resumed = build(cut)
+    path = save.wait()
+    resumed = build(cut, update_hooks=[Noting()])
     resumed.load(path)
 
-    assert began.result(), "the step waited for the save"
+    assert seen.result() == (True, False), "whether the step computed, and whether an update did not wait"
+    assert save.stalled_seconds > 0
     assert (path.name, resumed.steps) == ("step-000002", 2)
-    assert saved[0].stalled_seconds > 0
     assert [float(resumed.step(*batch).loss) for batch in cut.batches[2:]] == losses
     assert losses == list(reference(cut.case, cut.recipe).losses[2:])
 

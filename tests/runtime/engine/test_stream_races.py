@@ -80,8 +80,8 @@ def test_options(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(("schedule", "recipe"), [("1f1b-flush", "plain"), ("pipedream", "plain"), ("2bw", "several")])
 def test_saves_beside_the_training(schedule: str, recipe: str, tmp_path: Path) -> None:
-    """The copies to the host are in a stream of their own, and an update waits for them there."""
-    device, cut = RacingDevice(), Cut(case(schedule), 2, recipe)
+    """The copies to the host are in a stream of their own, and an update waits for them there, not on the host."""
+    device, cut = RacingDevice(), Cut(case(schedule), 2, recipe, late=True)
     expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options)
     with racing(device):
         whole, resumed = run_cut(cut, str(tmp_path / "run"))

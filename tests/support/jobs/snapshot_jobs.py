@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Cut:
     recipe: str = "plain"
     again: int = 0
     """The steps after which the resumed run is saved in the same way and resumed once more; 0 for never."""
+    late: bool = False
+    """Whether the thread beside the training does nothing before the saved run has ended."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,11 +103,14 @@ def _resume(cut: Cut, directory: str) -> penstock.Pipeline:
 
 
 def _run(cut: Cut, pipe: penstock.Pipeline, start: int, save_after: int | None, directory: str) -> Outcome:
-    losses, save = [], None
+    losses, save, ended = [], None, Event()
     for number, batch in enumerate(cut.batches[start:], start):
         if number == save_after:
+            if cut.late:
+                pipe._engine.snapshots.copier.submit(ended.wait, 60)
             save = pipe.save(directory, wait=False)
         losses.append(pipe.step(*batch).loss)
+    ended.set()
     state = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     if save is not None:
         save.wait()

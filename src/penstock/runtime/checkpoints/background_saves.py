@@ -24,7 +24,7 @@ Count: TypeAlias = int | None
 Place: TypeAlias = str | Path
 """A directory."""
 Write: TypeAlias = Callable[[Callable[[], Mapping[str, Any]]], Path]
-"""Writes what a function returns, the state of this process, and returns where the checkpoint is. Called in a thread."""
+"""Writes what a function returns, the state of this process. Returns where the checkpoint is. Called in a thread."""
 
 
 class BackgroundSave:

@@ -64,7 +64,11 @@ class HostCopier:
         for index in here:
             copies[index] = self._memory(tensors[index])
         pairs = [(copies[index], tensors[index].detach()) for index in here]
-        return HostCopies([copies[index] for index in range(len(tensors))], staged, self.submit(_copy, pairs))
+        if on_device:
+            # Few and small ones, such as an optimizer's counters.
+            _copy(pairs)
+        copied = _done() if on_device else self.submit(_copy, pairs)
+        return HostCopies([copies[index] for index in range(len(tensors))], staged, copied)
 
     def order_after(self, copies: HostCopies) -> None:
         """Makes what this thread does from now on come after `copies`. Blocks the host only for a CPU's tensors."""
@@ -113,6 +117,12 @@ class HostCopier:
     def _memory(self, tensor: Tensor) -> Tensor:
         kept = self._kept[tensor.shape, tensor.dtype]
         return kept.pop() if kept else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
