@@ -45,7 +45,7 @@ from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.devices.device_context import make_device_context
-from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
+from penstock.runtime.engine.engine import Engine, LocalStages, make_workers, parameters_of
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
@@ -259,7 +259,7 @@ class Pipeline:
                 self._updater,
                 plan=self.plan,
                 chain=self._chain,
-                trained=self._parameters,
+                drain=self.drain,
                 parallelized=parallelized,
                 timeout_seconds=timeout_seconds,
             )
@@ -521,10 +521,7 @@ class Pipeline:
         file system. `CheckpointError`, the same on all ranks, if it cannot be written: older ones stay whole, and the
         training can go on. ``wait=False`` saves while steps run, and returns a handle: docs/checkpoints.md.
         """
-        if not wait:
-            return self._checkpoints.begin(directory, step, keep=keep, keep_every=keep_every)
-        self.drain()
-        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
+        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
@@ -597,5 +594,4 @@ class Pipeline:
             self.close()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
-        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
+        return parameters_of(self._stages)

@@ -59,8 +59,8 @@ class BackgroundSave:
 class BackgroundSaves:
     """The saves of a pipeline that do not stop its training."""
 
-    def __init__(self, states: StageStates) -> None:
-        self._states, self._engine = states, states.training.engine
+    def __init__(self, states: StageStates, drain: Callable[[], None]) -> None:
+        self._states, self._engine, self.drain = states, states.training.engine, drain
         self._copier = self._engine.snapshots.copier
         self._present: BackgroundSave | None = None
         self._gather: PatientGather | None = None
@@ -72,10 +72,10 @@ class BackgroundSaves:
         self._began = time.perf_counter()
         if self._present is not None:
             self._reach()
-            self._present._result.exception()
             self._engine.snapshots.settle()
+            self._present._result.exception()
         if not self._engine.cuts() or (self._states.parallelized and not self._states.schedule.flushes):
-            self._engine.drain()
+            self.drain()
 
     def begin(self, write: Write, gather: PatientGather) -> BackgroundSave:
         """Begins to save the state after the steps so far with `write`, which gathers with `gather`. Collective."""
@@ -109,36 +109,34 @@ class BackgroundSaves:
         for it. Ends the thread.
         """
         atexit.unregister(self.close)
-        save = self._present
-        if save is not None and not save.done:
-            assert self._gather is not None
+        save, gather = self._present, self._gather
+        if save is not None and gather is not None and not save.done:
             if failed or not self._engine.snapshot_reached:
-                self._gather.give_up()
+                gather.give_up()
                 self._engine.snapshots.abandon()
-                error = CheckpointError(
-                    "a save with wait=False was given up: expected more steps or a drain until the pipeline was closed, "
-                    "found an error, or stages whose state was not complete. Call drain() or the save's wait() before "
-                    "close(); older checkpoints are whole"
-                )
-                logging.getLogger("penstock").warning("%s", error)
-                if not save._result.done():
-                    save._result.set_exception(error)
             else:
-                self._gather.hurry()
-                save._result.exception()
+                gather.hurry()
+        # It has done all its work then, and passed on the result of a save that it was given.
         self._copier.close()
+        if save is not None and not save.done:
+            error = CheckpointError(
+                "a save with wait=False was given up: expected more steps or a drain before the pipeline was closed, "
+                "found an error, or stages whose state was not complete. Call drain() or the save's wait() before "
+                "close(); older checkpoints are whole"
+            )
+            logging.getLogger("penstock").warning("%s", error)
+            save._result.set_exception(error)
 
     def _reach(self) -> None:
         """Has all stages make what is to be saved, and other processes no longer waited for without end."""
-        self._engine.finish_snapshot()
+        if not self._engine.snapshot_reached:
+            self.drain()
         if self._gather is not None:
             self._gather.hurry()
 
 
 def _report(save: BackgroundSave, ended: "Future[Path]") -> None:
     """Passes the result on, and logs it."""
-    if save._result.done():
-        return
     error, logger = ended.exception(), logging.getLogger("penstock")
     if error is None:
         logger.info("saved %s; the training stood still for %.3f s", ended.result(), save.stalled_seconds)

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
@@ -23,7 +24,7 @@ from penstock.runtime.checkpoints.plain_values import Json, encode
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.stage_states import StageStates
 from penstock.runtime.checkpoints.training_state import TrainingState
-from penstock.runtime.engine.engine import Engine
+from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.worlds import World
 from penstock.training.recipes import Recipe
@@ -99,12 +100,17 @@ class Checkpoints:
         }
         return CheckpointState(tensors, document)
 
-    def save(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> Path:
+    def save(
+        self, directory: object, step: object, *, keep: int | None, keep_every: int | None, wait: bool
+    ) -> Path | BackgroundSave:
         """Writes a checkpoint as `Pipeline.save` describes. Collective."""
+        if not wait:
+            return self._begin(directory, step, (keep, keep_every))
+        self.saves.drain()
         (path, number, retention), state = self._prepare(directory, step, (keep, keep_every), self.collect)
         return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
 
-    def begin(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> BackgroundSave:
+    def _begin(self, directory: object, step: object, keeping: tuple[int | None, int | None]) -> BackgroundSave:
         """Begins to write a checkpoint beside the training. Collective."""
         self.saves.prepare()
 
@@ -112,7 +118,7 @@ class Checkpoints:
             tensors: dict[str, Tensor] = {}
             return self.own.collect(self.training.engine.seed, tensors), tensors
 
-        (path, number, retention), (own, tensors) = self._prepare(directory, step, (keep, keep_every), collect_own)
+        (path, number, retention), (own, tensors) = self._prepare(directory, step, keeping, collect_own)
         gather = self.world.gather_beside(self.timeout_seconds)
         ranks, plan = Ranks(self.world.rank, gather), self.plan.to_yaml()
 
@@ -179,17 +185,17 @@ def make_checkpoints(
     *,
     plan: Plan,
     chain: LayerChain,
-    trained: Callable[[], dict[str, nn.Parameter]],
+    drain: Callable[[], None],
     parallelized: bool,
     timeout_seconds: float,
 ) -> Checkpoints:
-    """The checkpoints of the pipeline that `engine` runs. `trained`: returns the parameters of this process."""
+    """The checkpoints of the pipeline that `engine` runs. `drain`: drains it, and reports an error to all processes."""
     schedule = engine.schedule
     held = {index for stages in engine.stages.values() for index in stages}
     training = TrainingState(
         chain=chain,
         stages=[plan.stages[index] for index in sorted(held)],
-        trained=trained,
+        trained=partial(parameters_of, engine.stages),
         optimizers=updater.optimizers,
         updater=updater,
         engine=engine,
@@ -198,4 +204,11 @@ def make_checkpoints(
     )
     predicted = any(map(recipe.predicts, schedule.guarantees.delays))
     states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)
-    return Checkpoints(world, plan, training, OwnStates(engine.device), BackgroundSaves(states), timeout_seconds)
+    return Checkpoints(
+        world,
+        plan,
+        training,
+        own=OwnStates(engine.device),
+        saves=BackgroundSaves(states, drain),
+        timeout_seconds=timeout_seconds,
+    )

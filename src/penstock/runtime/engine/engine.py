@@ -49,7 +49,7 @@ from penstock.timelines.timelines import Timeline
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
 
-__all__ = ["Engine", "LocalStages", "make_workers"]
+__all__ = ["Engine", "LocalStages", "make_workers", "parameters_of"]
 
 KEPT_MINIBATCHES = 8
 """The last minibatches whose timings are kept."""
@@ -216,12 +216,6 @@ class Engine:
         before, minibatch = self._cut
         return self._microbatches_before != before or self._minibatch >= minibatch
 
-    def finish_snapshot(self) -> None:
-        """Drains if not all stages have made the versions of the last snapshot. Collective."""
-        if not self.snapshot_reached:
-            self.drain()
-        self.snapshots.settle()
-
     def cuts(self) -> bool:
         """Whether a run can continue the present one without what is in flight now: every stage will make a version
         from all microbatches so far and no others, and what the run reads follows from the schedule's guarantees.
@@ -348,6 +342,12 @@ class Engine:
 
     def _programs(self, schedule: Schedule, segment: Segment) -> Mapping[int, Sequence[Action]]:
         return {rank: schedule.row(rank, segment) for rank in self._ranks}
+
+
+def parameters_of(stages: LocalStages) -> dict[str, nn.Parameter]:
+    """The parameters of `stages`, each once, in the order of the layers."""
+    by_index = {index: stage for own in stages.values() for index, stage in own.items()}
+    return {name: p for index in sorted(by_index) for name, p in by_index[index].weights.parameters.items()}
 
 
 def make_workers(
