@@ -6,9 +6,10 @@ Then it hands the programs of the schedule to the workers, step by step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +45,11 @@ from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
-from penstock.runtime.checkpoints.checkpoints import Checkpoints
-from penstock.runtime.checkpoints.own_states import OwnStates
+from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
+from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
-from penstock.runtime.checkpoints.training_state import TrainingState
 from penstock.runtime.devices.device_context import make_device_context
-from penstock.runtime.engine.engine import Engine, LocalStages, make_workers
+from penstock.runtime.engine.engine import Engine, LocalStages, make_workers, parameters_of
 from penstock.runtime.engine.prediction_check import make_prediction_check
 from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
 from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
@@ -273,11 +273,20 @@ class Pipeline:
             self._opened.callback(self._world.announce_leave)
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
-            training = TrainingState(
-                self._chain, self.required_inputs.stages, self._parameters, updater=self._updater, engine=self._engine
+            # What closes the pipeline must not keep it alive.
+            guarded, engine = self._guarded, self._engine
+            self._checkpoints = checkpoints = make_checkpoints(
+                self._world,
+                self._engine,
+                recipe,
+                self._updater,
+                plan=self.plan,
+                chain=self._chain,
+                drain=partial(_drain, guarded, engine),
+                parallelized=parallelized,
+                timeout_seconds=timeout_seconds,
             )
-            self._checkpoints = Checkpoints(self._world, self.plan, training, OwnStates(self._device))
-            self._opened.callback(self._checkpoints.close)
+            self._opened.callback(lambda: checkpoints.close(guarded.failed))
             self._guarded.all_refuse = self._engine.calls.refuse
             self._guarded.discard = self._engine.discard if self._world.processes == 1 else None
             named, schedulers = self._parameters(), self._updater.schedulers
@@ -395,8 +404,7 @@ class Pipeline:
         the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
         of this rank have been sent when this returns, so that its process may leave the process group.
         """
-        with self._guarded("in a drain"):
-            self._engine.drain()
+        _drain(self._guarded, self._engine)
 
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
@@ -536,17 +544,23 @@ class Pipeline:
         """
         self._checkpoints.own.track(objects)
 
+    @overload
+    def save(self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ...) -> Path: ...
+    @overload
     def save(
-        self, directory: str | Path, step: int | None = None, *, keep: int | None = None, keep_every: int | None = None
-    ) -> Path:
+        self, directory: Place, step: Count = ..., *, keep: Count = ..., keep_every: Count = ..., wait: Literal[False]
+    ) -> BackgroundSave: ...
+    def save(
+        self, directory: Place, step: Count = None, *, keep: Count = None, keep_every: Count = None, wait: bool = True
+    ) -> Path | BackgroundSave:
         """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
 
         It appears whole as ``step-000100`` in `directory`. `step`: its number, by default `steps`; the same step is
         replaced. `keep`: how many of the last stay, besides those whose step `keep_every` divides. `CheckpointError`,
-        the same on all ranks, if it cannot be written; the training can go on. docs/checkpoints.md says more.
+        the same on all ranks, if it cannot be written; the training can go on. ``wait=False`` saves while steps run,
+        and returns a handle. docs/checkpoints.md says more.
         """
-        self.drain()
-        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every)
+        return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
@@ -586,7 +600,7 @@ class Pipeline:
     def close(self) -> None:
         """Ends the transport's threads and removes its hooks on the process and the model. A second call does nothing.
 
-        It does not drain. A pipeline that lives as long as its process need not be closed.
+        It does not drain, and waits for a save. A pipeline that lives as long as its process need not be closed.
         """
         self._guarded.closed = True
         self._opened.close()
@@ -613,5 +627,9 @@ class Pipeline:
             self.close()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        stages = {index: stage for own in self._stages.values() for index, stage in own.items()}
-        return {name: p for index in sorted(stages) for name, p in stages[index].weights.parameters.items()}
+        return parameters_of(self._stages)
+
+
+def _drain(guarded: FailureGuard, engine: Engine) -> None:
+    with guarded("in a drain"):
+        engine.drain()

@@ -52,8 +52,8 @@ FLOW = {
     "runtime.execution": "errors torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
-    "runtime.engine": """errors torch_internals values timelines scheduling capturing training runtime.devices
-        runtime.transport runtime.execution runtime.parameters runtime.batches""",
+    "runtime.engine": """errors torch_internals values timelines scheduling scheduling.verification capturing training
+        runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
     "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
@@ -108,7 +108,7 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
-    "save": "(self, directory, step=None, *, keep=None, keep_every=None)",
+    "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "skipped_updates": "property",
     "state_dict": "(self)",

@@ -21,6 +21,8 @@ Text forms (stage first, as in PyTorch's ``2F0``):
     2N3>1    stage 2 sends stage 1 the norms of gradients that it has at its update to version 3
     1N3<2    stage 1 receives them
     2A3      the replicas of stage 2 sum their gradients for the update to version 3: an all-reduce
+
+Version 0 is the one that a run begins with. A run that continues another one also reads older versions: 0F0@-1.
 """
 
 import re
@@ -209,11 +211,11 @@ Message: TypeAlias = Send | Receive | SendTied | ReceiveTied | SendNorms | Recei
 Action: TypeAlias = Compute | Message | Reduce
 
 _FORMS: tuple[tuple[re.Pattern[str], type[Action]], ...] = (
-    (re.compile(r"(\d+)F(\d+)@(\d+)"), Forward),
-    (re.compile(r"(\d+)B(\d+)@(\d+)"), Backward),
-    (re.compile(r"(\d+)I(\d+)@(\d+)"), BackwardInput),
-    (re.compile(r"(\d+)W(\d+)@(\d+)"), BackwardWeight),
-    (re.compile(r"(\d+)U(\d+)<(\d+)"), Update),
+    (re.compile(r"(\d+)F(\d+)@(-?\d+)"), Forward),
+    (re.compile(r"(\d+)B(\d+)@(-?\d+)"), Backward),
+    (re.compile(r"(\d+)I(\d+)@(-?\d+)"), BackwardInput),
+    (re.compile(r"(\d+)W(\d+)@(-?\d+)"), BackwardWeight),
+    (re.compile(r"(\d+)U(\d+)<(-?\d+)"), Update),
     (re.compile(r"(\d+)S(\d+)>(\d+)"), Send),
     (re.compile(r"(\d+)R(\d+)<(\d+)"), Receive),
     (re.compile(r"(\d+)T(\d+)>(\d+)"), SendTied),

@@ -4,7 +4,8 @@ A norm over all gradients of a model (to clip them, or to check that none is inf
 If the schedule gives an update time to wait, each stage gets the norms of all stages for the same update: they are
 collected from the last stage to the first and then sent to all. Under `pipedream` an update must not wait for earlier
 stages, because these have their gradients later. Stage s then uses the norms of earlier stages that stage s - 1 had two
-updates earlier; these are the latest that arrive without a stall. The first updates have no norms of earlier stages.
+updates earlier; these are the latest that arrive without a stall. The first updates have no norms of earlier stages,
+unless their run continues another one.
 
 A weight that several stages share counts in the norm of the first of them only.
 """
@@ -43,4 +44,4 @@ def _earlier(schedule: Schedule, stage: int, version: int) -> tuple[Norm, ...]:
     """The norms of earlier stages that `stage` has at its update to `version`."""
     lag = 2 if schedule.norm_rule is NormRule.LAGGED else 0
     known = ((other, version - lag * (stage - other)) for other in range(stage))
-    return tuple((other, of) for other, of in known if of > 0)
+    return tuple((other, of) for other, of in known if of > 0 or schedule.continued)

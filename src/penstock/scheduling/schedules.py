@@ -11,6 +11,7 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
+from penstock.scheduling.continuations import continued_action
 from penstock.scheduling.definitions import (
     Drain,
     Guarantees,
@@ -42,6 +43,7 @@ class Schedule:
     `replicated`: the ranks of the stages, if they differ from the schedule's layout; see `Schedule.placed`.
     `norms`: whether stages send each other the norms of their gradients, see `known_norms`; an inference has none.
     `skips`: pairs of stages that are not adjacent and send each other values directly; see `choose_skips`.
+    `continued`: whether the run goes on where another one was cut, and reads its last versions; see `continue_run`.
 
     Raises `ScheduleError` if the arguments do not fit together.
     """
@@ -55,6 +57,7 @@ class Schedule:
     replicated: Placement | None = field(default=None, compare=False)
     norms: bool = False
     skips: tuple[Skip, ...] = ()
+    continued: bool = False
     definition: ScheduleDefinition = field(init=False, repr=False)
     shape: PipelineShape = field(init=False, repr=False)
     guarantees: Guarantees = field(init=False, repr=False, compare=False)
@@ -174,7 +177,8 @@ class Schedule:
     def lower(self, rank: int, segment: Segment) -> tuple[Action, ...]:
         """The row with each receive directly before the action that uses it, in whatever order the messages arrive."""
         order = self.definition.order(self.shape, rank, segment)
-        return lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
+        row = lower_row(order, rank, self.placement, self.ties, self.norm_rule, self.deferred, self.skips)
+        return tuple(continued_action(action, self.guarantees) for action in row) if self.continued else row
 
     def _rows(self, segment: Segment) -> Programs:
         return tuple(self.row(rank, segment) for rank in range(self.ranks))

@@ -101,6 +101,10 @@ class LossScaler:
             return
         self.scale, self.good = state.get("scale", self.scale), int(state.get("good", self.good))
 
-    def restart(self) -> None:
-        """Begins to count updates anew."""
-        self._used.clear()
+    def history(self, newest: int) -> dict[str, float]:
+        """The scales of the losses for updates up to now, named by the update, where `newest` is 0."""
+        return {str(update - newest): scale for update, scale in self._used.items()}
+
+    def restart(self, history: Mapping[str, float] | None = None) -> None:
+        """Begins to count updates anew. `history`: what `history` returned, for a run that continues another one."""
+        self._used = {int(update): scale for update, scale in (history or {}).items()}

@@ -6,6 +6,7 @@ The numbers are the oracle's in any case, since this device computes at once; wh
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from torch import nn
 import penstock
 from support.jobs.device_jobs import count_streams, fail_directly, run_directly, run_over_gloo, stall_directly
 from support.jobs.hook_jobs import HOOKED
+from support.jobs.snapshot_jobs import Cut, run_cut
 from support.jobs.tied_jobs import TiedRun, run_here
 from support.jobs.tied_jobs import run_reference as run_tied_reference
 from support.processes import Pool
 from support.simulated.stream_races import RacingDevice, RacingEvent, RacingStream, Watching, on_streams
-from support.training import Case, assert_equal, run_pipeline, run_reference, stages_on_a_rank
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, stages_on_a_rank
 
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")
 
@@ -74,6 +76,19 @@ def test_options(name: str, schedule: str) -> None:
     assert device.finish() == []
     options = {key: value for key, value in OPTIONS[name].items() if key != "recompute"}
     assert_equal(run_reference(case(schedule), **options), found)
+
+
+@pytest.mark.parametrize(("schedule", "recipe"), [("1f1b-flush", "plain"), ("pipedream", "plain"), ("2bw", "several")])
+def test_saves_beside_the_training(schedule: str, recipe: str, tmp_path: Path) -> None:
+    """The copies to the host are in a stream of their own, and an update waits for them there, not on the host."""
+    device, cut = RacingDevice(), Cut(case(schedule), 2, recipe, late=True)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options)
+    with racing(device):
+        whole, resumed = run_cut(cut, str(tmp_path / "run"))
+
+    assert device.finish() == []
+    assert whole.losses == expected.losses
+    assert_equal(Outcome(expected.losses[2:], expected.state), resumed)
 
 
 TIED = {

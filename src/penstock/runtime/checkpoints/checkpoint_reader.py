@@ -89,9 +89,8 @@ def find_and_verify(
             _check_model(manifest, chain)
             loaded = read(manifest)
             tensors = [tensor for name, tensor in loaded.state["model"].items() if mine(name)]
-            tensors += [
-                leaf for leaf in pytree.tree_leaves(loaded.state["optimizer"]) if isinstance(leaf, StoredTensor)
-            ]
+            parts = [loaded.state["optimizer"], loaded.state.get("history")]
+            tensors += [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, StoredTensor)]
             tensors += [tensor for value in loaded.own.values() for tensor in manifest.tensors_in(value)]
         for tensor in tensors:
             tensor.verify()

@@ -55,7 +55,8 @@ class CheckpointState:
     """By key. What several processes have under one key is the same tensor. A `DTensor` is made whole when it is
     written, by all processes that share it."""
     document: Mapping[str, Json]
-    """The rest, as JSON that refers to the keys: ``model``, ``optimizer``, ``pipeline`` and ``own``."""
+    """The rest, as JSON that refers to the keys: ``model``, ``optimizer``, ``pipeline``, ``history``
+    and ``own``."""
 
 
 Form: TypeAlias = tuple[tuple[int, ...], str]
@@ -245,14 +246,17 @@ def _merge(documents: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
                     "checkpoint before"
                 )
     optimizer: dict[str, Any] = {}
+    history: dict[str, Any] = {}
     for document in documents:
-        for name, entries in document["optimizer"].items():
-            optimizer.setdefault(name, {}).update(entries)
+        for merged, entries in ((optimizer, document["optimizer"]), (history, document["history"])):
+            for name, entry in entries.items():
+                merged.setdefault(name, {}).update(entry)
     pipeline = {name: value for document in reversed(documents) for name, value in document["pipeline"].items()}
     return {
         "model": {name: entry for document in documents for name, entry in document["model"].items()},
         "optimizer": optimizer,
         "pipeline": pipeline,
+        "history": history,
         "own": [document["own"] for document in documents],
     }
 

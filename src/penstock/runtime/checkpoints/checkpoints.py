@@ -1,27 +1,39 @@
 """Saves and loads the training of a pipeline: collects on the main thread, then writes, or reads and restores."""
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.gathered_tensors import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
+from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
 from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path, find_and_verify, model_tensors
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
+from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import OwnStates
 from penstock.runtime.checkpoints.plain_values import Json, encode, name_of
 from penstock.runtime.checkpoints.retention import Retention
+from penstock.runtime.checkpoints.stage_states import StageStates
 from penstock.runtime.checkpoints.training_state import TrainingState
+from penstock.runtime.engine.engine import Engine, parameters_of
+from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.worlds import World
+from penstock.training.recipes import Recipe
 from penstock.values.documents import is_count
 from penstock.values.plans import Plan
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "make_checkpoints"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,15 +44,20 @@ class Checkpoints:
     plan: Plan
     training: TrainingState
     own: OwnStates
+    saves: BackgroundSaves
+    timeout_seconds: float
 
     @property
     def ranks(self) -> Ranks:
         """The processes, with the world's way to gather."""
         return Ranks(self.world.rank, self.world.gather)
 
-    def close(self) -> None:
-        """Ends the wait for loaders that are made after a load."""
+    def close(self, failed: bool = False) -> None:
+        """Ends the wait for loaders that are made after a load, and finishes a save beside the training, unless the
+        pipeline has `failed`.
+        """
         restore_loaders([])
+        self.saves.close(failed)
 
     def collect(self) -> CheckpointState:
         """The state of this process, which refers to the tensors of the training itself. The pipeline has drained.
@@ -48,6 +65,13 @@ class Checkpoints:
         `CheckpointError` if something in it cannot be kept.
         """
         tensors: dict[str, Tensor] = {}
+        own = self.own.collect(self.training.engine.seed, tensors)
+        return self._lay_out(self.training.collect(take=lambda value: value), own, tensors)
+
+    def _lay_out(self, state: Mapping[str, Any], own: Json, tensors: dict[str, Tensor]) -> CheckpointState:
+        """`state` and what the process keeps of its `own`, whose `tensors` are there already. Of the model `state` has
+        what this process saves.
+        """
 
         def keep(tensor: Tensor, where: str) -> str:
             if where in tensors:
@@ -55,37 +79,68 @@ class Checkpoints:
             tensors[where] = tensor
             return where
 
-        state = self.training.collect(take=lambda value: value)
+        def encoded(part: str, entries: Mapping[str, Any]) -> dict[str, Json]:
+            return {name: encode(value, f"{part}/{name}", keep) for name, value in entries.items()}
+
         held, model = self.training.held, dict[str, Json]()
         for names in shared_names(held):
             for name in names:
                 tensor = held[name]
                 model[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "stored": names[0]}
-            tensors[MODEL + names[0]] = held[names[0]].detach()
+            if names[0] in state["model"]:
+                tensors[MODEL + names[0]] = state["model"][names[0]]
+        history = state.get("history", {})
         document = {
             "model": model,
-            "optimizer": {
-                part: {name: encode(value, f"optimizer/{part}/{name}", keep) for name, value in entries.items()}
-                for part, entries in state["optimizer"].items()
-            },
+            "optimizer": {part: encoded(f"optimizer/{part}", entries) for part, entries in state["optimizer"].items()},
             "pipeline": encode(state["pipeline"], "pipeline", keep),
-            "own": self.own.collect(self.training.engine.seed, tensors),
+            "history": {part: encoded(f"history/{part}", history[part]) for part in PARTS if part in history},
+            "own": own,
         }
         return CheckpointState(tensors, document)
 
-    def save(self, directory: object, step: object, *, keep: int | None, keep_every: int | None) -> Path:
+    def save(
+        self, directory: object, step: object, *, keep: int | None, keep_every: int | None, wait: bool
+    ) -> Path | BackgroundSave:
         """Writes a checkpoint as `Pipeline.save` describes. Collective."""
+        if not wait:
+            return self._begin(directory, step, (keep, keep_every))
+        self.saves.drain()
+        (path, number, retention), state = self._prepare(directory, step, (keep, keep_every), self.collect)
+        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
 
-        def prepare() -> tuple[Path, int, Retention, CheckpointState]:
-            path, retention = checked_path(directory), Retention(keep, keep_every)
+    def _begin(self, directory: object, step: object, keeping: tuple[int | None, int | None]) -> BackgroundSave:
+        """Begins to write a checkpoint beside the training. Collective."""
+        self.saves.prepare()
+
+        def collect_own() -> tuple[Json, dict[str, Tensor]]:
+            tensors: dict[str, Tensor] = {}
+            return self.own.collect(self.training.engine.seed, tensors), tensors
+
+        (path, number, retention), (own, tensors) = self._prepare(directory, step, keeping, collect_own)
+        gather = self.world.gather_beside(self.timeout_seconds)
+        ranks, plan = Ranks(self.world.rank, gather), self.plan.to_yaml()
+
+        def write_beside(collect: Callable[[], Mapping[str, Any]]) -> Path:
+            state = ranks.each(lambda: self._lay_out(collect(), own, tensors))
+            return write(state, path, number, retention=retention, ranks=ranks, plan=plan)
+
+        return self.saves.begin(write_beside, gather)
+
+    def _prepare(
+        self, directory: object, step: object, keeping: tuple[int | None, int | None], collect: Callable[[], T]
+    ) -> tuple[tuple[Path, int, Retention], T]:
+        """Where a save goes, and what `collect` returns. Collective."""
+
+        def prepare() -> tuple[tuple[Path, int, Retention], T]:
+            path, retention = checked_path(directory), Retention(*keeping)
             number = self.training.engine.steps if step is None else step
             if not is_count(number, 0):
                 raise CheckpointError(f"step={step!r}: expected a whole number of at least 0, or None. Pass one")
             assert isinstance(number, int)
-            return path, number, retention, self.collect()
+            return (path, number, retention), collect()
 
-        path, number, retention, state = self.ranks.each(prepare)
-        return write(state, path, number, retention=retention, ranks=self.ranks, plan=self.plan.to_yaml())
+        return self.ranks.each(prepare)
 
     def find(self, directory: str | os.PathLike[str]) -> Loaded:
         """The checkpoint that `Pipeline.load` restores, compared with the training and with its files. Collective."""
@@ -107,6 +162,51 @@ class Checkpoints:
         }
         pipeline = manifest.value(content["pipeline"])
         state = {"model": model_tensors(manifest), "optimizer": optimizer, "pipeline": pipeline}
+        if kept := content["history"]:
+            state["history"] = {
+                part: {
+                    name: manifest.value(entry)
+                    for name, entry in kept.get(part, {}).items()
+                    if part != "weights" or name in trained
+                }
+                for part in PARTS
+            }
         self.training.check(state)
         own = self.own.choose(content["own"], self.world.rank, self.world.processes)
         return Loaded(manifest, state, own)
+
+
+def make_checkpoints(
+    world: World,
+    engine: Engine,
+    recipe: Recipe,
+    updater: Updater,
+    *,
+    plan: Plan,
+    chain: LayerChain,
+    drain: Callable[[], None],
+    parallelized: bool,
+    timeout_seconds: float,
+) -> Checkpoints:
+    """The checkpoints of the pipeline that `engine` runs. `drain`: drains it, and reports an error to all processes."""
+    schedule = engine.schedule
+    held = {index for stages in engine.stages.values() for index in stages}
+    training = TrainingState(
+        chain=chain,
+        stages=[plan.stages[index] for index in sorted(held)],
+        trained=partial(parameters_of, engine.stages),
+        updater=updater,
+        engine=engine,
+        run=describe_run(plan, schedule, recipe),
+        rank=world.rank,
+    )
+    predicted = any(map(recipe.predicts, schedule.guarantees.delays))
+    states = StageStates(training, schedule, engine.stages, parallelized=parallelized, predicted=predicted)
+    return Checkpoints(
+        world,
+        plan,
+        training,
+        own=OwnStates(engine.device),
+        saves=BackgroundSaves(states, drain),
+        timeout_seconds=timeout_seconds,
+    )

@@ -9,7 +9,7 @@ Laws of this file:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.gathered_tensors import held_tensors
+from penstock.runtime.checkpoints.histories import check_history, open_history, updates_of
 from penstock.runtime.checkpoints.progress import check_progress
 from penstock.runtime.checkpoints.stored_tensors import StoredTensor, read_value
 from penstock.runtime.engine.engine import Engine
@@ -44,6 +45,10 @@ class TrainingState:
     """Returns the parameters of this process, by name."""
     updater: Updater
     engine: Engine
+    run: str
+    """What decides which versions of the weights are read: see `describe_run`."""
+    rank: int
+    """The number of this process."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -60,15 +65,19 @@ class TrainingState:
         engine, updater = self.engine, self.updater
         return {
             "model": {name: take(tensor.detach()) for name, tensor in self.held.items()},
-            "optimizer": self._named(take),
-            "pipeline": {
-                "steps": engine.steps,
-                "microbatches": engine.trained,
-                "seed": engine.seed,
-                "hooks": self.hook_names,
-                **updater.state(),
-                **engine.scale_state(),
-            },
+            "optimizer": self.named(take),
+            "pipeline": {**self.progress, **updater.state(), **engine.scale_state()},
+        }
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The part ``pipeline`` of the state, as far as it belongs to no stage."""
+        engine = self.engine
+        return {
+            "steps": engine.steps,
+            "microbatches": engine.trained,
+            "seed": engine.seed,
+            "hooks": self.hook_names,
         }
 
     @property
@@ -88,6 +97,7 @@ class TrainingState:
             scaler_here=bool(self.engine.scale_state()),
             scales_loss=self.engine.scales_loss,
         )
+        check_history(_mapping(state, "state"), self.trained(), self.run)
 
     def restore(self, state: State) -> None:
         """Takes over `state`, which `check` has accepted."""
@@ -100,27 +110,28 @@ class TrainingState:
             for name, tensor in self.held.items():
                 assign(tensor, read_value(state["model"][name]))
         progress, engine = state["pipeline"], self.engine
-        self.updater.load_state(progress)
+        history = open_history(state, self.run, self.rank)
+        self.updater.load_state(progress, updates_of(history))
         engine.load_scale(progress)
         engine.seed, engine.steps = progress["seed"], progress["steps"]
-        engine.restart(progress["microbatches"])
-        # Replicas in this process have buffers of their own, which no state dict names.
-        engine.share_buffers()
+        engine.resume(progress["microbatches"], history)
 
-    def _named(self, take: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    def named(self, take: Callable[[Any], Any], of: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
         """By parameter: the state and options of its optimizer, the classes of optimizer and scheduler, and what the
-        hooks keep, by their number.
+        hooks keep, by their number. `of`: the names of some parameters, by default all.
         """
         result: dict[str, dict[str, Any]] = {"state": {}, "options": {}, "classes": {}, "hooks": {}}
         for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
             for group, name, parameter in self._grouped(optimizer):
+                if of is not None and name not in of:
+                    continue
                 result["options"][name] = {key: value for key, value in group.items() if key != "params"}
                 result["classes"][name] = classes
                 if parameter in optimizer.state:
                     result["state"][name] = {key: take(value) for key, value in optimizer.state[parameter].items()}
         for number, states in enumerate(self.updater.hooks.states):
             for name, kept in states.items():
-                if kept:
+                if kept and (of is None or name in of):
                     named = {f"{number}.{key}": take(value) for key, value in kept.items()}
                     result["hooks"].setdefault(name, {}).update(named)
         return result

@@ -51,6 +51,9 @@ class Staging(Protocol):
     def wait_for(self, staged: Staged) -> Sequence[Tensor]:
         """Returns the tensors, and makes the current stream wait until they hold their values."""
 
+    def follow(self, staged: Staged) -> None:
+        """Makes later work of the current stream come after `staged`, which `to_host` returned. Does not block."""
+
 
 class _CompletedEvent:
     """An event that is already over."""
@@ -97,15 +100,18 @@ class HostStaging:
     def wait_for(self, staged: Staged) -> Sequence[Tensor]:
         return staged[0]
 
+    def follow(self, staged: Staged) -> None:
+        """Does nothing: the tensors are the originals."""
+
 
 class _CheckedEvent:
     """An event that also passes if the work before it was aborted. `check` raises the reason in that case."""
 
     def __init__(self, event: Event, check: Callable[[], None]) -> None:
-        self.query, self._event, self._check = event.query, event, check
+        self.query, self.event, self._check = event.query, event, check
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
         self._check()
 
 
@@ -169,6 +175,11 @@ class DeviceStaging:
             # The tensor was allocated on another stream.
             self._accelerator.record_stream(tensor, current)
         return tensors
+
+    def follow(self, staged: Staged) -> None:
+        event = staged[1]
+        if isinstance(event, _CheckedEvent):
+            self._accelerator.wait(self._accelerator.current(), event.event)
 
 
 def staging_for(device: torch.device, check: Callable[[], None] = lambda: None) -> Staging:

@@ -8,18 +8,20 @@ Laws of this file:
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
+from penstock.errors import ScheduleError
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.batches.result_broadcast import ResultBroadcast
 from penstock.runtime.batches.results import Loss
 from penstock.runtime.devices.device_context import DeviceContext
+from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.engine.buffers import share_buffers
 from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
@@ -30,23 +32,27 @@ from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.nonfinite_losses import LateLosses
 from penstock.runtime.engine.prediction_check import PredictionCheck
+from penstock.runtime.engine.snapshots import REST, Collect, Snapshot, Snapshots
 from penstock.runtime.engine.step_records import Speed, StepRecord, measure_speed
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.replica_checksums import ReplicaChecksums
+from penstock.runtime.parameters.shards import assign
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.actions import Action
 from penstock.scheduling.definitions import Drain, Segment, Step
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule, inference
+from penstock.scheduling.verification.continuations import continue_run, steps_until_made
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
 
-__all__ = ["Engine", "LocalStages", "make_workers"]
+__all__ = ["Engine", "LocalStages", "make_workers", "parameters_of"]
 
 KEPT_MINIBATCHES = 8
 """The last minibatches whose timings are kept."""
@@ -74,18 +80,21 @@ class Engine:
         self.seed = seed
         self.steps = 0
         """The steps trained so far, those before a checkpoint included."""
-        self.transport = transport
+        self.transport, self.device = transport, context.device
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
         self._follows = False
         """Whether the engine has done nothing since the last step."""
-        self._schedule, self._stages, self._workers = schedule, stages, tuple(workers)
+        self.schedule = self._schedule = schedule
+        """The schedule of a run that continues no other, and that of the present run."""
+        self.stages, self._workers = stages, tuple(workers)
         self._ranks = tuple(stages)
         self._results = ResultBroadcast(transport, self._ranks, self._ranks[0], context.device, context.staging)
         self._check, self._context = check, context
         ranks = 1 if len(stages) == schedule.ranks else schedule.ranks
         self.calls = CallAgreement(transport, self._ranks[0], ranks, comparing_rank(schedule.placement.stages[-1]))
         """Compares the calls of this process with those of the others."""
+        self.snapshots = workers[0].snapshots
         last = schedule.stages - 1
         self._scalers = [
             worker.gradients.scaler
@@ -109,13 +118,17 @@ class Engine:
         """Microbatches trained before the present run."""
         self._begun: Mapping[int, int] | None = None
         """While a segment runs: by stage of this process, the newest version of the weights when it began."""
+        self._cut = 0, 0
+        """The run of the last snapshot, by the microbatches before it, and the minibatch in it by which all ranks have
+        made the versions of the snapshot.
+        """
         self._prepared: tuple[Segment | None, Mapping[int, Sequence[Action]]] = None, {}
         """The programs of a segment, made ahead of their use."""
 
     @property
     def trained(self) -> int:
         """The microbatches trained so far."""
-        return self._microbatches_before + self._minibatch * self._schedule.microbatches
+        return self._microbatches_before + self.in_run
 
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
@@ -147,7 +160,9 @@ class Engine:
         return loss
 
     def drain(self) -> None:
-        """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
+        """Finishes the microbatches in flight, and waits until all messages of this process have been sent and a
+        snapshot is copied.
+        """
         self._announce("drain")
         self._follows = False
         if not self._schedule.flushes and self._minibatch > 0:
@@ -155,6 +170,8 @@ class Engine:
             start = self._context.timer.now()
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
             self._records.append(StepRecord(start, timings))
+            # A new run may write the memory of the newest version.
+            self.snapshots.settle()
             self.restart(self._microbatches_before + microbatches)
             self._begun = None
             # Before a drain the updates of replicas may lie in different steps.
@@ -163,15 +180,94 @@ class Engine:
                 checksums.finish()
         self.share_buffers()
         self.transport.flush()
+        self.snapshots.settle()
 
-    def restart(self, microbatches: int) -> None:
-        """Begins a new run of the schedule from the newest weights, after `microbatches` of training."""
-        for stages in self._stages.values():
+    def resume(self, microbatches: int, history: Mapping[str, Any] | None) -> None:
+        """Begins a run after `microbatches` of training, from weights that were loaded. `history`: of the run that it
+        continues; None if it continues none.
+        """
+        self.restart(microbatches, history)
+        # No state dict names the buffers of other replicas than the first.
+        self.share_buffers()
+        buffers = (history or {}).get("buffers", {})
+        for rank, stages in self.stages.items():
+            for index, stage in stages.items():
+                replica = self._schedule.placement.stages[index].index(rank)
+                for number, tensor in buffers.get(f"{index}/{replica}", {}).items():
+                    assign(stage.weights.buffers[int(number)], tensor)
+
+    def restart(self, microbatches: int, history: Mapping[str, Any] | None = None) -> None:
+        """Begins a new run of the schedule from the newest weights, after `microbatches` of training.
+
+        `history`: for a run that continues another one, what `history_of` returned for all its stages: the part
+        ``weights`` by name, and the part ``stages`` by index.
+        """
+        part = history or {}
+        by_stage = part.get("stages", {})
+        self._schedule = continue_run(self.schedule) if by_stage else self.schedule
+        norms = {
+            (int(stage), int(version)): vector
+            for stage, kept in by_stage.items()
+            for version, vector in kept.get("norms", {}).items()
+        }
+        scales = by_stage.get(str(self._schedule.stages - 1), {}).get("scales", {})
+        for stages in self.stages.values():
             for stage in stages.values():
-                stage.weights.restart()
+                stage.weights.restart(part.get("weights", {}))
         for worker in self._workers:
-            worker.gradients.restart()
+            worker.gradients.restart(self._schedule, norms, scales)
         self._microbatches_before, self._minibatch = microbatches, 0
+        self._prepared = None, {}
+
+    def history_of(self, stage: int) -> dict[str, Any]:
+        """What a run that continues from the newest version of `stage` needs beside the weights and the optimizer."""
+        worker = next(worker for worker in self._workers if stage in worker.stages)
+        weights, gradients = worker.stages[stage].weights, worker.gradients
+        kept: dict[str, Any] = {}
+        if gradients.norms is not None:
+            kept["norms"] = gradients.norms.history(stage, weights.newest)
+        if gradients.scaler is not None and stage == self._schedule.stages - 1:
+            kept["scales"] = gradients.scaler.history(weights.newest)
+        return {"weights": weights.history(self._schedule.guarantees.delays[stage]), "stages": {str(stage): kept}}
+
+    def snapshot(
+        self, weights: Mapping[int, VersionedWeights], collect: Collect, then: Callable[[Snapshot], object]
+    ) -> Snapshot:
+        """Begins a snapshot of the state after the steps so far, and calls `then` when it has all stages in `weights`.
+
+        `collect` returns the state of a stage, or for `REST` what no update changes.
+        """
+        sizes = self._schedule.guarantees.microbatches_per_update
+        targets = {index: self.in_run // sizes[index] for index in weights}
+        self.snapshots.begin(
+            snapshot := Snapshot({REST: 0, **targets}, collect, then),
+            {REST: 0, **{index: held.newest for index, held in weights.items()}},
+        )
+        self._cut = self._microbatches_before, self._minibatch + steps_until_made(self._schedule, self._minibatch)
+        return snapshot
+
+    @property
+    def snapshot_reached(self) -> bool:
+        """Whether all stages, of all processes, have made the versions of the last snapshot."""
+        before, minibatch = self._cut
+        return self._microbatches_before != before or self._minibatch >= minibatch
+
+    def cuts(self) -> bool:
+        """Whether a run can continue the present one without what is in flight now: every stage will make a version
+        from all microbatches so far and no others, and what the run reads follows from the schedule's guarantees.
+        """
+        if self._schedule.flushes:
+            return True
+        try:
+            continue_run(self.schedule)
+        except ScheduleError:
+            return False
+        return all(self.in_run % size == 0 for size in self._schedule.guarantees.microbatches_per_update)
+
+    @property
+    def in_run(self) -> int:
+        """The microbatches of the present run."""
+        return self._minibatch * self._schedule.microbatches
 
     def discard(self) -> bool:
         """Drops what a call that failed has left behind: messages, microbatches in flight, gradients. Returns whether
@@ -192,11 +288,11 @@ class Engine:
         return intact
 
     def _newest_versions(self) -> dict[int, int]:
-        return {index: stage.weights.newest for own in self._stages.values() for index, stage in own.items()}
+        return {index: stage.weights.newest for own in self.stages.values() for index, stage in own.items()}
 
     def share_buffers(self) -> None:
         """Copies the buffers of the first replica of every stage to the others."""
-        share_buffers(self._stages, self._schedule.placement, self.transport)
+        share_buffers(self.stages, self._schedule.placement, self.transport)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Loss:
         """The mean loss of `microbatches` in evaluation mode with the newest weights; it may still be in flight."""
@@ -234,9 +330,12 @@ class Engine:
         """The updates that a stage of this process skipped; of the stage with the most."""
         return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
 
-    def scale_state(self) -> dict[str, Any]:
-        """The state of the loss scaler for a checkpoint; {} on processes without the last stage."""
-        return {"loss_scale": self._scalers[0].state()} if self._scalers else {}
+    def scale_state(self, stage: int | None = None) -> dict[str, Any]:
+        """The state of the loss scaler for a checkpoint; {} on processes without the last stage, or of another `stage`
+        than the last.
+        """
+        last = stage is None or stage == self._schedule.stages - 1
+        return {"loss_scale": self._scalers[0].state()} if self._scalers and last else {}
 
     def load_scale(self, state: Mapping[str, Any]) -> None:
         """Restores what `scale_state` returned, if there is something."""
@@ -320,6 +419,12 @@ class Engine:
         return {rank: schedule.row(rank, segment) for rank in self._ranks}
 
 
+def parameters_of(stages: LocalStages) -> dict[str, nn.Parameter]:
+    """The parameters of `stages`, each once, in the order of the layers."""
+    by_index = {index: stage for own in stages.values() for index, stage in own.items()}
+    return {name: p for index in sorted(by_index) for name, p in by_index[index].weights.parameters.items()}
+
+
 def make_workers(
     recipe: Recipe,
     schedule: Schedule,
@@ -332,6 +437,7 @@ def make_workers(
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm."""
     workers = []
+    snapshots = Snapshots(HostCopier(context.staging, context.device))
     for rank, own in stages.items():
         norms = GradientNorms(schedule, counted, chain.parameters, recipe.clip_grad_norm, context.device)
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
@@ -358,6 +464,7 @@ def make_workers(
             heads=heads,
             gradients=gradients,
             updater=updater,
+            snapshots=snapshots,
             now=context.timer.now,
         )
         workers.append(worker)

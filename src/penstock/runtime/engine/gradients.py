@@ -29,7 +29,7 @@ from penstock.runtime.parameters.gradient_norms import GradientNorms
 from penstock.runtime.parameters.shards import local_shard
 from penstock.runtime.transport.transport import Message
 from penstock.scheduling.definitions import VersionRule
-from penstock.scheduling.norms import known_norms
+from penstock.scheduling.norms import Norm, known_norms
 from penstock.scheduling.schedules import Schedule
 from penstock.training.scaling import LossScaler
 from penstock.training.tensor_lists import divide
@@ -74,12 +74,15 @@ class Gradients:
         """Prepares for the updates of `batch`."""
         self._admitted = batch.admitted
 
-    def restart(self) -> None:
-        """Begins a new run of the schedule, in which versions are counted anew."""
+    def restart(self, schedule: Schedule, norms: Mapping[Norm, Tensor], scales: Mapping[str, float]) -> None:
+        """Begins a new run of `schedule`, in which versions are counted anew. `norms`, `scales`: of the run that it
+        continues.
+        """
+        self._schedule = schedule
         if self.norms is not None:
-            self.norms.restart()
+            self.norms.restart(schedule, norms)
         if self.scaler is not None:
-            self.scaler.restart()
+            self.scaler.restart(scales)
 
     def discard(self) -> None:
         """Drops all gradients of updates that were not made."""

@@ -5,8 +5,8 @@ which action comes next, and with which version of the weights, is in the progra
 
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's.
-  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and with a loss scaler in the `Update` that
-     reads norms from the device; nowhere else.
+  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`, and in an `Update` with a loss scaler, which
+     reads norms from the device, or while a snapshot is copied; nowhere else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
 from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.snapshots import Snapshots
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.failures import explained
 from penstock.runtime.transport.transport import Message
@@ -69,12 +70,15 @@ class Worker:
         heads: Mapping[int, LossHead],
         gradients: Gradients,
         updater: Updater,
+        snapshots: Snapshots,
         now: Callable[[], Timestamp],
     ) -> None:
         """`inputs`: describes the model's inputs. `heads`: the loss head of the last stage if it is on this rank."""
         self.rank, self.stages, self.gradients = rank, stages, gradients
         self._mailbox, self._inputs, self._forwards, self._heads = mailbox, inputs, forwards, heads
         self._updater, self._now = updater, now
+        self.snapshots = snapshots
+        """Of all stages of the process; its workers share it."""
         modules = {index: stage.weights.stage for index, stage in stages.items()}
         self._sources = {index: tuple(index - away for away in module.sources) for index, module in modules.items()}
         self._targets = {index: tuple(index + away for away in module.targets) for index, module in modules.items()}
@@ -269,6 +273,7 @@ class Worker:
         weights, order = self.stages[stage].weights, self.stages[stage].order
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
+            self.snapshots.before_update(stage)
             start = self._now()
             if weights.begin_update(version, {} if skipped else gradients):
                 published: Mapping[str, Tensor] = {}
@@ -276,6 +281,7 @@ class Worker:
                     others = (held.weights for other, held in self.stages.items() if other != stage)
                     published = self._updater.step(stage, weights, others)
                 weights.end_update(published)
+                self.snapshots.after_update(stage, version)
             stop = self._now()
         self.gradients.forget(stage, version)
         return start, stop

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.runtime.parameters.shards import local_shard, whole
 from penstock.runtime.transport.transport import Message
+from penstock.scheduling.definitions import NormRule
 from penstock.scheduling.norms import Norm, carried_norms, known_norms
 from penstock.scheduling.schedules import Schedule
 from penstock.training.clipping import clip
@@ -103,9 +104,25 @@ class GradientNorms:
             clip([local_shard(gradient) for gradient in gradients.values()], self._max_norm, self.newest)
         return dict(gradients)
 
-    def restart(self) -> None:
-        """Begins a new run of the schedule, in which versions are counted anew."""
-        self._vectors.clear()
+    def history(self, stage: int, newest: int) -> dict[str, Tensor]:
+        """The vectors of `stage` up to its version `newest` that later stages may still need, if it is on this rank.
+
+        They are named by the version, where `newest` is 0. Those of updates before the first one are absent norms.
+        """
+        if self._schedule.norm_rule is not NormRule.LAGGED:
+            return {}
+        absent = torch.full((1 + len(self._counted[stage]),), ABSENT, dtype=torch.float64, device=self._device)
+        return {
+            str(-behind): self._vectors.get((stage, newest - behind), absent)
+            for behind in range(2 * self._schedule.stages)
+        }
+
+    def restart(self, schedule: Schedule, history: Mapping[Norm, Tensor]) -> None:
+        """Begins a new run of `schedule`, in which versions are counted anew. `history`: the vectors of the run before
+        that it continues.
+        """
+        self._schedule = schedule
+        self._vectors = {norm: vector.to(self._device) for norm, vector in history.items()}
 
     def _in_order(self, known: Sequence[Norm]) -> Tensor:
         """The norms of all parameters in the vectors `known`, in the order of the model."""

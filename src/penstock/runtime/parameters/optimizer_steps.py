@@ -99,17 +99,26 @@ class Updater:
         """By optimizer, the class of its scheduler; None without one."""
         return tuple(one.name for one in self._lr_schedules) or (None,) * len(self.optimizers)
 
-    def state(self) -> dict[str, int]:
-        """The state for a checkpoint: the updates of the stage that had the most; {} without schedulers."""
-        return {"updates": max(self._updates.values())} if self._lr_schedules else {}
+    def state(self, stage: int | None = None) -> dict[str, int]:
+        """The state for a checkpoint: the updates of `stage`, or of the one with the most; {} without schedulers."""
+        if not self._lr_schedules:
+            return {}
+        return {"updates": max(self._updates.values()) if stage is None else self._updates[stage]}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`, or starts anew if it has no updates. Sets the options of the optimizers."""
+    def updates_of(self, stage: int) -> int:
+        """The number of updates of `stage`."""
+        return self._updates[stage]
+
+    def load_state(self, state: Mapping[str, Any], updates: Mapping[int, int] | None = None) -> None:
+        """Restores `state`, or starts anew if it has no updates. Sets the options of the optimizers.
+
+        `updates`: by stage, where stages have made different numbers of them.
+        """
         if self._lr_schedules:
             reached = int(state.get("updates", 0))
-            self._updates = dict.fromkeys(self._updates, reached)
+            self._updates = {stage: (updates or {}).get(stage, reached) for stage in self._updates}
             for lr_schedule in self._lr_schedules:
-                lr_schedule.restart(max(reached - 1, 0))
+                lr_schedule.restart(max(min(self._updates.values()) - 1, 0))
 
 
 @contextmanager

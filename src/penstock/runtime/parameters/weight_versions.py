@@ -81,6 +81,8 @@ class _Slots:
     first: int = 0
     """The slot of version 0 of the present run of the schedule."""
     newest: int = 0
+    oldest: int = 0
+    """The first version of the present run; below 0 in one that continues another run."""
 
     def slot_of(self, version: int) -> int:
         return (self.first + version) % len(self.tensors)
@@ -309,11 +311,31 @@ class VersionedWeights:
                 leaf.grad = None
         self.rest()
 
-    def restart(self) -> None:
-        """Makes the newest version the version 0 of a new run of the schedule."""
-        self._slots.first = self._slots.slot_of(self._slots.newest)
-        self._slots.newest = 0
+    def history(self, delay: int) -> dict[str, dict[str, Tensor]]:
+        """What forwards that read versions up to `delay` behind the newest need beside the optimizer's parameters.
+
+        By name of the parameter, and by the number of the version where the newest is 0: the tensors themselves.
+        """
+        slots = self._slots
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in slots.stepped}
+        for behind in range(delay + 1):
+            slot = slots.tensors[slots.slot_of(max(slots.newest - behind, slots.oldest))]
+            for name in slots.stepped if behind else slots.masters & slots.stepped.keys():
+                kept[name][str(-behind)] = slot[name]
+        return {name: versions for name, versions in kept.items() if versions}
+
+    def restart(self, history: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        """Makes the newest version the version 0 of a new run of the schedule.
+
+        `history`: the versions before it, as `history` returned them, for a run that continues another one.
+        """
+        slots = self._slots
+        slots.first, slots.newest, slots.oldest = slots.slot_of(slots.newest), 0, 0
         self._publish({})
+        for name in slots.stepped.keys() & (history or {}).keys():
+            for version, tensor in (history or {})[name].items():
+                slots.tensors[slots.slot_of(int(version))][name].copy_(tensor)
+                slots.oldest = min(slots.oldest, int(version))
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,17 @@ class WatchedStore:
                 raise
             return False
 
+    def delete(self, keys: Sequence[str]) -> None:
+        """Deletes `keys` some time later, where the store is able to."""
+        names = [self._prefix + key for key in keys]
+
+        def delete(store: Store) -> None:
+            with suppress(RuntimeError):
+                for name in names:
+                    store.delete_key(name)
+
+        self._watch.submit(delete)
+
     def get(self, key: str) -> bytes:
         """Returns what was written under `key`, which must be there. `StoreUnreachable` if that fails."""
         name = self._prefix + key

@@ -23,6 +23,7 @@ from penstock.errors import PlanError, TransportError
 from penstock.runtime.devices.local_devices import prepare_gpu
 from penstock.runtime.devices.process_hooks import PROCESS_HOOKS, hooks_allowed
 from penstock.runtime.devices.staging import staging_for
+from penstock.runtime.transport.background_gathers import PatientGather
 from penstock.runtime.transport.default_groups import call_at_meeting, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
@@ -79,6 +80,11 @@ class World(Protocol):
     def enter(self, place: str) -> None:
         """Notes that the main thread is in `place`, for the errors of other processes; empty outside the pipeline."""
 
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        """Makes a `gather` for another thread, whose calls wait at most `timeout_seconds`. Every process makes as many,
+        in the same order.
+        """
+
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         """Makes `numbers` readable by all processes. Called once for each topic; does not block."""
 
@@ -129,6 +135,9 @@ class SingleProcess:
     def enter(self, place: str) -> None:
         """Does nothing: there are no other processes."""
 
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        return PatientGather(None, 0, 1, board=None, timeout_seconds=timeout_seconds)
+
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         self._numbers[topic] = numbers
 
@@ -167,7 +176,7 @@ class Processes:
             lambda: "an answer of the store of the default process group",
         )
         self._store = PrefixStore(f"{number}", common)
-        self._transports = 0
+        self._transports = self._gathers = 0
         self._board = FailureBoard(self._store, self.rank, self.processes)
         self.watch: StoreWatch | None = self._board.watch
         self._timeout = Timeout(self._board, timeout_seconds)
@@ -230,6 +239,11 @@ class Processes:
 
     def enter(self, place: str) -> None:
         self._board.watch.doing = place, time.monotonic()
+
+    def gather_beside(self, timeout_seconds: float) -> PatientGather:
+        store = WatchedStore(self._board.watch, f"gather beside {self._gathers}/", timeout_seconds)
+        self._gathers += 1
+        return PatientGather(store, self.rank, self.processes, board=self._board, timeout_seconds=timeout_seconds)
 
     def publish(self, topic: str, numbers: Sequence[float]) -> None:
         # If the store cannot be reached, its process has ended. A later wait for that process reports it.

@@ -191,8 +191,12 @@ def _tied_gradients(stage: int, version: int, partner: int, rank: int, staged: S
 
 
 def _norm_sources(norm: Norm, rank: int, staged: StagedPrograms) -> Iterator[Need]:
-    """What gives `rank` a norm: a message, or the gradients, with those of later stages that share weights."""
+    """What gives `rank` a norm: a message, or the gradients, with those of later stages that share weights. A run that
+    continues another one has the norms of that run.
+    """
     stage, version = norm
+    if version <= 0:
+        return
     if rank not in staged.placement.stages[stage]:
         yield "N", stage, version, -1
     elif staged.schedule.placement.replicas(stage) > 1:

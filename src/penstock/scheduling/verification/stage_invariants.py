@@ -139,6 +139,8 @@ def _require_version(staged: StagedPrograms) -> None:
             match action:
                 case Forward(microbatch=microbatch, version=version):
                     due = _version_due(rule, microbatch, staged.shape.microbatches, newest, admitted)
+                    if staged.schedule.continued:
+                        due = min(due, _version_of_endless_run(staged, replica.stage, microbatch))
                     if version != due:
                         expected = f"version {due} for microbatch {microbatch} on stage {replica.stage}"
                         report(staged, invariant, replica.rank, index, expected, f"read version {due}")
@@ -186,6 +188,12 @@ def _version_due(rule: VersionRule, microbatch: int, size: int, newest: int, adm
             return 0
         case _:
             assert_never(rule)
+
+
+def _version_of_endless_run(staged: StagedPrograms, stage: int, microbatch: int) -> int:
+    """The version that `stage` reads for `microbatch` where its pipe has always been full."""
+    guarantees = staged.guarantees
+    return microbatch // guarantees.microbatches_per_update[stage] - guarantees.delays[stage]
 
 
 def _require_updates(staged: StagedPrograms) -> None:

@@ -1,0 +1,131 @@
+"""Copies of tensors in host memory, made while the computation goes on.
+
+On a CPU a thread copies. On an accelerator its own stream for copies does, and the thread has nothing to do. The memory
+of copies that are no longer needed is kept for the next ones: most of the time of a copy into new memory goes to its
+pages.
+
+Laws of this file:
+  1. A copy begins with the tensors as they are when `start` is called.
+  2. A tensor that is being copied may be changed only after `order_after`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, Staging
+
+__all__ = ["HostCopier", "HostCopies"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """The copies of some tensors, on their way."""
+
+    tensors: Sequence[Tensor]
+    """In the order of the originals. They hold the values when `wait` returns."""
+    staged: Staged
+    """Those that an accelerator copies."""
+    copied: "Future[None]"
+    """Done when the thread has made the others."""
+
+    def wait(self) -> None:
+        """Blocks until all are made. Raises what went wrong with them."""
+        self.copied.result()
+        self.staged[1].synchronize()
+
+
+class HostCopier:
+    """Makes copies for one user at a time, of tensors on `device`, which `staging` is of, and on the host."""
+
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        self._staging, self._device = staging, device
+        self._thread: Thread | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._kept: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        """Memory of earlier copies, by shape and type."""
+
+    def start(self, tensors: Sequence[Tensor]) -> HostCopies:
+        """Starts to copy `tensors`. Called on the computing thread, in whose stream the tensors have their values."""
+        on_device = self._staging.separate_memory
+        away = [index for index, one in enumerate(tensors) if on_device and one.device.type == self._device.type]
+        staged = self._staging.to_host([tensors[index] for index in away]) if away else NOTHING_STAGED
+        copies: dict[int, Tensor] = dict(zip(away, staged[0], strict=True))
+        here = [index for index in range(len(tensors)) if index not in copies]
+        for index in here:
+            copies[index] = self._memory(tensors[index])
+        pairs = [(copies[index], tensors[index].detach()) for index in here]
+        if on_device:
+            # Few and small ones, such as an optimizer's counters.
+            _copy(pairs)
+        copied = _done() if on_device else self.submit(_copy, pairs)
+        return HostCopies([copies[index] for index in range(len(tensors))], staged, copied)
+
+    def order_after(self, copies: HostCopies) -> None:
+        """Makes what this thread does from now on come after `copies`. Blocks the host only for a CPU's tensors."""
+        copies.copied.result()
+        self._staging.follow(copies.staged)
+
+    def submit(self, work: Callable[..., T], *arguments: object) -> "Future[T]":
+        """Runs ``work(*arguments)`` in the thread, after all that was given to it before."""
+        if self._thread is None:
+            # A daemon: one of `concurrent.futures` takes no more work once the interpreter ends.
+            self._thread = Thread(target=self._serve, name="penstock-copies", daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = work(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._work.put(run)
+        return future
+
+    def recycle(self, copies: Sequence[Tensor]) -> None:
+        """Takes the memory of `copies` for later ones: nothing else may use them any more."""
+        for copy in copies:
+            # PyTorch itself keeps pinned memory.
+            if not copy.is_pinned():
+                self._kept[copy.shape, copy.dtype].append(copy)
+
+    def close(self) -> None:
+        """Ends the thread when its work is done, and drops the memory."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+        self._kept.clear()
+
+    def _serve(self) -> None:
+        self._staging.enter_thread()
+        while (work := self._work.get()) is not None:
+            work()
+
+    def _memory(self, tensor: Tensor) -> Tensor:
+        kept = self._kept[tensor.shape, tensor.dtype]
+        return kept.pop() if kept else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)

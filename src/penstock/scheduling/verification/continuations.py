@@ -1,0 +1,82 @@
+"""Continued runs: whether a run of a schedule can go on where another one was cut, and the proof that it is right."""
+
+from dataclasses import replace
+from functools import lru_cache
+from math import lcm
+
+from penstock.errors import ScheduleError
+from penstock.scheduling.actions import Forward, Update
+from penstock.scheduling.definitions import Step
+from penstock.scheduling.schedules import Schedule
+from penstock.scheduling.verification.constant_delays import require_constant_delays
+from penstock.scheduling.verification.verifier import enough_minibatches, verify
+
+__all__ = ["continue_run", "steps_until_made"]
+
+
+@lru_cache(maxsize=16)
+def continue_run(schedule: Schedule) -> Schedule:
+    """The schedule of a run that continues another run of `schedule` at a version that all stages have made.
+
+    Raises `ScheduleError` if the versions that the run reads do not follow from the guarantees, or are not kept.
+    """
+    require_constant_delays(schedule)
+    guarantees = schedule.guarantees
+    for stage, (versions, delay) in enumerate(zip(guarantees.versions, guarantees.delays, strict=True)):
+        if versions <= delay:
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: stage {stage} reads weights that are {delay} updates old and keeps "
+                f"{versions} versions: expected at least {delay + 1}. Guarantee more versions"
+            )
+    continued = replace(schedule, continued=True)
+    verify(continued)
+    _require_endless(schedule, continued)
+    return continued
+
+
+def _require_endless(schedule: Schedule, continued: Schedule) -> None:
+    """Compares the run with later steps of a fresh one, whose pipe is full, and which counts from its own start."""
+    # A multiple of all rounds, so that replicas take the same turns.
+    ahead = enough_minibatches(schedule) * lcm(*schedule.guarantees.microbatches_per_update)
+    for minibatch in range(enough_minibatches(schedule)):
+        for rank in range(schedule.ranks):
+            rows = (continued.row(rank, Step(minibatch)), schedule.row(rank, Step(minibatch + ahead)))
+            found, due = ([action for action in row if isinstance(action, Forward)] for row in rows)
+            for here, there in zip(found, due, strict=True):
+                made = ahead * schedule.microbatches // schedule.guarantees.microbatches_per_update[here.stage]
+                if here.version != there.version - made:
+                    raise ScheduleError(
+                        f"schedule {schedule.name!r}: expected the continued run to read version "
+                        f"{there.version - made} for microbatch {here.microbatch} on stage {here.stage}, as {there} of "
+                        f"an endless run does, found {here}. Correct the order or its guarantees"
+                    )
+
+
+def steps_until_made(schedule: Schedule, minibatches: int) -> int:
+    """How many more steps than `minibatches` it takes until all stages have updated from these minibatches."""
+    if schedule.flushes:
+        return 0
+    sizes = schedule.guarantees.microbatches_per_update
+    due = {
+        (rank, stage, minibatches * schedule.microbatches // sizes[stage])
+        for rank in range(schedule.ranks)
+        for stage in schedule.stages_of(rank)
+    }
+    # Updates come at most as many steps after their minibatch as it takes to fill the pipe.
+    for minibatch in range(max(0, minibatches - enough_minibatches(schedule)), minibatches):
+        due -= _updates(schedule, minibatch)
+    due = {each for each in due if each[2] > 0}
+    more = 0
+    while due:
+        due -= _updates(schedule, minibatches + more)
+        more += 1
+    return more
+
+
+def _updates(schedule: Schedule, minibatch: int) -> set[tuple[int, int, int]]:
+    return {
+        (rank, action.stage, action.version)
+        for rank in range(schedule.ranks)
+        for action in schedule.row(rank, Step(minibatch))
+        if isinstance(action, Update)
+    }

@@ -1,0 +1,241 @@
+"""Saves without a stop: neither the run that is saved nor the one that resumes differs by a bit from one without."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+import penstock
+from penstock.scheduling import ScheduleDefinition
+from support.fork_server import ForkServer, finish
+from support.jobs.snapshot_jobs import Cut, run_cut, run_cuts
+from support.own_schedules import LATE, ROLLING
+from support.processes import Pool
+from support.training import Case, Outcome, assert_equal
+
+SCHEDULES = ("1f1b-flush", "pipedream", "vertical", "2bw")
+CUTS = [
+    *(Cut(Case("skipping", schedule, 3, 5, "adamw"), 3, again=1) for schedule in SCHEDULES),
+    *(Cut(Case("normalized", schedule, 3, 3), 1, again=2) for schedule in SCHEDULES),
+    *(Cut(Case("layered", schedule, 4, 1), steps) for schedule in ("pipedream", "vertical") for steps in (1, 5)),
+    Cut(Case("layered", "2bw", 1, 4), 2),
+    *(Cut(Case("layered", schedule, 2, 4, replicas=(2, 1)), 2) for schedule in ("1f1b-flush", "pipedream", "2bw")),
+    *(Cut(Case("layered", schedule, 2, 4, replicas=(1, 2), split=True), 2) for schedule in ("pipedream", "2bw")),
+]
+RECIPES = [
+    *(Cut(Case("layered", "pipedream", 4, 1), 5, recipe) for recipe in ("clipped", "scheduled and scaled", "several")),
+    *(Cut(Case("layered", "2bw", 3, 4), 3, recipe) for recipe in ("scaled and clipped", "scheduled", "own")),
+    Cut(Case("layered", "vertical", 3, 2), 2, "several"),
+    Cut(Case("layered", "1f1b-flush", 3, 4), 3, "own"),
+    Cut(Case("layered", "1f1b-flush", 2, 4), 3, "scheduled and scaled"),
+    *(Cut(Case("layered", "pipedream", 4, 1), 1, recipe) for recipe in ("clipped", "hooked and clipped")),
+    *(Cut(Case("layered", schedule, 2, 4, replicas=(2, 2)), 3, "clipped") for schedule in ("pipedream", "2bw")),
+]
+APART = {
+    2: [Cut(Case("layered", "1f1b-flush", 2, 4, "adamw"), 3), Cut(Case("normalized", "2bw", 2, 4), 3, "clipped")],
+    3: [
+        Cut(Case("normalized", "pipedream", 3, 4, "adamw"), 2, again=1),
+        Cut(Case("layered", "vertical", 3, 1), 2),
+        Cut(Case("layered", "pipedream", 2, 4, replicas=(2, 1)), 2),
+    ],
+}
+
+
+@cache
+def reference(case: Case, recipe: str) -> Outcome:
+    cut = Cut(case, 0, recipe)
+    found = penstock.reference_train(case.build(), cut.batches, **cut.options)
+    return Outcome(found.losses, found.state)
+
+
+def assert_exact(cut: Cut, whole: Outcome, resumed: Outcome) -> None:
+    expected = reference(cut.case, cut.recipe)
+    assert_equal(expected, whole)
+    assert_equal(Outcome(expected.losses[cut.steps + cut.again :], expected.state), resumed)
+
+
+def ident(cut: Cut) -> str:
+    case = cut.case
+    form = f"{case.schedule}-{case.ranks}-{case.microbatches}-{case.replicas}".replace(" ", "")
+    return f"{case.subject}-{form}-{cut.recipe}-after-{cut.steps}-and-{cut.again}"
+
+
+@pytest.mark.parametrize("cut", CUTS + RECIPES, ids=ident)
+def test_neither_run_differs_from_one_that_is_not_saved(cut: Cut, tmp_path: Path) -> None:
+    assert_exact(cut, *run_cut(cut, str(tmp_path / "saved")))
+
+
+@pytest.mark.parametrize("ranks", APART)
+def test_several_processes(pool: Pool, ranks: int, tmp_path: Path) -> None:
+    for cut, parts in zip(
+        APART[ranks], zip(*pool.run(ranks, run_cuts, APART[ranks], str(tmp_path)), strict=True), strict=True
+    ):
+        for whole, resumed in parts:
+            assert_exact(cut, whole, resumed)
+
+
+def build(cut: Cut, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(cut.case.build(), **{**cut.options, **options})
+
+
+class Noting(penstock.UpdateHook):
+    """Sets an event when the last layer is updated, whose stage is the first that is saved."""
+
+    def __init__(self) -> None:
+        self.updated = Event()
+
+    def after_step(self, update: penstock.WeightUpdate) -> None:
+        if update.name.startswith("7."):
+            self.updated.set()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "pipedream"])
+def test_steps_compute_while_the_state_is_copied_and_updates_wait(schedule: str, tmp_path: Path) -> None:
+    """The thread begins to copy when the next step computes, or later: if it can, after the first update."""
+    cut, computing, hook = Cut(Case("layered", schedule, 2, 4), 2), Event(), Noting()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        computing.set()
+        return F.cross_entropy(output, target)
+
+    def dawdle() -> tuple[bool, bool]:
+        return computing.wait(60), hook.updated.wait(1)
+
+    pipe = build(cut, loss_fn=loss_fn, update_hooks=[hook])
+    for batch in cut.batches[:2]:
+        pipe.step(*batch)
+    computing.clear()
+    hook.updated.clear()
+    seen = pipe._engine.snapshots.copier.submit(dawdle)
+    save = pipe.save(tmp_path / "run", wait=False)
+    losses = [float(pipe.step(*batch).loss) for batch in cut.batches[2:]]
+    path = save.wait()
+    resumed = build(cut, update_hooks=[Noting()])
+    resumed.load(path)
+
+    assert seen.result() == (True, False), "whether the step computed, and whether an update did not wait"
+    assert save.stalled_seconds > 0
+    assert (path.name, resumed.steps) == ("step-000002", 2)
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[2:]] == losses
+    assert losses == list(reference(cut.case, cut.recipe).losses[2:])
+
+
+@pytest.mark.parametrize("definition", [LATE, ROLLING], ids=str)
+def test_a_schedule_of_ones_own_is_saved_without_a_stop(definition: ScheduleDefinition, tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "2bw", 3, 4), 3)
+    plan = replace(cut.case.options["plan"], schedule=definition)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **{**cut.options, "plan": plan})
+    pipe, resumed = build(cut, plan=plan), build(cut, plan=plan)
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    for batch in cut.batches[3:]:
+        pipe.step(*batch)
+    resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == list(expected.losses[3:])
+
+
+def test_what_cannot_be_cut_is_drained(tmp_path: Path) -> None:
+    """Three microbatches are no whole number of rounds of two replicas."""
+    cut = Cut(Case("layered", "pipedream", 2, 3, replicas=(2, 1)), 3)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options, drain_after=[2])
+    pipe, resumed = build(cut), build(cut)
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    losses = [float(pipe.step(*batch).loss) for batch in cut.batches[3:]]
+    resumed.load(save.wait())
+
+    assert losses == list(expected.losses[3:])
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == losses
+
+
+def test_another_plan_goes_on_from_the_newest_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after a drain: 2bw computes the same on any number of stages."""
+    cut = Cut(Case("layered", "2bw", 3, 4, "adamw"), 3)
+    expected = penstock.reference_train(cut.case.build(), cut.batches, **cut.options, drain_after=[2])
+    pipe, resumed = build(cut), build(Cut(Case("layered", "2bw", 2, 4, "adamw"), 3))
+    for batch in cut.batches[:3]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    for batch in cut.batches[3:]:
+        pipe.step(*batch)
+    with caplog.at_level("INFO", "penstock"):
+        resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[3:]] == list(expected.losses[3:])
+    assert "goes on from the newest weights, as after a drain" in caplog.text
+
+
+def test_wait_drains_where_stages_are_behind(tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "pipedream", 3, 1), 4)
+    pipe, resumed = build(cut), build(cut)
+    for batch in cut.batches[:4]:
+        pipe.step(*batch)
+    save = pipe.save(tmp_path / "run", wait=False)
+    assert not save.done
+    resumed.load(save.wait())
+
+    assert [float(resumed.step(*batch).loss) for batch in cut.batches[4:]] == list(
+        reference(cut.case, cut.recipe).losses[4:]
+    )
+
+
+def test_a_save_that_fails_is_reported_and_the_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = Cut(Case("layered", "1f1b-flush", 2, 4), 1)
+    pipe = build(cut)
+    losses = [float(pipe.step(*cut.batches[0]).loss)]
+    (tmp_path / "run").write_text("a file")
+    save = pipe.save(tmp_path / "run", wait=False)
+    with pytest.raises(penstock.CheckpointError, match="expected a directory or nothing, found a file"):
+        save.wait()
+    losses.append(float(pipe.step(*cut.batches[1]).loss))
+    second = pipe.save(tmp_path / "other", wait=False)
+    third = pipe.save(tmp_path / "third", wait=False)
+    pipe.close()
+
+    assert "a save beside the training failed, and the training goes on" in caplog.text
+    assert losses == list(reference(cut.case, cut.recipe).losses[:2])
+    # The second was waited for by the third, and the third by close().
+    assert second.done and third.done
+    assert (second.wait().parent.name, third.wait().parent.name) == ("other", "third")
+
+
+def test_a_save_whose_stages_are_behind_is_given_up_by_close(tmp_path: Path) -> None:
+    cut = Cut(Case("layered", "pipedream", 3, 1), 1)
+    pipe = build(cut)
+    pipe.step(*cut.batches[0])
+    save = pipe.save(tmp_path / "run", wait=False)
+    pipe.close()
+
+    with pytest.raises(penstock.CheckpointError, match=r"Call drain\(\) or the save's wait\(\) before close\(\)"):
+        save.wait()
+    assert penstock.latest_checkpoint(tmp_path / "run") is None
+
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "background_save_script.py")
+
+
+def test_processes_end_when_the_files_are_written(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The pipeline is not closed."""
+    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), "ends"], 2))
+
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert penstock.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000003"
+
+
+def test_a_rank_that_fails_ends_the_others_in_a_save(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The other one waits for it in a step and in the thread that saves."""
+    ended = finish(fork_server.start_ranks([SCRIPT, str(tmp_path / "run"), "fails"], 2))
+
+    assert all(code not in (0, None) for code, _ in ended), ended
+    assert "this rank fails" in ended[0][1]
+    assert penstock.latest_checkpoint(tmp_path / "run") is None
