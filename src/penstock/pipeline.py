@@ -288,7 +288,7 @@ class Pipeline:
             )
             self._opened.callback(lambda: checkpoints.close(guarded.failed))
             self._guarded.all_refuse = self._engine.calls.refuse
-            self._guarded.discard = self._engine.discard if self._world.processes == 1 else None
+            self._guarded.undo_with(self._engine.discard, self.schedule)
             named, schedulers = self._parameters(), self._updater.schedulers
             trains = check_optimizers(self._world, self.optimizers, named, schedulers)
             self._conditions = StepConditions(model, trains)

@@ -3,7 +3,6 @@
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -55,7 +54,8 @@ class Stats:
         return {name: number for name, number in asdict(self).items() if number is not None}
 
 
-class _Local(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Local:
     """The numbers that differ between the processes."""
 
     items_per_second: float | None
@@ -98,7 +98,7 @@ class StatsSource:
             speed.idle_share if speed is not None else None,
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )
-        every = self._world.gather(own._asdict(), "for Pipeline.stats") if all_ranks else [own._asdict()]
+        every = self._world.gather(asdict(own), "for Pipeline.stats") if all_ranks else [asdict(own)]
         ranks = [_Local(**numbers) for numbers in every]
         shares = [rank.idle_share for rank in ranks if rank.idle_share is not None]
         stats = Stats(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from penstock.errors import PenstockError
 from penstock.runtime.transport.worlds import World
+from penstock.scheduling.schedules import Schedule
 
 __all__ = ["FailureGuard"]
 
@@ -26,9 +27,9 @@ class FailureGuard:
         """What that call does."""
         self.closed = False
         """Whether the pipeline was closed."""
-        self.discard: Callable[[], bool] | None = None
-        """Called after an error in a single process: drops what the call has left behind, and returns whether the
-        pipeline is as it was before the call."""
+        self._discard: Callable[[], bool] | None = None
+        self._repairs = True
+        """Whether a new state repairs a pipeline whose stages have made different updates."""
         self._lost_state = False
         """Whether the pipeline failed in a way that a new state repairs."""
         self.all_refuse: Callable[[str], bool] | None = None
@@ -89,10 +90,19 @@ class FailureGuard:
         if self._running.locked():
             self._refuse_second()
 
+    def undo_with(self, discard: Callable[[], bool], schedule: Schedule) -> None:
+        """After an error in a single process calls `discard`, which drops what the call has left behind, and returns
+        whether the pipeline, which runs `schedule`, is as it was before the call.
+        """
+        if self._world.processes == 1:
+            self._discard = discard
+        # Stages that share weights find their versions in each other's slots.
+        self._repairs = schedule.flushes or not schedule.ties
+
     @contextmanager
     def loading(self, drain: Callable[[], None]) -> Iterator[None]:
         """Calls `drain`, and then runs a block that gives the pipeline a new state. A pipeline that has only lost its
-        state by a failure is not drained, and can go on afterwards.
+        state by a failure has nothing in flight, and can go on afterwards.
         """
         lost = self._failed if self._lost_state else ""
         if lost:
@@ -107,10 +117,10 @@ class FailureGuard:
 
     def _recovers(self, error: BaseException) -> bool:
         """Whether the pipeline can go on after `error` in a call. Says so in a note."""
-        if self.discard is None:
+        if self._discard is None:
             return False
-        intact = self.discard()
-        self._lost_state = not intact
+        intact = self._discard()
+        self._lost_state = self._repairs and not intact
         if intact:
             error.add_note("penstock: this call has changed no weight, and the pipeline can go on")
         return intact
