@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
-from penstock.errors import CheckpointError, visible, PenstockError
+from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
 
