@@ -3,6 +3,7 @@ what it has lost.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from support import models
+from support.jobs.interruption_jobs import build, fail_and_build_anew, steps_of
+from support.processes import Pool
 
 LAYERS, MICROBATCHES, STEPS = 8, 4, 4
 FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v")
@@ -212,3 +215,21 @@ def test_a_flushing_step_that_failed_between_updates_says_so(tmp_path: Any) -> N
 
     assert losses + train(failing, range(2, STEPS)) == train(plain, range(STEPS))
     assert_same(weights(failing), weights(plain))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_several_processes_go_on_with_a_new_pipeline(pool: Pool, tmp_path: Path, failing: int) -> None:
+    results = pool.run(2, fail_and_build_anew, tmp_path / "saved", failing)
+    plain = build()
+    losses = steps_of(plain, range(2))
+    plain.drain()
+    losses += steps_of(plain, range(2, 4))
+
+    for rank, (found, error, refusal) in enumerate(results):
+        assert found == losses
+        if rank == failing:
+            assert error.startswith("ValueError: the layer is broken")
+        else:
+            assert f"rank {failing} failed in a prediction, so rank {rank} stops too" in error
+        assert "in a prediction" in refusal
+        assert "Close it, build a new Pipeline and load a checkpoint" in refusal

@@ -114,6 +114,21 @@ def test_an_error_is_reported_where_the_hook_for_errors_is_replaced(
     assert f"rank {failing} failed outside the pipeline" in answers[1 - failing][1]
 
 
+@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_exit_handlers_run_where_a_rank_ends_whose_peer_lives_on(
+    fork_server: ForkServer, failing: int, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads wait for messages of the peer, over Gloo for ever."""
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
+    children = fork_server.start_ranks([str(SCRIPT), "catch", str(failing), "60"], 2)
+    [(code, errors)] = outlive(children, failing)
+
+    assert code == 1
+    assert f"rank {failing} failed in a step" in errors
+    assert HANDLER in errors
+
+
 @pytest.mark.parametrize("seconds", [0, -5.0, float("nan"), float("inf"), None, "60", True])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: object) -> None:
     with pytest.raises(penstock.PenstockError, match="expected a finite number of seconds above 0"):

@@ -77,8 +77,9 @@ class FailureGuard:
             )
         if self._failed:
             raise PenstockError(
-                f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
-                "Pipeline and load a state dict"
+                f"this pipeline failed before ({self._failed}), and its messages and microbatches in flight are lost. "
+                "Its parameters() are still the newest weights of this process. Close it, build a new Pipeline and "
+                "load a checkpoint: in the same processes, or after a new start"
             )
         if self.closed:
             raise PenstockError(
