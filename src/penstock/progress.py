@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
+from penstock.errors import visible
+
 __all__ = ["is_interactive", "progress_line"]
 
 Item = TypeVar("Item")
@@ -35,7 +37,7 @@ def progress_line(
     try:
         for done, item in enumerate(items):
             filled = _BAR * done // len(items)
-            line = f"{title} [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{len(items)} {label(item)}"
+            line = f"{title} [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{len(items)} {visible(label(item))}"
             stream.write("\r" + line.ljust(width))
             stream.flush()
             width = len(line)

@@ -28,7 +28,7 @@ FLOW = {
     "torch_internals": "errors",
     "values": "errors scheduling scheduling.orders",
     "timelines": "errors values",
-    "progress": "",
+    "progress": "errors",
     "planning": "errors values scheduling scheduling.orders simulating planning.search",
     "planning.search": """errors values progress scheduling scheduling.orders scheduling.verification simulating
         planning""",

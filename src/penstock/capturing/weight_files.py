@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
-from penstock.errors import CheckpointError, PenstockError
+from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.modules import is_persistent
 from penstock.torch_internals.tensors import times_written
 
@@ -169,7 +169,7 @@ class _WeightFiles(WeightSource):
         if unexpected and not self._warned and _rank() == 0:
             warnings.warn(
                 f"penstock: {self.path}: the model has no place for {len(unexpected)} tensor(s) of the files, which "
-                f"are not read: {', '.join(unexpected)}. If it should have one, pass rename=",
+                f"are not read: {visible(', '.join(unexpected))}. If it should have one, pass rename=",
                 stacklevel=2,
             )
         self._warned = True

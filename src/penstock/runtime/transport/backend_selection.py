@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.errors import TransportError
+from penstock.errors import TransportError, visible
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.local_devices import CONNECTIONS, count_queues
 from penstock.runtime.transport.transport import Channel, Edge
@@ -148,8 +148,8 @@ def warn_of_shared_gpus(devices: Sequence[DeviceInfo], rank: int) -> None:
                 "ranks %s compute on one GPU (%s on %s), and %d of the %d GPUs there compute nothing: expected one "
                 "rank on each. Move the model and the batches to penstock.local_device(), which follows LOCAL_RANK",
                 ", ".join(map(str, ranks)),
-                gpu,
-                host,
+                visible(gpu),
+                visible(host),
                 devices[rank].visible - used,
                 devices[rank].visible,
             )
