@@ -295,12 +295,9 @@ def test_stages_may_have_nothing_to_train(pool: Pool) -> None:
                 assert torch.equal(tensor, start[name]) == still, name
 
 
-def test_a_model_may_have_nothing_to_train() -> None:
-    outcome = run_partial(Partial("1f1b-flush", (0, 1, 2)))
-    start = Partial("1f1b-flush", (0, 1, 2)).build().state_dict()
-
-    assert all(torch.equal(tensor, start[name]) for name, tensor in outcome.state.items())
-    assert all(loss > 0 for loss in outcome.losses)
+def test_a_model_without_anything_to_train_is_not_stepped() -> None:
+    with pytest.raises(penstock.PenstockError, match="would train nothing"):
+        run_partial(Partial("1f1b-flush", (0, 1, 2)))
 
 
 def test_the_documentation_runs() -> None:
