@@ -30,9 +30,9 @@ __all__ = ["Loss", "main", "shrink"]
 
 TOLERANCE = 1e-9
 """Relative, in float64: rounding of about 1e-16 in each of some hundred steps, which training amplifies."""
-HEARTBEATS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
+HEARTBEATS = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5"
 """torchrun takes a host for lost after 15 s by default, and then waits 30 s for others to come."""
-_LONGEST_SECONDS = 180.0
+_LONGEST_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--least", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--save", type=Path, help="write what is printed to this file as well")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
