@@ -484,8 +484,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores this process's stages from `state`, which may hold more (a whole model). Drains first.
 
-        Raises `CheckpointError`, before anything is changed, if `state` lacks an entry, has one of another shape or
-        type, or is of another model, optimizer, scheduler or other update hooks.
+        Raises `CheckpointError`, before anything is changed, if `state` is not whole or of another training.
         """
         self.drain()
         self._checkpoints.training.check(state)
@@ -497,10 +496,10 @@ class Pipeline:
         return self._engine.steps
 
     def track(self, **objects: Any) -> None:
-        """Keeps the state of your own objects in checkpoints: ``pipe.track(ema=ema)``.
+        """Keeps the state of your own objects in checkpoints, by name: ``pipe.track(ema=ema)``.
 
-        They have ``state_dict()`` and ``load_state_dict()``; states are numbers, texts, tensors and containers of
-        these. `load` gives them their states back. Those of a checkpoint that was loaded before get theirs now.
+        They have ``state_dict()``, of numbers, texts, tensors and containers of these, and ``load_state_dict()``. If a
+        checkpoint was loaded before, they get their states now.
         """
         self._checkpoints.own.track(objects)
 
@@ -515,20 +514,18 @@ class Pipeline:
     ) -> Path | BackgroundSave:
         """Writes a checkpoint that any number of stages can `load`, and returns its path. Drains first. Collective.
 
-        It goes to ``step-000100`` in `directory`, which has checkpoints only, and appears there when all is written.
-        `step`: its number, by default `steps`; a checkpoint of the same step is replaced. `keep`: how many of the last
-        checkpoints stay, besides those whose step `keep_every` divides; None keeps all. Several hosts must share the
-        file system. `CheckpointError`, the same on all ranks, if it cannot be written: older ones stay whole, and the
-        training can go on. ``wait=False`` saves while steps run, and returns a handle: docs/checkpoints.md.
+        It appears whole as ``step-000100`` in `directory`. `step`: its number, by default `steps`; the same step is
+        replaced. `keep`: how many of the last stay, besides those whose step `keep_every` divides. `CheckpointError`,
+        the same on all ranks, if it cannot be written; the training can go on. ``wait=False`` saves while
+        steps run, and returns a handle. docs/checkpoints.md says more.
         """
         return self._checkpoints.save(directory, step, keep=keep, keep_every=keep_every, wait=wait)
 
     def load(self, directory: str | Path) -> None:
         """Restores this process's stages, under any plan, from what `save` wrote. Drains first. Collective.
 
-        `directory`: that of a run, whose newest whole checkpoint is taken (a damaged one is passed over with a
-        warning), or one of its steps. `CheckpointError` if there is no checkpoint or one of another training; it is
-        raised on all ranks, and nothing is changed then.
+        `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
+        ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
         self.drain()
         found = self._checkpoints.find(directory)

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
@@ -201,3 +204,56 @@ def test_nothing_to_load(tmp_path: Path, directory: Any) -> None:
         make().load(tmp_path / directory if directory == "missing" else directory)
 
     assert penstock.latest_checkpoint(tmp_path) is None
+
+
+def peak_megabytes(work: Callable[[], object]) -> float:
+    """By how much the memory of a forked process grows at most during `work`."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        status = Path("/proc/self/status")
+
+        def read(name: str) -> int:
+            return int(re.findall(rf"{name}:\s+(\d+) kB", status.read_text())[0])
+
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = read("VmRSS")
+            work()
+            os.write(writer, str((read("VmHWM") - before) / 1024).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        found = answer.read()
+    os.waitpid(child, 0)
+    return float(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_load_holds_one_tensor_more_than_the_part(tmp_path: Path) -> None:
+    """Weights of 16 MB in tensors of 4 MB, and twice as much of the optimizer."""
+    x = torch.randn(4, 1024)
+
+    def build(steps: int) -> penstock.Pipeline:
+        layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+        pipe = penstock.Pipeline(layers, (x,), F.mse_loss, lambda p: torch.optim.AdamW(p, foreach=False), stages=2)
+        for _ in range(steps):
+            pipe.step(x, x)
+        return pipe
+
+    path = build(1).save(tmp_path / "run")
+    fresh, used = build(0), build(1)
+
+    assert peak_megabytes(lambda: fresh.load(path)) < 32 + 2 * 4 + 8
+    # The old state goes first.
+    assert peak_megabytes(lambda: used.load(path)) < 2 * 4 + 16
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_pytorch_reads_the_weights(tmp_path: Path) -> None:
+    pipe = trained()
+    path = pipe.save(tmp_path / "run")
+    found = {name: torch.zeros_like(tensor) for name, tensor in weights(pipe).items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+
+    assert same(found, weights(pipe))

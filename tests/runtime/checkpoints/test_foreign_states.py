@@ -30,7 +30,7 @@ def exponential(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def deeper() -> nn.Module:
-    return nn.Sequential(*SUBJECT.build(), nn.Linear(3, 3).double())
+    return nn.Sequential(*SUBJECT.build().children(), nn.Linear(3, 3).double())
 
 
 def wider() -> nn.Module:

@@ -18,7 +18,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL
 from penstock.runtime.checkpoints.manifests import Manifest, read_manifest
-from penstock.runtime.checkpoints.plain_values import Json
+from penstock.runtime.checkpoints.plain_values import Json, name_of
 from penstock.runtime.checkpoints.step_directories import MANIFEST, step_of, steps_in
 from penstock.runtime.checkpoints.stored_tensors import Damaged, StoredTensor
 from penstock.torch_internals import pytrees as pytree
@@ -147,7 +147,7 @@ def _check_model(manifest: Manifest, chain: LayerChain) -> None:
     """The whole model is compared on every process."""
     for name, tensor in (*chain.parameters.items(), *chain.buffers.items()):
         entry = manifest.model.get(name)
-        form = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        form = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
         if entry is None or any(entry[key] != value for key, value in form.items()):
             found = "nothing" if entry is None else {key: entry[key] for key in form}
             raise CheckpointError(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.assembly.safetensors_files import SafetensorsWriter, StoredEntry, write_index
 from penstock.runtime.checkpoints.agreement import Ranks, explained
 from penstock.runtime.checkpoints.manifests import write_manifest
-from penstock.runtime.checkpoints.plain_values import Json
+from penstock.runtime.checkpoints.plain_values import Json, name_of, type_named
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.step_directories import (
     MANIFEST,
@@ -59,13 +59,11 @@ class CheckpointState:
     and ``own``."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where a checkpoint goes, which all processes must agree on."""
+Form: TypeAlias = tuple[tuple[int, ...], str]
+"""What other processes must know of a tensor: its shape and its type."""
 
-    directory: str
-    step: int
-    retention: Retention
+_Part: TypeAlias = tuple[dict[str, Json], dict[str, Json]]
+"""What a process has written: the manifest's entries of tensors, by key, and of files, by name."""
 
 
 def write(state: CheckpointState, directory: Path, step: int, *, retention: Retention, ranks: Ranks, plan: str) -> Path:
@@ -73,7 +71,7 @@ def write(state: CheckpointState, directory: Path, step: int, *, retention: Rete
 
     `plan`: the text of the plan. Raises `CheckpointError` on all processes if one of them fails.
     """
-    _agree(_Target(os.path.abspath(directory), step, retention), ranks)
+    _agree(directory, step, retention, ranks)
     ranks.alone(lambda: check_target(directory))
     # What was left by a process that was killed may be what fills the disk.
     ranks.alone(lambda: recover(directory))
@@ -81,7 +79,7 @@ def write(state: CheckpointState, directory: Path, step: int, *, retention: Rete
     written = directory / str(made)
     try:
         ranks.each(lambda: _require(written, ranks.rank))
-        own = ranks.together(lambda: _describe(state))
+        own = ranks.together(lambda: _forms(state))
         owners = assign_owners(own)
         parts = ranks.together(lambda: _write_own(state, owners, written, ranks.rank))
         documents = ranks.gather(state.document)
@@ -94,13 +92,16 @@ def write(state: CheckpointState, directory: Path, step: int, *, retention: Rete
     return directory / str(path)
 
 
-def _agree(target: _Target, ranks: Ranks) -> None:
+def _agree(directory: Path, step: int, retention: Retention, ranks: Ranks) -> None:
+    """All processes save the same step to the same place, by the same rules."""
+    target = (
+        f"step {step} to {os.path.abspath(directory)} with keep={retention.keep}, keep_every={retention.keep_every}"
+    )
     for rank, other in enumerate(ranks.gather(target)):
         if other != target:
             raise CheckpointError(
-                f"rank {rank} saves step {other.step} to {other.directory} ({other.retention}) and rank {ranks.rank} "
-                f"step {target.step} to {target.directory} ({target.retention}): expected the same on all ranks. Make "
-                "the name and the options from what all ranks know, such as the step, not the time"
+                f"rank {rank} saves {other}, and rank {ranks.rank} {target}: expected the same on all ranks. Make the "
+                "name and the options from what all ranks know, such as the step, not the time"
             )
 
 
@@ -112,35 +113,30 @@ def _require(written: Path, rank: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What others must know of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def _describe(state: CheckpointState) -> dict[str, _Form]:
+def _forms(state: CheckpointState) -> dict[str, Form]:
     for key, tensor in state.tensors.items():
         if tensor.dtype not in TYPE_CODES or tensor.layout is not torch.strided or tensor.is_meta:
             raise CheckpointError(
                 f"{key}: expected a dense tensor of a type that safetensors files have, found {tensor.dtype} with the "
                 f"layout {tensor.layout} on {tensor.device.type}. Convert it, or leave it out of the state"
             )
-    return {key: _Form(tuple(tensor.shape), tensor.dtype) for key, tensor in state.tensors.items()}
+    return {key: (tuple(tensor.shape), name_of(tensor.dtype)) for key, tensor in state.tensors.items()}
 
 
-def assign_owners(own: Sequence[Mapping[str, _Form]]) -> dict[str, int]:
+def _entry(key: str, form: Form) -> StoredEntry:
+    """The tensor as its file has it."""
+    dtype = type_named(form[1])
+    assert dtype is not None, "a type has its name"
+    return StoredEntry(key.removeprefix(MODEL), tuple(form[0]), dtype)
+
+
+def assign_owners(own: Sequence[Mapping[str, Form]]) -> dict[str, int]:
     """By key, the process that writes it, of those that have it: the one with the fewest bytes so far.
 
     `own`: what each has. The keys with the fewest holders come first, and of these the largest.
     """
     holders: dict[str, list[int]] = {}
-    forms: dict[str, _Form] = {}
+    forms: dict[str, Form] = {}
     for rank, described in enumerate(own):
         for key, form in described.items():
             if forms.setdefault(key, form) != form:
@@ -149,30 +145,23 @@ def assign_owners(own: Sequence[Mapping[str, _Form]]) -> dict[str, int]:
                     f"{holders[key][0]} and {form} on rank {rank}. Build the same model everywhere"
                 )
             holders.setdefault(key, []).append(rank)
+    sizes = {key: _entry(key, form).bytes for key, form in forms.items()}
     owners, loads = {}, [0] * len(own)
-    for key in sorted(holders, key=lambda key: (len(holders[key]), -forms[key].bytes, key)):
+    for key in sorted(holders, key=lambda key: (len(holders[key]), -sizes[key], key)):
         owner = min(holders[key], key=lambda rank: (loads[rank], rank))
         owners[key] = owner
-        loads[owner] += forms[key].bytes
+        loads[owner] += sizes[key]
     return owners
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a process has written: entries of the manifest."""
-
-    tensors: Mapping[str, Json]
-    files: Mapping[str, Json]
 
 
 def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path, rank: int) -> _Part:
     """Writes what `rank` answers for."""
-    forms = _describe(state)
+    entries = {key: _entry(key, form) for key, form in _forms(state).items()}
     # Larger types first, so that all are aligned; the same order everywhere, since some are made whole together.
-    order = sorted(forms, key=lambda key: (not key.startswith(MODEL), -forms[key].dtype.itemsize, key))
+    order = sorted(entries, key=lambda key: (not key.startswith(MODEL), -entries[key].dtype.itemsize, key))
     tensors = ((key, whole(state.tensors[key])) for key in order)
     own = ((key, tensor) for key, tensor in tensors if owners[key] == rank)
-    part = _Part({}, {})
+    part: _Part = {}, {}
     try:
         for kind, chosen in (
             ("model", [key for key in order if key.startswith(MODEL)]),
@@ -180,7 +169,7 @@ def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path,
         ):
             keys = [key for key in chosen if owners[key] == rank]
             if keys:
-                _write_file(written / file_name(kind, rank), {key: forms[key] for key in keys}, own, part)
+                _write_file(written / file_name(kind, rank), {key: entries[key] for key in keys}, own, part)
     finally:
         # Also after a failure: other processes wait for this one where a tensor is made whole.
         for _ in own:
@@ -188,26 +177,23 @@ def _write_own(state: CheckpointState, owners: Mapping[str, int], written: Path,
     return part
 
 
-def _write_file(path: Path, forms: Mapping[str, _Form], own: Iterator[tuple[str, Tensor]], part: _Part) -> None:
-    names = {key: key.removeprefix(MODEL) for key in forms}
-    entries = [StoredEntry(names[key], form.shape, form.dtype) for key, form in forms.items()]
-    tensors: Any = part.tensors
-    files: Any = part.files
+def _write_file(path: Path, entries: Mapping[str, StoredEntry], own: Iterator[tuple[str, Tensor]], part: _Part) -> None:
+    tensors, files = part
     try:
-        with SafetensorsWriter(path, entries, mode=0o600) as writer:
+        with SafetensorsWriter(path, list(entries.values()), mode=0o600) as writer:
             header = start = writer.header_bytes
-            for _ in forms:
+            for _ in entries:
                 key, tensor = next(own)
                 values = tensor.cpu().contiguous()
                 writer.append(values)
                 tensors[key] = {
                     "file": path.name,
-                    "dtype": str(values.dtype).removeprefix("torch."),
+                    "dtype": name_of(values.dtype),
                     "shape": list(values.shape),
                     "start": start,
                     "sha256": hashlib.sha256(bytes_of(values)).hexdigest(),
                 }
-                start += forms[key].bytes
+                start += entries[key].bytes
             files[path.name] = {"bytes": start, "header_bytes": header, "header_sha256": writer.header_sha256}
     except OSError as error:
         raise explained(error, path) from error
@@ -217,8 +203,8 @@ def _finish(
     written: Path, step: int, parts: Sequence[_Part], documents: Sequence[Mapping[str, Json]], plan: str
 ) -> str:
     """Writes the manifest, and gives the directory its name. Returns the name."""
-    tensors = {key: entry for part in parts for key, entry in part.tensors.items()}
-    files = {name: entry for part in parts for name, entry in part.files.items()}
+    tensors = {key: entry for part, _ in parts for key, entry in part.items()}
+    files = {name: entry for _, part in parts for name, entry in part.items()}
     content = {
         "step": step,
         "penstock": _version(),
@@ -229,12 +215,9 @@ def _finish(
         "files": files,
         "tensors": tensors,
     }
-    stored = {key.removeprefix(MODEL): entry for key, entry in tensors.items() if key.startswith(MODEL)}
-    entries = [
-        StoredEntry(name, tuple(entry["shape"]), getattr(torch, entry["dtype"])) for name, entry in stored.items()
-    ]
-    homes = {name: entry["file"] for name, entry in stored.items()}
-    write_index(written, homes, entries)
+    model = {key: entry for key, entry in tensors.items() if key.startswith(MODEL)}
+    homes = {key.removeprefix(MODEL): entry["file"] for key, entry in model.items()}
+    write_index(written, homes, [_entry(key, (entry["shape"], entry["dtype"])) for key, entry in model.items()])
     (written / MANIFEST).write_text(write_manifest(written / MANIFEST, content), encoding="utf-8")
     for path in written.iterdir():
         # Umasks can only take away more.

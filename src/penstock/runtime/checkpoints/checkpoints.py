@@ -20,7 +20,7 @@ from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointStat
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
 from penstock.runtime.checkpoints.own_states import OwnStates
-from penstock.runtime.checkpoints.plain_values import Json, encode
+from penstock.runtime.checkpoints.plain_values import Json, encode, name_of
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.stage_states import StageStates
 from penstock.runtime.checkpoints.training_state import TrainingState
@@ -86,8 +86,7 @@ class Checkpoints:
         for names in shared_names(held):
             for name in names:
                 tensor = held[name]
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                model[name] = {"dtype": dtype, "shape": list(tensor.shape), "stored": names[0]}
+                model[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "stored": names[0]}
             if names[0] in state["model"]:
                 tensors[MODEL + names[0]] = state["model"][names[0]]
         history = state.get("history", {})
@@ -196,7 +195,6 @@ def make_checkpoints(
         chain=chain,
         stages=[plan.stages[index] for index in sorted(held)],
         trained=partial(parameters_of, engine.stages),
-        optimizers=updater.optimizers,
         updater=updater,
         engine=engine,
         run=describe_run(plan, schedule, recipe),

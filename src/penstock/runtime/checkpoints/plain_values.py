@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Json", "decode", "encode", "type_named"]
+__all__ = ["Json", "decode", "encode", "name_of", "type_named"]
 
 Json: TypeAlias = Any
 """What the module ``json`` writes: None, truth values, numbers, texts, lists, and dicts with texts as keys."""
@@ -30,6 +30,11 @@ _TYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 _NUMPY_KINDS = "biuf"
 """Of NumPy's types: truth values, integers and real numbers."""
 _DEEPEST = 100
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type of PyTorch's, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def type_named(name: object) -> torch.dtype | None:
@@ -89,7 +94,7 @@ def _encode_other(value: object, where: str, keep: Callable[[Tensor, str], str])
         case bytes():
             return {_TAG: ["bytes", base64.b64encode(value).decode()]}
         case torch.dtype():
-            return {_TAG: ["dtype", str(value).removeprefix("torch.")]}
+            return {_TAG: ["dtype", name_of(value)]}
         case torch.device():
             return {_TAG: ["device", str(value)]}
     raise CheckpointError(

@@ -43,13 +43,17 @@ class TrainingState:
     """The stages of this process."""
     trained: Callable[[], dict[str, nn.Parameter]]
     """Returns the parameters of this process, by name."""
-    optimizers: Sequence[torch.optim.Optimizer]
     updater: Updater
     engine: Engine
     run: str
     """What decides which versions of the weights are read: see `describe_run`."""
     rank: int
     """The number of this process."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those of this process."""
+        return self.updater.optimizers
 
     @property
     def held(self) -> dict[str, Tensor]:
