@@ -68,6 +68,7 @@ FLOW = {
         runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
     "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
+    "scan": "errors",
     "cli": "errors commands",
     "__main__": "cli",
 }

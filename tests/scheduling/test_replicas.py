@@ -83,7 +83,7 @@ def test_two_bw_with_replicas_needs_two_versions(replicas: list[int], microbatch
 
 
 @pytest.mark.slow
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(replicated_schedules(4, 3, 9), st.integers(1, 4))
 def test_random_replicated_schedules_keep_the_laws(made: Schedule, minibatches: int) -> None:
     verification = verify(made, minibatches)
@@ -100,7 +100,7 @@ def _distinct_rows(made: Schedule, minibatches: int):
     return [row for rank, row in enumerate(programs) if rank not in copies]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(replicated_schedules(4, 3, 9), st.integers(1, 4))
 def test_every_microbatch_is_summed_once_at_one_version(made: Schedule, minibatches: int) -> None:
     """By a count that shares nothing with the verifier: what reaches each update, over all replicas."""
@@ -180,7 +180,7 @@ def test_a_broken_round_is_caught(old: str, new: str, law: str, expected: str) -
     assert expected in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(replicated_schedules(3, 3, 6), st.data())
 def test_no_reduction_or_route_can_be_dropped_or_moved(made: Schedule, data: st.DataObject) -> None:
     programs = made.program(2)

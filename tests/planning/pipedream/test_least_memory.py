@@ -49,7 +49,7 @@ requests = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(profiles(), st.sampled_from((1, 2)), requests, st.floats(0.3, 1))
 def test_what_is_named_makes_a_plan_fit_and_what_is_not_does_not(profile, devices, request, share):
     least = least_rank_bytes(profile, devices, request)

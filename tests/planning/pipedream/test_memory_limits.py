@@ -165,7 +165,7 @@ def check(profile, cluster, request, plans):
     assert plan.ranks == cluster.devices
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(profiles(), requests, st.integers(1, 6), bandwidths, shares)
 def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, devices, bandwidth, share):
     plans = nested_plans(profile, ((devices, bandwidth),), request)
@@ -174,7 +174,7 @@ def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, 
     check(profile, Cluster.uniform(devices, bandwidth, memory), request, plans)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(profiles(), requests, st.integers(1, 6), bandwidths)
 def test_just_too_little_memory_is_told_with_what_is_needed(profile, request, devices, bandwidth):
     plans = nested_plans(profile, ((devices, bandwidth),), request)
@@ -191,7 +191,7 @@ def test_just_too_little_memory_is_told_with_what_is_needed(profile, request, de
 small = st.sampled_from(((2, 2), (2, 3), (3, 2), (1, 3), (2, 1)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(profiles(most=5), requests, small, bandwidths, bandwidths, shares)
 def test_plans_on_two_levels_within_a_memory_limit_are_the_best_of_all(profile, request, counts, fast, slow, share):
     levels = tuple(zip(counts, (fast, slow), strict=True))
@@ -213,7 +213,7 @@ def test_plans_on_three_levels_within_a_memory_limit_are_the_best_of_all(profile
     check(profile, Cluster.hierarchical(levels, memory), request, [*plans, *flat])
 
 
-@settings(max_examples=450, deadline=None)
+@settings(max_examples=225, deadline=None)
 @given(st.data(), requests, st.integers(1, 4), bandwidths, shares)
 def test_straight_plans_within_a_memory_limit_are_the_best_of_all(data, request, devices, bandwidth, share):
     profile = data.draw(profiles(devices, devices + 3))
@@ -247,7 +247,7 @@ def interleaved_plans(profile, ranks, per_rank, bandwidth, request):
 shapes = st.sampled_from(((1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 2), (1, 3)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), shapes, st.integers(1, 3), bandwidths, st.floats(0, 1))
 def test_interleaved_plans_balance_ranks_and_are_the_best_of_all(data, shape, groups, bandwidth, share):
     ranks, per_rank = shape

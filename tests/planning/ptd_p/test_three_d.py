@@ -61,7 +61,7 @@ def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recomp
     return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, form, batch)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 32), st.integers(1, 16), st.integers(1, 8), st.integers(1, 20))
 def test_the_bubble_without_tensor_parallelism_is_n_minus_d(p: int, d: int, b: int, m: int) -> None:
     """(p - 1) / m of the ideal time is (n - d) / b' with t = 1 and b' = B / b (section 4.3.3)."""
@@ -71,7 +71,7 @@ def test_the_bubble_without_tensor_parallelism_is_n_minus_d(p: int, d: int, b: i
     assert math.isclose(one.bubble_seconds / one.compute_seconds, (n - d) / microbatches, abs_tol=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 16), st.integers(1, 4), st.integers(1, 20))
 def test_the_bubble_without_data_parallelism_is_n_over_t(t: int, p: int, v: int, rounds: int) -> None:
     """(n / t - 1) / m of the ideal time with d = 1 (section 4.3.2), and a v-th of it interleaved (section 4.2.2)."""
@@ -81,7 +81,7 @@ def test_the_bubble_without_data_parallelism_is_n_over_t(t: int, p: int, v: int,
     assert math.isclose(one.bubble_seconds / one.compute_seconds, (p * t / t - 1) / m / v, abs_tol=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.integers(1, 20), st.booleans())
 def test_seconds_are_equation_4_1(p: int, d: int, b: int, m: int, recompute: bool) -> None:
     batch = m * b * d
@@ -222,7 +222,7 @@ def one_by_one(
     return seconds, max(peaks)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 4, 6]), st.integers(2, 16)),
     st.lists(st.tuples(st.integers(1, 3), st.floats(1e6, 1e10)), min_size=1, max_size=3),

@@ -39,7 +39,7 @@ from support.transformer_arrangements import (
 # Accelerators, rings, modules.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(*[st.integers(1, 5000)] * 3, st.integers(1, 50), st.integers(1, 4))
 def test_larger_products_take_longer_at_higher_rates(m: int, k: int, n: int, count: int, times: int) -> None:
     small, large = TOY.product_seconds(m, k, n, count), TOY.product_seconds(m, k, n * times, count)
@@ -58,7 +58,7 @@ def test_a_very_large_product_reaches_the_efficiency() -> None:
 LEVELS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 100)), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(LEVELS, st.data())
 def test_a_ring_is_as_slow_as_the_slowest_pair_of_its_groups(
     levels: list[tuple[int, int]], data: st.DataObject
@@ -104,7 +104,7 @@ def test_a_matrix_has_one_ring_over_its_neighbours() -> None:
     assert data_ring(cluster, 4, 2, 2) == Ring(2, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 64), st.floats(1, 1e12), st.floats(1, 1e12))
 def test_reducing_takes_the_share_of_the_other_replicas(ranks: int, size: float, speed: float) -> None:
     assert math.isclose(Ring(ranks, speed).allreduce_seconds(size), 2 * (ranks - 1) / ranks * size / speed)
@@ -184,7 +184,7 @@ def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
 # Memory.
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(1, 200), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 200))
 def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer: float, in_flight: int) -> None:
     def size(count: int) -> float:
@@ -195,7 +195,7 @@ def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer
     assert found == min(range(1, layers + 1), key=lambda count: (size(count), count))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 100), st.floats(0.1, 50))
 def test_the_checkpoint_count_is_the_square_root_of_the_thesis(layers: int, ratio: float) -> None:
     """c A_in + l / c A is least at sqrt(l A / A_in); rounding l / c up costs one layer at most."""

@@ -92,7 +92,7 @@ def chains(draw):
     return RepeatedBlocks(prefix, length, count, suffix), Profile(measured, 2)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(chains())
 def test_blocks_that_a_chain_was_built_from_are_found(case):
     built, profile = case
@@ -100,7 +100,7 @@ def test_blocks_that_a_chain_was_built_from_are_found(case):
     assert find_blocks(profile) == built
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(chains(), st.integers(1, 8))
 def test_equal_cuts_share_the_blocks_out(case, stages):
     blocks, _ = case
@@ -116,7 +116,7 @@ def test_equal_cuts_share_the_blocks_out(case, stages):
     assert lengths == [blocks.count // stages * blocks.length] * stages
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), min_size=1, max_size=40), st.integers(2, 50))
 def test_places_of_a_long_chain_are_few_and_cheap(rows, most):
     profile = Profile(tuple(layer(seconds, weights=i, cut=cut) for i, (seconds, cut) in enumerate(rows)), 1)

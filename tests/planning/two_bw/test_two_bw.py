@@ -170,7 +170,7 @@ def ranked_or_none(profiles, cluster, asked, batch_size):
 options = (st.sampled_from(SCHEDULES), st.integers(1, 24), st.sampled_from([0, 2]), st.sampled_from(["ring", "shared"]))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(models(), uniform_clusters(), *options)
 def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedule, batch_size, copies, allreduce):
     ranked = ranked_or_none(
@@ -188,7 +188,7 @@ def test_planner_finds_the_best_of_all_configurations(profiles, cluster, schedul
         assert {key: c.samples_per_second for key, c in found.items()} == pytest.approx(expected)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(models(), other_clusters(), *options)
 def test_candidates_take_what_the_definitions_say_on_any_cluster(
     profiles, cluster, schedule, batch_size, copies, allreduce
@@ -217,7 +217,7 @@ def test_candidates_take_what_the_definitions_say_on_any_cluster(
     assert max(equal, default=0.0) * (1 - 1e-9) <= ranked[0].samples_per_second <= max(everything)[0] * (1 + 1e-9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(models(), other_clusters(), *options[:3])
 def test_plan_says_what_its_candidate_says(profiles, cluster, schedule, batch_size, copies):
     asked = request(schedule, optimizer_copies=copies)
@@ -413,7 +413,7 @@ def test_memory_formulas_of_the_thesis_are_special_cases(p, m_per_p):
 # Claims of chapter 3 that follow from the cost functions.
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(models(), other_clusters(), st.integers(0, 20))
 def test_2bw_is_at_least_as_fast_as_a_flush(profiles, cluster, batch_size):
     """Section 3.4.2: in the same configuration by the bubble, (p - 1) / m."""
@@ -433,7 +433,7 @@ def test_2bw_is_at_least_as_fast_as_a_flush(profiles, cluster, batch_size):
         assert candidate.samples_per_second == pytest.approx(flush[key].samples_per_second * bubble)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(models(), other_clusters(), st.integers(2, 24), st.integers(1, 8))
 def test_larger_safe_batches_never_make_it_slower(profiles, cluster, batch_size, more):
     """Section 3.4.4: gradient accumulation spreads the all-reduce over more microbatches."""

@@ -211,7 +211,7 @@ def test_every_small_inference_keeps_the_laws() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(schedules(6, 12), st.integers(1, 4))
 def test_random_schedules_keep_the_laws(schedule: Schedule, minibatches: int) -> None:
     verification = verify(schedule, minibatches)

@@ -99,7 +99,10 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        early = x = self.embedding(tokens)
+        early = self.embedding(tokens)
+        # A block's input has two readers in the block. `fully_shard` adds their gradients first and that of a third
+        # reader, here of the connection, last. Autograd by itself adds them in another order, with other roundings.
+        x = early * 1.0
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.head(x + self.share * early)

@@ -1,0 +1,185 @@
+"""Times recurrences whose backward is a parallel scan beside PyTorch's, a loop in Python and `associative_scan`.
+
+    python benchmarks/scan.py --save benchmarks/results/scan.txt
+
+The task is that of Wang, Bai and Pekhimenko (MLSys 2020, section 4.1): 16 samples of a bit stream, 20 hidden values,
+and a loss on the last one. All contenders take turns in one launch, and each ratio is to the first row of its kind.
+Forwards and backwards are timed apart. A contender that would take too long at a length is left out there.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.scan import DiagonalRecurrence, ScanGRU, ScanRNN, diagonal_recurrence, estimate
+
+DESCRIPTION = "Times recurrences with a backward by parallel scan."
+LENGTHS = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
+LONGEST_LOOP = 1000
+"""A loop in Python is timed up to this length."""
+MOST_BYTES = 2**31
+"""The most that the Jacobians of a layer may take."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def python_loop(cell: nn.RNNCell, inputs: Tensor) -> Tensor:
+    """The last state, step by step."""
+    state = inputs.new_zeros(inputs.shape[1], cell.hidden_size)
+    for step in inputs:
+        state = cell(step, state)
+    return state
+
+
+def recurrences(kind: str, width: int, length: int, batch: int, device: torch.device) -> dict[str, Forward]:
+    """The contenders of a kind, ``rnn`` or ``gru``, by name; the first is PyTorch's."""
+    plain, scanning = {"rnn": (nn.RNN, ScanRNN), "gru": (nn.GRU, ScanGRU)}[kind]
+    found: dict[str, Forward] = {f"torch {kind}": partial(_last, plain(1, width).to(device))}
+    if kind == "rnn" and length <= LONGEST_LOOP:
+        found["loop in Python"] = partial(python_loop, nn.RNNCell(1, width).to(device))
+    if 12 * length * batch * width * width <= MOST_BYTES:
+        for method in ("blelloch", "chunked"):
+            found[f"{kind}, {method}"] = partial(_last, scanning(1, width, method=method).to(device))
+    return found
+
+
+def _last(module: nn.Module, inputs: Tensor) -> Tensor:
+    result: Tensor = module(inputs)[1]
+    return result
+
+
+def diagonal(width: int, length: int, batch: int, device: torch.device) -> dict[str, Forward]:
+    """Recurrences without mixing; the first is a loop where one is timed."""
+    layer = DiagonalRecurrence(1, width).to(device)
+    decay = torch.exp(-torch.exp(layer.log_rate)).detach()
+    found: dict[str, Forward] = {}
+
+    def loop(inputs: Tensor) -> Tensor:
+        state, states = inputs.new_zeros(inputs.shape[1], width), []
+        for step in inputs.expand(-1, -1, width).unbind():
+            state = decay * state + step
+            states.append(state)
+        return torch.stack(states)[-1]
+
+    def scanned(inputs: Tensor) -> Tensor:
+        return diagonal_recurrence(decay, inputs.expand(-1, -1, width))[-1]
+
+    def associative(inputs: Tensor) -> Tensor:
+        from torch._higher_order_ops import associative_scan
+
+        def then(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            return left[0] * right[0], left[1] * right[0] + right[1]
+
+        steps = inputs.expand(-1, -1, width)
+        _, states = associative_scan(then, (decay.expand_as(steps), steps), dim=0, combine_mode="generic")
+        result: Tensor = states[-1]
+        return result
+
+    if length <= LONGEST_LOOP:
+        found["loop in Python, diagonal"] = loop
+    found["scan, diagonal"] = scanned
+    found["associative_scan, diagonal"] = associative
+    return found
+
+
+def time_once(forward: Forward, inputs: Tensor, device: torch.device) -> tuple[float, float]:
+    """Seconds of one forward and of its backward."""
+    marks = []
+    for work in (lambda: forward(inputs), None):
+        _wait(device)
+        start = time.perf_counter()
+        if work is not None:
+            result = work()
+        else:
+            result.sum().backward()  # type: ignore[no-untyped-call]
+        _wait(device)
+        marks.append(time.perf_counter() - start)
+    return marks[0], marks[1]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare(contenders: dict[str, Forward], inputs: Tensor, rounds: int) -> list[str]:
+    """A row for each contender: milliseconds, and how many times as fast as the first one."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    failed: dict[str, str] = {}
+    for number in range(rounds + 1):
+        for name, forward in contenders.items():
+            if name in failed:
+                continue
+            try:
+                pair = time_once(forward, inputs, inputs.device)
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
+                continue
+            if number:
+                taken[name].append(pair)
+    rows, first = [], next(iter(contenders))
+    medians = {
+        name: [statistics.median(each) for each in zip(*pairs, strict=True)] for name, pairs in taken.items() if pairs
+    }
+    for name in contenders:
+        if name in failed:
+            rows.append(f"{len(inputs):>7} {name:28} {failed[name]}")
+            continue
+        forward, backward = medians[name]
+        base = medians.get(first, medians[name])
+        rows.append(
+            f"{len(inputs):>7} {name:28} {forward * 1e3:10.2f} {backward * 1e3:10.2f} "
+            f"{base[1] / backward:10.2f}x {sum(base) / (forward + backward):10.2f}x"
+        )
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
+    parser.add_argument("--widths", type=int, nargs="*", default=[4, 20], help="hidden values")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender, after one to warm up")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--save", type=Path, help="a file for the table")
+    wish = parser.parse_args()
+    device = torch.device(wish.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    lines = [
+        f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {name}, {wish.rounds} rounds",
+        "Ratios are to the first row of the same length and kind: above 1 is faster.",
+    ]
+    print(*lines, sep="\n", flush=True)
+    for width in wish.widths:
+        head = f"\n{width} hidden values, {wish.batch} samples"
+        lines += [head, f"{'length':>7} {'':28} {'forward ms':>10} {'backward ms':>10} {'backward':>10} {'step':>11}"]
+        print(*lines[-2:], sep="\n", flush=True)
+        for length in wish.lengths:
+            torch.manual_seed(0)
+            inputs = torch.bernoulli(torch.full((length, wish.batch, 1), 0.5, device=device)).requires_grad_()
+            every: list[dict[str, Any]] = [
+                recurrences("rnn", width, length, wish.batch, device),
+                recurrences("gru", width, length, wish.batch, device),
+                diagonal(width, length, wish.batch, device),
+            ]
+            for contenders in every:
+                rows = compare(contenders, inputs, wish.rounds)
+                lines += rows
+                print(*rows, sep="\n", flush=True)
+            lines.append(f"{length:>7} estimate: {estimate(length, wish.batch, width, device=device.type)}")
+            print(lines[-1], flush=True)
+    if wish.save:
+        wish.save.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

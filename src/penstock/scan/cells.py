@@ -1,0 +1,105 @@
+"""One step of a recurrence: its transposed Jacobian, and the gradients of its parameters after the scan.
+
+A cell looks at all steps of a layer at once. Shapes: T steps, B samples, I inputs, H hidden values. PyTorch's gates and
+names are used: ``torch.nn.RNN``, ``torch.nn.GRU``.
+
+Law of this file: nothing here goes from step to step; all of it is batched over T and B.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CELLS", "Cell", "Weights"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The parameters of a layer in one direction; the biases are None without them."""
+
+    inputs: Tensor
+    """(G H, I), for G gates."""
+    hidden: Tensor
+    """(G H, H)."""
+    input_bias: Tensor | None = None
+    hidden_bias: Tensor | None = None
+
+
+class Cell(Protocol):
+    """All steps of one layer, after its forward."""
+
+    def jacobians(self) -> Tensor:
+        """Transposed, (T, B, H, H): what a gradient after each step becomes before it."""
+
+    def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients (T, B, G H) of the products with the inputs and of those with the hidden values, for the
+        gradient (T, B, H) after each step.
+        """
+
+
+class _Plain:
+    """A layer ``h = f(W x + b + U h + c)``, with tanh or ReLU."""
+
+    def __init__(self, weights: Weights, slope: Tensor) -> None:
+        self._weights, self._slope = weights, slope
+
+    def jacobians(self) -> Tensor:
+        return self._weights.hidden.T * self._slope.unsqueeze(-2)
+
+    def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        found = gradient * self._slope
+        return found, found
+
+
+def _tanh(weights: Weights, inputs: Tensor, before: Tensor, after: Tensor) -> Cell:
+    return _Plain(weights, 1 - after * after)
+
+
+def _relu(weights: Weights, inputs: Tensor, before: Tensor, after: Tensor) -> Cell:
+    return _Plain(weights, (after > 0).to(after.dtype))
+
+
+class _Gated:
+    """A layer of gated recurrent units: ``h' = (1 - z) n + z h``, where n reads ``r m`` and m is what U makes of h."""
+
+    def __init__(self, weights: Weights, inputs: Tensor, before: Tensor, after: Tensor) -> None:
+        from_inputs = torch.nn.functional.linear(inputs, weights.inputs, weights.input_bias)
+        from_hidden = torch.nn.functional.linear(before, weights.hidden, weights.hidden_bias)
+        reset, update, new = from_inputs.chunk(3, -1)
+        reset_hidden, update_hidden, read = from_hidden.chunk(3, -1)
+        reset, update = torch.sigmoid(reset + reset_hidden), torch.sigmoid(update + update_hidden)
+        new = torch.tanh(new + reset * read)
+        self._weights = weights
+        # What a gradient after the step is multiplied with, to be that before each gate.
+        self._new = (1 - new * new) * (1 - update)
+        self._update = update * (1 - update) * (before - new)
+        self._reset = reset * (1 - reset) * read * self._new
+        self._read = reset * self._new
+        self._kept = update
+
+    def jacobians(self) -> Tensor:
+        reset, update, read = self._weights.hidden.chunk(3)
+        found = reset.T * self._reset.unsqueeze(-2)
+        found += update.T * self._update.unsqueeze(-2)
+        found += read.T * self._read.unsqueeze(-2)
+        found.diagonal(dim1=-2, dim2=-1).add_(self._kept)
+        return found
+
+    def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        reset, update = gradient * self._reset, gradient * self._update
+        return (
+            torch.cat([reset, update, gradient * self._new], -1),
+            torch.cat([reset, update, gradient * self._read], -1),
+        )
+
+
+CELLS: Mapping[str, Callable[[Weights, Tensor, Tensor, Tensor], Cell]] = {
+    "RNN_TANH": _tanh,
+    "RNN_RELU": _relu,
+    "GRU": _Gated,
+}
+"""By the mode of PyTorch's module. Each takes the weights, the inputs (T, B, I), and the hidden values (T, B, H) before
+and after each step."""

@@ -1,0 +1,168 @@
+"""A chain of small layers, ``torch.nn.Sequential``, whose backward is a scan over the Jacobians of its layers.
+
+Layers may have different numbers of values, so each product is one of its own: algorithm 1 of Wang, Bai and Pekhimenko,
+MLSys 2020, on a list. It pays only where layers are many and narrow: a Jacobian of a sample has as many numbers as the
+inputs of its layer times the outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from penstock.errors import PenstockError
+from penstock.scan.sparse import layer_jacobian
+
+__all__ = ["ScanSequential", "scan_list"]
+
+E = TypeVar("E")
+_MOST_BYTES = 2**30
+_MIXING_OR_RANDOM = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU),
+)
+
+
+def scan_list(elements: Sequence[E], then: Callable[[E, E], E], levels: int | None = None) -> list[E]:
+    """What the elements before each place, in their order, are together: of all places but the first.
+
+    ``then(earlier, later)`` puts two neighbours together. It must be associative, and need not be commutative. The
+    identity, which stands before the first place, is never put together with anything. `levels`: of the up-sweep that
+    are done; the rest goes step by step.
+    """
+    own, last = list(elements), len(elements) - 1
+    most = max(last.bit_length() - 1, 0)
+    levels = most if levels is None else min(levels, most)
+    for level in range(levels):
+        for earlier, later in _pairs(last, level):
+            own[later] = then(own[earlier], own[later])
+    before: list[Any] = [None] * len(own)
+    ends = [min((block + 1) << levels, last + 1) - 1 for block in range(-(-(last + 1) >> levels))]
+    for end, following in pairwise(ends):
+        before[following] = own[end] if before[end] is None else then(before[end], own[end])
+    for level in reversed(range(levels)):
+        for earlier, later in _pairs(last, level):
+            found = before[later]
+            before[later] = own[earlier] if found is None else then(found, own[earlier])
+            before[earlier] = found
+    return before[1:]
+
+
+def _pairs(last: int, level: int) -> list[tuple[int, int]]:
+    """The places that a level puts together; the bounds include their ends."""
+    firsts = range(0, last - (1 << level) + 1, 2 << level)
+    return [(first + (1 << level) - 1, min(first + (2 << level) - 1, last)) for first in firsts]
+
+
+class ScanSequential(nn.Sequential):
+    """`torch.nn.Sequential` with a backward by parallel scan. Its parameters have the same names.
+
+    Layers take and return one tensor whose dimension 0 counts samples, and treat each sample by itself. Jacobians of
+    convolutions, poolings, Linear, ReLU, Tanh and Sigmoid follow from rules, and others come from `torch.func`.
+
+    Args:
+        layers: as of `torch.nn.Sequential`.
+        most_bytes: that the Jacobians of a batch may take.
+
+    Raises:
+        PenstockError: in the forward, where the Jacobians would take more than `most_bytes`, and for layers that mix
+            samples or draw random numbers in training mode.
+    """
+
+    def __init__(self, *layers: Any, most_bytes: int = _MOST_BYTES) -> None:
+        super().__init__(*layers)
+        self.most_bytes = most_bytes
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The output of the last layer."""
+        if not torch.is_grad_enabled():
+            plain: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
+            return plain
+        _check_layers(self)
+        found: Tensor = _ChainBackward.apply(self, input, *self.parameters())  # type: ignore[no-untyped-call]
+        return found
+
+
+class _ChainBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chain: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
+        values = [input.detach()]
+        for layer in chain:
+            values.append(layer(values[-1]))
+        _check_size(values, chain.most_bytes)
+        ctx.chain = chain
+        ctx.save_for_backward(*values)
+        return values[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        values = ctx.saved_tensors
+        layers: list[nn.Module] = list(ctx.chain)
+        # Of the outputs of the last layer first, and those of the first layer last.
+        jacobians = [_transposed(layer, *each) for layer, each in zip(layers, pairwise(values), strict=True)]
+        elements = [gradient.flatten(1).unsqueeze(-1), *reversed(jacobians)]
+        after = [elements[0]]
+        if layers:
+            after = scan_list(elements, lambda earlier, later: later @ earlier)
+            after.append(elements[-1] @ after[-1])
+        of_values = [found.reshape(value.shape) for found, value in zip(after, reversed(values), strict=True)]
+        of_parameters: dict[Tensor, Tensor] = {}
+        for layer, given, found in zip(layers, values[:-1], of_values[-2::-1], strict=True):
+            # All layers know their gradients now, so they are independent of each other.
+            own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+            if own:
+                with torch.enable_grad():
+                    output = layer(given.detach())
+                for parameter, part in zip(
+                    own, torch.autograd.grad(output, own, found, allow_unused=True), strict=True
+                ):
+                    if part is not None:
+                        known = of_parameters.get(parameter)
+                        of_parameters[parameter] = part if known is None else known + part
+        return None, of_values[-1], *(of_parameters.get(parameter) for parameter in ctx.chain.parameters())
+
+
+def _transposed(layer: nn.Module, given: Tensor, output: Tensor) -> Tensor:
+    """The transposed Jacobians of a layer, (B or 1, inputs, outputs)."""
+    if isinstance(layer, nn.Flatten | nn.Identity):
+        return torch.eye(given[0].numel(), dtype=given.dtype, device=given.device).unsqueeze(0)
+    try:
+        known = layer_jacobian(layer, tuple(given.shape[1:]))
+    except PenstockError:
+        return _by_rows(layer, given)
+    found = known.pattern.dense(known.values(given, output))
+    return found if found.dim() == 3 else found.unsqueeze(0)
+
+
+def _by_rows(layer: nn.Module, given: Tensor) -> Tensor:
+    def one(sample: Tensor) -> Tensor:
+        output: Tensor = layer(sample.unsqueeze(0))
+        return output.flatten()
+
+    jacobians: Tensor = torch.func.vmap(torch.func.jacrev(one))(given.detach())
+    return jacobians.flatten(2).transpose(1, 2)
+
+
+def _check_layers(chain: nn.Sequential) -> None:
+    for name, module in chain.named_modules():
+        if module.training and isinstance(module, _MIXING_OR_RANDOM):
+            raise PenstockError(
+                f"ScanSequential: layer {name} is {type(module).__name__} in training mode: expected layers that treat "
+                "each sample by itself and draw nothing, since a Jacobian is that of one sample. Put it before or "
+                "behind the chain, use GroupNorm or LayerNorm, or put it into evaluation mode"
+            )
+
+
+def _check_size(values: Sequence[Tensor], most_bytes: int) -> None:
+    needed = sum(
+        given[0].numel() * output.numel() * output.element_size() for given, output in pairwise(values) if len(output)
+    )
+    if needed > most_bytes:
+        raise PenstockError(
+            f"ScanSequential: the Jacobians of this batch would take {needed:,} bytes: expected at most {most_bytes:,} "
+            "(most_bytes=). Use torch.nn.Sequential for layers this wide, smaller batches, or a larger most_bytes"
+        )

@@ -1,0 +1,66 @@
+"""What a scan does: its steps one after the other, its products, and their floating-point operations.
+
+The products are those of the methods in ``scans.py``, counted and not estimated; a test compares both.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from penstock.errors import PenstockError
+
+__all__ = ["Method", "ScanCounts", "count"]
+
+Method: TypeAlias = Literal["linear", "blelloch", "chunked"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanCounts:
+    """What a scan over the Jacobians of one sample does."""
+
+    steps: int
+    """One after the other; the products of a step are independent of each other."""
+    matrix_products: int
+    vector_products: int
+    """Products of a matrix and a vector."""
+    critical_flops: int
+    """Along the steps: the floating-point operations of one product of each step, the costliest."""
+    flops: int
+    """Of all products together. A multiplication and an addition are two."""
+
+
+def count(steps: int, width: int, *, method: Method = "blelloch", workers: int = 1) -> ScanCounts:
+    """What `method` does for a chain of `steps` with `width` values in between, without what enters in between.
+
+    `workers`: those of ``chunked``. Raises `PenstockError` for an unknown method or numbers below 1.
+    """
+    if steps < 1 or width < 1 or workers < 1:
+        raise PenstockError(
+            f"steps={steps}, width={width}, workers={workers}: expected whole numbers of at least 1 for each"
+        )
+    matrix, vector = 2 * width**3, 2 * width**2
+    match method:
+        case "linear":
+            return ScanCounts(steps, 0, steps, steps * vector, steps * vector)
+        case "blelloch":
+            levels = max(steps.bit_length() - 1, 0)
+            sizes = [len(range(0, steps - (1 << level) + 1, 2 << level)) - 1 for level in range(levels)]
+            matrices, vectors = sum(sizes), sum(sizes) + levels + 1
+            # A level of the up-sweep has products of matrices, unless only its left edge is left. Between the sweeps
+            # a vector is copied. The last product is that of the input of the chain.
+            path = sum(matrix if size else vector for size in sizes) + (sum(1 for size in sizes if size) + 1) * vector
+            return ScanCounts(2 * levels + 1, matrices, vectors, path, matrices * matrix + vectors * vector)
+        case "chunked":
+            length = -(-steps // min(workers, steps))
+            used = -(-steps // length)
+            inner = count(used - 1, width) if used > 1 else ScanCounts(0, 0, 0, 0, 0)
+            matrices = (used - 1) * (length - 1) + inner.matrix_products
+            vectors = steps + inner.vector_products
+            lone = (length - 1) if used > 1 else 0
+            return ScanCounts(
+                lone + inner.steps + length,
+                matrices,
+                vectors,
+                lone * matrix + inner.critical_flops + length * vector,
+                matrices * matrix + vectors * vector,
+            )
+    raise PenstockError(f"method={method!r}: expected 'linear', 'blelloch' or 'chunked'")

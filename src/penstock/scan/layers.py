@@ -1,0 +1,237 @@
+"""`ScanRNN` and `ScanGRU`: drop-in replacements of `torch.nn.RNN` and `torch.nn.GRU` whose backward is a scan.
+
+Forward is PyTorch's own, layer by layer. Backward makes the Jacobians of all steps, scans over them, and computes the
+gradients of the parameters of all steps at once. Only the order of additions differs from PyTorch's backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from penstock.errors import PenstockError
+from penstock.scan.cells import CELLS, Weights
+from penstock.scan.estimates import MACHINES, estimate
+from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
+from penstock.scan.scans import blelloch, chunked, linear
+
+__all__ = ["ScanGRU", "ScanRNN"]
+
+LayerMethod: TypeAlias = Literal["auto", "linear", "blelloch", "chunked"]
+_FORWARDS = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru}
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How a layer is computed."""
+
+    mode: str
+    method: str
+    group: dist.ProcessGroup | None
+    """The ranks that time is cut over."""
+
+
+class _LayerBackward(torch.autograd.Function):
+    """One layer in one direction: inputs (T, B, I) and a first hidden state (B, H) make outputs (T, B, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, how: "_How", inputs: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
+        ctx.how = how
+        if how.group is not None:
+            first = receive_state(first, how.group)
+        outputs = _run_forward(how.mode, inputs, first, weights)
+        if how.group is not None:
+            send_state(outputs[-1], how.group)
+        ctx.save_for_backward(inputs, first, outputs, *weights)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, first, outputs, *weights = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        own = Weights(*(weight.to(wide) for weight in weights))
+        before = torch.cat([first.unsqueeze(0), outputs[:-1]]).to(wide)
+        with torch.autocast(gradient.device.type, enabled=False):
+            cell = CELLS[ctx.how.mode](own, inputs.to(wide), before, outputs.to(wide))
+            at_steps, at_first = _scanned(gradient.to(wide), cell.jacobians(), ctx.how)
+            of_inputs, of_hidden = (part.flatten(0, 1) for part in cell.gradients(at_steps))
+            found = [
+                None,
+                (of_inputs @ own.inputs).view_as(inputs) if ctx.needs_input_grad[1] else None,
+                at_first,
+                of_inputs.T @ inputs.to(wide).flatten(0, 1),
+                of_hidden.T @ before.flatten(0, 1),
+                of_inputs.sum(0),
+                of_hidden.sum(0),
+            ][: 3 + len(weights)]
+        kinds = [None, inputs, first, *weights]
+        return tuple(
+            None if part is None or kind is None else part.to(kind.dtype)
+            for part, kind in zip(found, kinds, strict=True)
+        )
+
+
+def _run_forward(
+    mode: str, inputs: Tensor, first: Tensor, weights: list[Tensor] | tuple[Tensor, ...], *, train: bool = False
+) -> Tensor:
+    """PyTorch's forward of one layer in one direction."""
+    outputs: Tensor
+    outputs, _ = _FORWARDS[mode](
+        input=inputs,
+        hx=first.unsqueeze(0),
+        params=weights,
+        has_biases=len(weights) > 2,
+        num_layers=1,
+        dropout=0.0,
+        train=train,
+        bidirectional=False,
+        batch_first=False,
+    )
+    return outputs
+
+
+def _scanned(gradient: Tensor, jacobians: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    """The whole gradients after every step, and that of the first state. `gradient`: what enters after every step."""
+    reversed_jacobians, entering = jacobians.flip(0), gradient.flip(0)
+    before_each = torch.cat([entering[1:], torch.zeros_like(entering[:1])])
+    last = entering[0]
+    if how.group is not None:
+        last = last + gradient_from_later_ranks(last, reversed_jacobians, before_each, how.group)
+    match how.method:
+        case "blelloch":
+            found = blelloch(last, reversed_jacobians, before_each)
+        case "chunked":
+            workers = MACHINES["cpu" if gradient.device.type == "cpu" else "cuda"].matrix_workers
+            found = chunked(last, reversed_jacobians, before_each, workers=workers)
+        case _:
+            found = linear(last, reversed_jacobians, before_each)
+    # The first state of another rank than the first one is that of the rank before.
+    own_first = how.group is None or dist.get_rank(how.group) == 0
+    return found[:-1].flip(0), found[-1] if own_first else torch.zeros_like(found[-1])
+
+
+class _Scanning(nn.RNNBase):
+    """What `ScanRNN` and `ScanGRU` share."""
+
+    def __init__(
+        self, *args: Any, method: LayerMethod = "auto", group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        if group is not None and self.bidirectional:
+            raise PenstockError(
+                f"{type(self).__name__}(group=..., bidirectional=True): expected one direction, since the forward of "
+                "each rank waits for that of the one before. Leave out one of them"
+            )
+        if method not in ("auto", "linear", "blelloch", "chunked"):
+            raise PenstockError(
+                f"{type(self).__name__}(method={method!r}): expected 'auto', 'linear', 'blelloch' or 'chunked'"
+            )
+        self.method = method
+        self.group = group
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """The outputs of the last layer at every step, and the last hidden states, as of PyTorch's module."""
+        if isinstance(input, PackedSequence):
+            return self._run_packed(input, hx)
+        batched = input.dim() == 3
+        steps = input if batched else input.unsqueeze(0 if self.batch_first else 1)
+        steps = steps.transpose(0, 1) if self.batch_first else steps
+        first = self._first(steps, hx if hx is None or batched else hx.unsqueeze(1))
+        self.check_forward_args(steps.transpose(0, 1) if self.batch_first else steps, first, None)
+        outputs, last = self._run(steps, first, None)
+        outputs = outputs.transpose(0, 1) if self.batch_first else outputs
+        return (outputs, last) if batched else (outputs.squeeze(0 if self.batch_first else 1), last.squeeze(1))
+
+    def _run_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+        if self.group is not None:
+            raise PenstockError(
+                f"{type(self).__name__}(group=...): expected a tensor of this rank's steps, found a PackedSequence. "
+                "Pad it, and cut all samples at the same steps"
+            )
+        # Without its indices: the samples stay sorted by length.
+        steps, lengths = pad_packed_sequence(PackedSequence(input.data, input.batch_sizes))
+        first = self._first(steps, hx if hx is None else self.permute_hidden(hx, input.sorted_indices))
+        outputs, last = self._run(steps, first, lengths.to(steps.device))
+        packed = pack_padded_sequence(outputs, lengths)
+        return (
+            PackedSequence(packed.data, packed.batch_sizes, input.sorted_indices, input.unsorted_indices),
+            self.permute_hidden(last, input.unsorted_indices),
+        )
+
+    def _first(self, steps: Tensor, hx: Tensor | None) -> Tensor:
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        return steps.new_zeros(count, steps.shape[1], self.hidden_size) if hx is None else hx
+
+    def _run(self, steps: Tensor, first: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """All layers. `lengths`: of the samples, the longest first; None if all are as long as `steps`."""
+        last: list[Tensor] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for suffix in ("", "_reverse")[: 2 if self.bidirectional else 1]:
+                inputs = _reversed(steps, lengths) if suffix else steps
+                found = self._run_layer(inputs, first[len(last)], f"l{layer}{suffix}")
+                last.append(found[-1] if lengths is None else found[lengths - 1, torch.arange(found.shape[1])])
+                outputs.append(_reversed(found, lengths) if suffix else found)
+            steps = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+            if self.dropout and layer < self.num_layers - 1:
+                steps = functional.dropout(steps, self.dropout, self.training)
+        return steps, torch.stack(last)
+
+    def _run_layer(self, inputs: Tensor, first: Tensor, name: str) -> Tensor:
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.bias else 2]
+        weights = [getattr(self, f"{kind}_{name}") for kind in kinds]
+        method = self.chosen_method(inputs)
+        if method == "linear" and self.group is None:
+            # PyTorch's own backward needs no Jacobians.
+            return _run_forward(self.mode, inputs, first, weights, train=self.training)
+        found: Tensor = _LayerBackward.apply(  # type: ignore[no-untyped-call]
+            _How(self.mode, method, self.group), inputs, first, *weights
+        )
+        return found
+
+    def chosen_method(self, inputs: Tensor) -> str:
+        """The method of the backward for inputs (T, B, I). `estimate` says why ``"auto"`` chooses it."""
+        if self.method != "auto":
+            return self.method
+        steps, batch = inputs.shape[:2]
+        return estimate(steps, batch, self.hidden_size, device=inputs.device.type).method
+
+
+class ScanRNN(_Scanning, nn.RNN):  # type: ignore[misc]
+    """`torch.nn.RNN` with a backward by parallel scan.
+
+    Parameters, their names and initialization, options and call are those of `torch.nn.RNN`: layers, directions,
+    ``batch_first``, packed sequences. It takes an option more.
+
+    Args:
+        method: ``"blelloch"`` scans in about ``2 log2(T)`` steps. ``"chunked"`` goes through pieces of the sequence
+            side by side. ``"linear"`` is PyTorch's own backward. ``"auto"`` takes what `estimate` predicts to be the
+            fastest for the sizes of the call.
+        group: a process group over which the time of one sequence is cut. Rank 0 passes its first steps and its first
+            state, each other rank the steps that follow. Forward goes from rank to rank; backward is a scan over the
+            ranks. Gradients of parameters are those of this rank's steps: sum them over the group. All ranks must run
+            forward and backward. It excludes ``bidirectional`` and packed sequences.
+
+    A backward of a scan holds the Jacobians of a layer, ``T * B * H * H`` numbers, and cannot be differentiated again.
+    """
+
+
+class ScanGRU(_Scanning, nn.GRU):  # type: ignore[misc]
+    """`torch.nn.GRU` with a backward by parallel scan. Its options are those of `ScanRNN`."""
+
+
+def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
+    """`steps` (T, B, ...) of each sample from its last to its first; what is behind its end stays there."""
+    if lengths is None:
+        return steps.flip(0)
+    places = torch.arange(len(steps), device=steps.device).unsqueeze(1)
+    index = torch.where(places < lengths, lengths - 1 - places, places)
+    return steps.gather(0, index.unsqueeze(-1).expand_as(steps))

@@ -1,0 +1,219 @@
+"""Backpropagation through a chain as a scan over its transposed Jacobians.
+
+The gradients of a chain of n steps are ``g[k - 1] = J[k] g[k] + u[k - 1]``, from ``g[n]`` down to ``g[0]``. ``J[k]`` is
+the transposed Jacobian of step k and ``u[k]`` what enters the gradient from elsewhere, such as a loss on the output of
+every step. Plain backpropagation takes n steps one after the other. Products of the J are associative, so a scan takes
+about ``2 log2(n)`` steps, each with many products at once. Source: Wang, Bai and Pekhimenko, MLSys 2020, algorithm 1.
+
+Laws of this file:
+  1. The gradient is a vector at every step. Only products of J with J are products of matrices: those of the up-sweep,
+     but for its left edge.
+  2. The identity is symbolic. It is never multiplied.
+  3. The order of factors is that of the chain: the paper's operator is ``A (.) B = B A``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.scan.scaled import PlainMatrices, ScaledMatrices, ScaledVectors
+from penstock.scan.steps import Steps
+
+__all__ = ["blelloch", "chunked", "hybrid", "levels_of", "linear"]
+
+
+def levels_of(steps: int) -> int:
+    """The levels of the up-sweep over `steps` Jacobians: ``ceil(log2(steps + 1)) - 1``."""
+    return max(steps.bit_length() - 1, 0)
+
+
+def blelloch(
+    gradient: Tensor, jacobians: Tensor, entering: Tensor | None = None, *, rescale: bool | None = None
+) -> Tensor:
+    """The gradients at all steps of a chain, by a work-efficient scan of ``2 ceil(log2(n + 1)) - 1`` levels.
+
+    Args:
+        gradient: at the end of the chain, (B, H).
+        jacobians: transposed, from the last step to the first, (n, B, H, H).
+        entering: what enters the gradient before each step, in the same order, (n, B, H).
+        rescale: True keeps powers of two aside, so that no product overflows. None does so if the result is not finite
+            without it.
+
+    Returns:
+        (n + 1, B, H): first `gradient`, last the gradient of the input of the chain.
+
+    Raises:
+        PenstockError: shapes or types do not fit.
+    """
+    return hybrid(gradient, jacobians, entering, levels=levels_of(len(jacobians)), rescale=rescale)
+
+
+def linear(gradient: Tensor, jacobians: Tensor, entering: Tensor | None = None) -> Tensor:
+    """What `blelloch` returns, step by step: plain backpropagation with the Jacobians."""
+    return hybrid(gradient, jacobians, entering, levels=0, rescale=False)
+
+
+def hybrid(
+    gradient: Tensor, jacobians: Tensor, entering: Tensor | None = None, *, levels: int, rescale: bool | None = None
+) -> Tensor:
+    """What `blelloch` returns. Only the first `levels` of the up-sweep and the last of the down-sweep are a scan.
+
+    In the middle it goes step by step over the products that are there, ``ceil((n + 1) / 2 ** levels)`` of them. Worth
+    it where products become dense (the paper, section 4.3), and where fewer workers than steps are there.
+    """
+    _check(gradient, jacobians, entering)
+    most = levels_of(len(jacobians))
+    if not 0 <= levels <= most:
+        raise PenstockError(
+            f"levels={levels}: expected a number from 0 (step by step) to {most}, the levels of {len(jacobians)} steps"
+        )
+    return _rescaled(lambda g, j, u: _scan(g, j, u, levels), gradient, jacobians, entering, rescale)
+
+
+def chunked(
+    gradient: Tensor,
+    jacobians: Tensor,
+    entering: Tensor | None = None,
+    *,
+    workers: int,
+    rescale: bool | None = None,
+) -> Tensor:
+    """What `blelloch` returns, in two levels: each of `workers` multiplies the Jacobians of consecutive steps, a scan
+    over these products finds the gradient where each one begins, and each goes through its steps.
+
+    It takes ``2 ceil(n / workers)`` steps and those of the scan. All workers take a step at once, as one batched
+    product.
+    """
+    _check(gradient, jacobians, entering)
+    if workers < 1:
+        raise PenstockError(f"workers={workers}: expected at least 1")
+    workers = max(1, min(workers, len(jacobians)))
+    return _rescaled(lambda g, j, u: _in_chunks(g, j, u, workers), gradient, jacobians, entering, rescale)
+
+
+_Method = Callable[[Any, Any, Any], Any]
+"""Takes the gradient, the matrices and what enters. Vectors are tensors or `ScaledVectors`."""
+
+
+def _rescaled(
+    method: _Method, gradient: Tensor, jacobians: Tensor, entering: Tensor | None, rescale: bool | None
+) -> Tensor:
+    if not len(jacobians):
+        return gradient.unsqueeze(0)
+    if not rescale:
+        found: Tensor = method(gradient, PlainMatrices(jacobians), entering)
+        if rescale is False or bool(torch.isfinite(found).all()):
+            return found
+    scaled: ScaledVectors = method(
+        ScaledVectors.of(gradient),
+        ScaledMatrices.of(jacobians),
+        None if entering is None else ScaledVectors.of(entering),
+    )
+    return scaled.plain()
+
+
+def _scan(gradient: Any, matrices: Any, entering: Any, levels: int) -> Any:
+    """A scan over n + 1 places: `gradient` is at place 0, and the steps are at the others.
+
+    With all levels it is algorithm 1 of the paper, whose bounds include their ends.
+    """
+    steps = len(matrices.values)
+    device = matrices.values.device
+    each = torch.arange(steps, device=device)
+    products = Steps(matrices, entering).at(each)
+    # The products at the left edge begin with the gradient, so they are vectors.
+    edge = [gradient]
+    for level in range(levels):
+        earlier, later = _pairs(steps, level, device)
+        edge.append(products.apply(later[:1], edge[-1][None])[0])
+        if len(later) > 1:
+            products.put(later[1:], products.at(earlier[1:]).then(products.at(later[1:])))
+    before = _empty(gradient, steps + 1)
+    """By place, the gradient before it. The one before place 0 is the identity, and is not written."""
+    ends = [min((block + 1) << levels, steps + 1) - 1 for block in range(-(-(steps + 1) >> levels))]
+    running = edge[levels]
+    for block, end in enumerate(ends[1:]):
+        if block:
+            running = products.apply(ends[block] - 1, running)
+        before[end] = running
+    for level in reversed(range(levels)):
+        earlier, later = _pairs(steps, level, device)
+        if len(later) > 1:
+            found = before[later[1:] + 1]
+            before[later[1:] + 1] = products.apply(earlier[1:], found)
+            before[earlier[1:] + 1] = found
+        before[later[:1] + 1] = edge[level][None]
+    last = Steps(matrices, entering).apply(steps - 1, before[steps])
+    # Place 1 has the gradient of the end of the chain before it, place n that of its second value.
+    return _shifted(before, last)
+
+
+def _in_chunks(gradient: Any, matrices: Any, entering: Any, workers: int) -> Any:
+    steps = len(matrices.values)
+    device = matrices.values.device
+    length = -(-steps // workers)
+    workers = -(-steps // length)
+    own = Steps(matrices, entering)
+    starts = torch.arange(0, steps, length, device=device)
+    # The last chunk may be shorter. Its product is not needed.
+    products = own.at(starts[:-1])
+    for place in range(1, length if workers > 1 else 1):
+        products = products.then(own.at(starts[:-1] + place))
+    running = gradient[None]
+    if workers > 1:
+        running = _scan(gradient, products.matrices, products.entering, levels_of(workers - 1))
+    found = _empty(gradient, steps + 1)
+    found[0] = gradient
+    for place in range(length):
+        present = starts + place
+        present = present[present < steps]
+        running = own.apply(present, running[: len(present)])
+        found[present + 1] = running
+    return found
+
+
+def _pairs(steps: int, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The steps whose products a level puts together, the earlier and the later of each pair; step -1 is the gradient
+    itself.
+    """
+    first = torch.arange(0, steps - (1 << level) + 1, 2 << level, device=device)
+    return first + (1 << level) - 2, (first + (2 << level) - 2).clamp(max=steps - 1)
+
+
+def _empty(like: Any, length: int) -> Any:
+    if isinstance(like, ScaledVectors):
+        return ScaledVectors(*(each.new_zeros(length, *each.shape) for each in (like.values, like.exponents)))
+    return like.new_zeros(length, *like.shape)
+
+
+def _shifted(before: Any, last: Any) -> Any:
+    """`before` without its first entry, and `last` behind it."""
+    steps = len(before.values if isinstance(before, ScaledVectors) else before) - 1
+    found = _empty(last, steps + 1)
+    found[:steps] = before[1:]
+    found[steps] = last
+    return found
+
+
+def _check(gradient: Tensor, jacobians: Tensor, entering: Tensor | None) -> None:
+    batch, width = (*gradient.shape, 0, 0)[:2]
+    if gradient.dim() != 2 or jacobians.dim() != 4 or jacobians.shape[1:] != (batch, width, width):
+        raise PenstockError(
+            "a scan takes a gradient (B, H) and transposed Jacobians (n, B, H, H), found shapes "
+            f"{tuple(gradient.shape)} and {tuple(jacobians.shape)}: put the last step first, and give each sample its "
+            "own Jacobian"
+        )
+    if entering is not None and entering.shape != jacobians.shape[:3]:
+        raise PenstockError(
+            f"entering has shape {tuple(entering.shape)}: expected {tuple(jacobians.shape[:3])}, a gradient (B, H) for "
+            "each step, from the last to the first"
+        )
+    types = {each.dtype for each in (gradient, jacobians, entering) if each is not None}
+    if len(types) > 1 or not types <= {torch.float32, torch.float64}:
+        raise PenstockError(
+            f"a scan computes in float32 or float64, found {', '.join(sorted(map(str, types)))}: convert all of them "
+            "to one of these"
+        )

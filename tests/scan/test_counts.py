@@ -1,0 +1,91 @@
+"""The counts of a scan are those of the products that it does, and of the paper."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import PenstockError
+from penstock.scan import blelloch, chunked, count, estimate, linear
+from penstock.scan.estimates import MACHINES, Machine
+
+WIDTH = 3
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the matrices that are multiplied with matrices and with vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.matrices = self.vectors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bmm.default:
+            left, right = args
+            if right.shape[-1] == WIDTH:
+                self.matrices += len(left)
+            else:
+                self.vectors += len(left)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def products() -> Iterator[Products]:
+    with Products() as found:
+        yield found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 33, 100])
+def test_counts_are_what_is_multiplied(steps: int) -> None:
+    gradient, jacobians = torch.randn(1, WIDTH), torch.randn(steps, 1, WIDTH, WIDTH)
+    with products() as done:
+        linear(gradient, jacobians)
+    assert (0, steps) == (done.matrices, done.vectors)
+    with products() as done:
+        blelloch(gradient, jacobians, rescale=False)
+    counts = count(steps, WIDTH, method="blelloch")
+    assert (counts.matrix_products, counts.vector_products) == (done.matrices, done.vectors)
+    for workers in (1, 2, 5):
+        with products() as done:
+            chunked(gradient, jacobians, workers=workers, rescale=False)
+        counts = count(steps, WIDTH, method="chunked", workers=workers)
+        assert (counts.matrix_products, counts.vector_products) == (done.matrices, done.vectors)
+        assert counts.flops == 2 * WIDTH**3 * done.matrices + 2 * WIDTH**2 * done.vectors
+
+
+@pytest.mark.parametrize(("steps", "levels", "matrices"), [(7, 5, 4), (1000, 19, 990), (1, 1, 0)])
+def test_levels_of_the_paper(steps: int, levels: int, matrices: int) -> None:
+    """``2 ceil(log2(n + 1)) - 1`` levels; the products of matrices were counted in the paper's algorithm."""
+    counts = count(steps, 20)
+
+    assert (counts.steps, counts.matrix_products) == (levels, matrices)
+
+
+def test_chunks_take_two_passes_and_a_scan_between_them() -> None:
+    """Equation 6 of the paper: n / p + log p, for products and for the local pass."""
+    assert count(1000, 20, method="chunked", workers=10).steps == 99 + count(9, 20).steps + 100
+
+
+def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
+    paper = estimate(1000, 16, 20, device="cuda")
+    wide = estimate(1000, 16, 512, device="cuda")
+
+    assert paper.method == "blelloch" and "instead of 1000" in paper.reason
+    assert wide.method == "linear" and "512 x 512" in str(wide)
+    assert estimate(10, 16, 20).method == "linear"
+
+
+def test_the_estimate_follows_the_machine() -> None:
+    slow = Machine(1.0, 1.0, 1e12, 1e12, 4)
+
+    assert estimate(100, 1, 4, machine=slow).method == "blelloch"
+    assert set(MACHINES) == {"cpu", "cuda"}
+
+
+def test_wrong_numbers_are_refused() -> None:
+    for call in (lambda: count(0, 2), lambda: count(2, 2, method="x"), lambda: estimate(1, 0, 1)):  # type: ignore[arg-type]
+        with pytest.raises(PenstockError, match="expected"):
+            call()
