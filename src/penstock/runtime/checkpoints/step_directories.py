@@ -104,7 +104,10 @@ def check_target(run: Path) -> None:
 
 def begin(run: Path) -> Path:
     """Makes `run` where it is missing, and in it a new empty directory for the files of a checkpoint."""
+    missing = [path for path in (run, *run.parents) if not path.exists()]
     run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in missing:
+        write_through(path.parent)
     path = run / f".penstock-saving-{secrets.token_hex(8)}"
     path.mkdir(mode=0o700)
     return path

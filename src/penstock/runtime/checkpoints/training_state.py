@@ -52,7 +52,7 @@ class TrainingState:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those of this process."""
+        """The optimizers of this process."""
         return self.updater.optimizers
 
     @property
