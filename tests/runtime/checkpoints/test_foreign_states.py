@@ -62,7 +62,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hooks in another order": (AVERAGED, SWAPPED, "in the same order"),
     "hooks into none": (AVERAGED, {}, "update_hooks="),
     "none into hooks": ({}, AVERAGED, "update_hooks="),
-    "a loss scale into none": ({"loss_scale": 8.0}, {}, "loss_scale="),
+    "a loss scale into none": ({"loss_scale": "dynamic"}, {}, "loss_scale="),
     "none into a loss scale": ({}, {"loss_scale": "dynamic"}, "loss_scale"),
 }
 
@@ -141,7 +141,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("case", SPOILT)
 def test_spoilt_states_are_refused(case: str) -> None:
-    pipe = make(lr_scheduler=step_lr, loss_scale=8.0)
+    pipe = make(lr_scheduler=step_lr, loss_scale="dynamic")
     before = snapshot(pipe)
     state = snapshot(pipe)
     SPOILT[case](state)

@@ -331,11 +331,12 @@ class Engine:
         return max((count for worker in self._workers for count in worker.gradients.skipped.values()), default=0)
 
     def scale_state(self, stage: int | None = None) -> dict[str, Any]:
-        """The state of the loss scaler for a checkpoint; {} on processes without the last stage, or of another `stage`
-        than the last.
+        """The state of a loss scaler that changes, for a checkpoint; {} on processes without the last stage, or of
+        another `stage` than the last.
         """
         last = stage is None or stage == self._schedule.stages - 1
-        return {"loss_scale": self._scalers[0].state()} if self._scalers and last else {}
+        state = self._scalers[0].state() if self._scalers and last else {}
+        return {"loss_scale": state} if state else {}
 
     def load_scale(self, state: Mapping[str, Any]) -> None:
         """Restores what `scale_state` returned, if there is something."""
