@@ -25,6 +25,7 @@ from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
@@ -254,6 +255,13 @@ class Pipeline:
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
+            self._end_watch = watch_flight(
+                self._world,
+                self.plan,
+                recorder=self._engine.recorder,
+                guard=self._guarded,
+                device=self._device,
+            )
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -546,6 +554,7 @@ class Pipeline:
             if self._reminder is not None:
                 self._reminder.remove()
             self._engine.transport.close()
+            self._end_watch()
             self._world.leave()
 
     def __enter__(self) -> Self:

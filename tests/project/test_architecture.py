@@ -52,24 +52,25 @@ FLOW = {
     "runtime.execution": "errors torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
-    "runtime.engine": """errors torch_internals values timelines scheduling capturing training runtime.devices
+    "doctor": "errors values timelines scheduling",
+    "runtime.engine": """errors torch_internals values doctor timelines scheduling capturing training runtime.devices
         runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
-        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
+    "runtime.assembly": """errors torch_internals values doctor scheduling scheduling.orders scheduling.verification
+        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
     "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
     "layer_weights": "errors values capturing profiling runtime.transport",
-    "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
+    "pipeline": """errors values doctor timelines autoplans layer_weights scheduling scheduling.verification capturing
         profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
         runtime.batches runtime.engine runtime.assembly""",
-    "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
+    "commands": "errors values doctor timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
     "cli": "errors commands",
     "__main__": "cli",
 }
-PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "simulating", "rendering")
+PURE = ("errors", "progress", "values", "doctor", "timelines", "planning", "scheduling", "simulating", "rendering")
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """

@@ -1,5 +1,7 @@
 """Around every call of a user: an error on one process reaches the others, and ends the pipeline."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,8 @@ class FailureGuard:
         self._world = world
         self._failed = ""
         """By what the pipeline failed, and where."""
+        self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
+        """Where the pipeline is called now, empty if it is not; since when; and the thread that called it last."""
 
     @property
     def failed(self) -> bool:
@@ -33,6 +37,8 @@ class FailureGuard:
                 f"this pipeline failed before ({self._failed}) and its microbatches in flight are lost: build a new "
                 "Pipeline and load a state dict"
             )
+        before = self.call[0]
+        self.call = place, time.perf_counter(), threading.get_ident()
         try:
             yield
         except BaseException as error:
@@ -40,3 +46,5 @@ class FailureGuard:
                 self._failed = f"{type(error).__name__} {place}"
             self._world.report(place, error)
             raise
+        finally:
+            self.call = before, time.perf_counter(), threading.get_ident()

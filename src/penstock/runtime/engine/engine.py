@@ -22,6 +22,7 @@ from penstock.runtime.batches.results import Loss
 from penstock.runtime.devices.device_context import DeviceContext
 from penstock.runtime.engine.buffers import share_buffers
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
+from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
@@ -70,6 +71,7 @@ class Engine:
     ) -> None:
         self.seed = seed
         self.transport = transport
+        self.recorder = FlightRecorder()
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
         self._follows = False
@@ -224,6 +226,8 @@ class Engine:
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])
         trains = schedule is self._schedule and isinstance(segment, Step)
+        kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
+        self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
         with self._context.streams.ordered_segment():
             run_cooperatively(self._workers, programs, self._context.streams, self._prepare if trains else None)
         return [timing for worker in self._workers for timing in worker.end()]

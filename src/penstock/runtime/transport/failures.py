@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.transport.wait_observers import WaitObserver
 
 __all__ = ["FailureBoard", "explained"]
 
@@ -29,6 +30,7 @@ class FailureBoard:
         self._rank = rank
         self._ranks = ranks
         self._reachable = True
+        self.observer = WaitObserver()
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
 

@@ -58,12 +58,13 @@ class Timeout:
         ranks and the place in the error.
         """
         self.board.check()
+        self.board.observer.waiting(context, peers)
         if time.monotonic() > deadline:
             self.board.failed = True
             raise TransportError(
                 f"nothing came from {_named(peers)} for {self.timeout_seconds:g} s ({context}). It "
                 "hangs, is stopped, or has left the training loop earlier than this rank: look at its log, or "
-                "pass a larger timeout_seconds= if its work may take that long"
+                f"pass a larger timeout_seconds= if its work may take that long{self.board.observer.explain()}"
             )
 
     def wait_for(self, came: Callable[[], bool], context: str, peers: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.failures import FailureBoard
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
+from penstock.runtime.transport.wait_observers import WaitObserver
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
@@ -35,6 +36,8 @@ Groups: TypeAlias = Iterable[tuple[int, ...]]
 class World(Protocol):
     """The processes that hold the ranks of a pipeline."""
 
+    name: str
+    """A random name, the same in all processes."""
     processes: int
     rank: int
     """The rank of this process."""
@@ -60,6 +63,9 @@ class World(Protocol):
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
 
+    def observe(self, observer: WaitObserver) -> None:
+        """Shows the waits and the failure of this process to `observer`."""
+
     def report(self, context: str, error: BaseException) -> None:
         """Reports to the other processes that this one failed with `error`. `context` says where."""
 
@@ -71,6 +77,7 @@ class SingleProcess:
     """A single process that holds all ranks."""
 
     def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
@@ -100,6 +107,9 @@ class SingleProcess:
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         return [self._numbers[topic]] if topic in self._numbers else None
 
+    def observe(self, observer: WaitObserver) -> None:
+        """Does nothing: this process waits for no other one."""
+
     def report(self, context: str, error: BaseException) -> None:
         """Does nothing: there are no other processes."""
 
@@ -116,10 +126,10 @@ class Processes:
         # Python objects need a group of their own: the default group may be NCCL's, which takes GPU tensors only.
         with _explained():
             self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-        name = self.gather(uuid.uuid4().hex)[0]
+        self.name = self.gather(uuid.uuid4().hex)[0]
         world = dist.group.WORLD
         assert world is not None, "it has a size and a rank"
-        store = PrefixStore(f"penstock/{name}", world.get_group_store())
+        store = PrefixStore(f"penstock/{self.name}", world.get_group_store())
         self._store, self._transports = store, 0
         self._board = FailureBoard(store, self.rank, self.processes)
         self._previous_hook = sys.excepthook
@@ -173,7 +183,12 @@ class Processes:
         return None
 
     def report(self, context: str, error: BaseException) -> None:
+        reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
+        self._board.observer.failing(reason)
         self._board.report(context, "".join(traceback.format_exception(error)))
+
+    def observe(self, observer: WaitObserver) -> None:
+        self._board.observer = observer
 
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:
