@@ -17,10 +17,12 @@ from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.outside_state import OutsideState
 from penstock.capturing.reminders import lifted
+from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
+from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read, restore, write
 from penstock.runtime.assembly.connections import buffered_stages, connect
@@ -255,13 +257,9 @@ class Pipeline:
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
             self._outside = OutsideState(model, self._chain)
-            self._end_watch = watch_flight(
-                self._world,
-                self.plan,
-                recorder=self._engine.recorder,
-                guard=self._guarded,
-                device=self._device,
-            )
+            self._end_watch = watch_flight(self._world, self.plan, self._engine.recorder, self._guarded, self._device)
+            known = self.auto_plan.profile if self.auto_plan else None
+            self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
     def _connect(self, timeout_seconds: float) -> Transport:
@@ -446,6 +444,21 @@ class Pipeline:
             peak_flops=peak_flops,
             all_ranks=all_ranks,
         )
+
+    def stragglers(
+        self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
+    ) -> Stragglers:
+        """Ranks, stages and links that were slow in the last 8 steps, compared with `profile`, with that of
+        ``plan="auto"``, or with estimates. `layers` measures the layers, too. Collective. docs/doctor.md explains it.
+        """
+        measure = self.measure if layers else None
+        return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
+
+    def replan(self, *, profile: Profile | None = None) -> Plan:
+        """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
+        says what is expected of it and how to apply it. `profile` as in `stragglers`.
+        """
+        return self._straggler_source.recut(self.timeline(8), profile)
 
     @property
     def gradient_norm(self) -> float | None:

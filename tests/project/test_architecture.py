@@ -60,7 +60,8 @@ FLOW = {
         runtime.engine""",
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
-    "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
+    "reporting": """errors values doctor timelines scheduling simulating capturing runtime.transport runtime.batches
+        runtime.engine""",
     "layer_weights": "errors values capturing profiling runtime.transport",
     "pipeline": """errors values doctor timelines autoplans layer_weights scheduling scheduling.verification capturing
         profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
@@ -105,11 +106,13 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
+    "replan": "(self, *, profile=None)",
     "save": "(self, directory)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
+    "stragglers": "(self, *, profile=None, tolerance=1.25, layers=False)",
     "timeline": "(self, minibatches=1)",
 }
 """What a pipeline has, with the parameters of its methods."""

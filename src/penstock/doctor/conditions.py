@@ -158,14 +158,14 @@ def _activity(process: int, record: RankRecord, size: int) -> RankCondition:
     if wait is not None:
         seconds = max(wait.seconds, current[0].seconds) if current else wait.seconds
         words = Span(0, action, 0.0, 0.0).words if action and _awaited(action) else wait.context
-        return RankCondition(process, Condition.WAITING, words, seconds, wait.processes, action)
+        return RankCondition(process, Condition.WAITING, words, seconds, wait.processes, action=action)
     if current is not None:
         row = current[0]
         words, awaited = Span(row.rank, action, 0.0, 0.0).words, _awaited(action)
         if awaited is not None and len(record.rows) == 1:
             others = _peers(awaited, row.rank, Placement(record.stages, record.split))
             waits_for = tuple(rank * size + process % size for rank in others)
-            return RankCondition(process, Condition.WAITING, words, row.seconds, waits_for, action)
+            return RankCondition(process, Condition.WAITING, words, row.seconds, waits_for, action=action)
         words = f"{words} of stage {parse(action).stage}"
         return RankCondition(process, Condition.COMPUTING, words, row.seconds, action=action)
     if record.call:

@@ -14,7 +14,7 @@ from penstock.doctor.records import RankRecord
 from penstock.timelines.spans import Span
 from penstock.values.quantities import seconds_text
 
-__all__ = ["Diagnosis", "Edge", "Verdict", "diagnose"]
+__all__ = ["BlockedEdge", "Diagnosis", "Verdict", "diagnose"]
 
 _PATIENCE_SECONDS = 2.0
 """Waits that are shorter are part of every run."""
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class BlockedEdge:
     """The blocked edge: `target` waits for a message, a sum or anything else of `source`; both are processes."""
 
     source: int
@@ -63,7 +63,7 @@ class Diagnosis:
     sentence: str
     """The verdict in one line."""
     advice: str
-    edge: Edge | None
+    edge: BlockedEdge | None
     conditions: tuple[RankCondition, ...]
 
     def __str__(self) -> str:
@@ -83,7 +83,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             return _conclude(evidence, verdict, _first(found, evidence))
     ended = [one for one in conditions if one.condition is Condition.ENDED]
     if ended:
-        return _conclude(evidence, Verdict.FAILED, _first(ended, evidence))
+        # One that was only informed of a failure says less.
+        own = [one for one in ended if "stops too" not in one.words]
+        return _conclude(evidence, Verdict.FAILED, _first(own or ended, evidence))
     roots = list(_roots(conditions))
     if not waiting or (not roots and max(one.seconds or 0.0 for one in waiting) < _PATIENCE_SECONDS):
         return _healthy(evidence)
@@ -140,14 +142,14 @@ def _roots(conditions: tuple[RankCondition, ...]) -> Iterator[RankCondition]:
             yield one
 
 
-def _blocked_edge(culprit: int, conditions: tuple[RankCondition, ...]) -> Edge | None:
+def _blocked_edge(culprit: int, conditions: tuple[RankCondition, ...]) -> BlockedEdge | None:
     """The edge from `culprit` on which another process has waited longest."""
     direct = [one for one in conditions if one.condition is Condition.WAITING and culprit in one.waits_for]
     if not direct:
         return None
     # A sum or a loss is awaited of several ranks; a message comes from this one.
     one = max(direct, key=lambda one: (-len(one.waits_for), one.seconds or 0.0))
-    return Edge(culprit, one.process, one.action, one.seconds)
+    return BlockedEdge(culprit, one.process, one.action, one.seconds)
 
 
 def _steps(record: RankRecord | None) -> int:
@@ -167,7 +169,7 @@ def _conclude(evidence: Evidence, verdict: Verdict, culprit: RankCondition) -> D
     if verdict in (Verdict.SLOW, Verdict.USER_CODE) and frame is not None:
         sentence += f"; it is at {frame}"
     edge = _blocked_edge(culprit.process, evidence.conditions)
-    return Diagnosis(verdict, culprit.process, sentence, advice, edge, evidence.conditions)
+    return Diagnosis(verdict, culprit.process, sentence, advice, edge, conditions=evidence.conditions)
 
 
 def _words(evidence: Evidence, verdict: Verdict, culprit: RankCondition, record: RankRecord | None) -> tuple[str, str]:
@@ -177,6 +179,9 @@ def _words(evidence: Evidence, verdict: Verdict, culprit: RankCondition, record:
     where = f"process {identity.pid} on {identity.host}"
     match verdict:
         case Verdict.FAILED:
+            cause = culprit.words.partition("Diagnosis: ")[2]
+            if culprit.condition is Condition.ENDED and cause:
+                return f"the run has ended. {rank} found before: {cause}", "Start again when the cause is removed"
             return f"{rank} failed: {culprit.words}", "Correct that error; its log has the traceback"
         case Verdict.DEAD:
             return (
@@ -240,10 +245,10 @@ def _out_of_step(evidence: Evidence, waiting: list[RankCondition]) -> Diagnosis:
             f"the ranks are out of step, and {sentence}",
             "Every rank must make the same calls in the same order: compare their code",
             edge,
-            evidence.conditions,
+            conditions=evidence.conditions,
         )
     advice = "The link between the two ranks of the blocked edge may have failed"
-    return Diagnosis(Verdict.UNKNOWN, None, sentence, advice, edge, evidence.conditions)
+    return Diagnosis(Verdict.UNKNOWN, None, sentence, advice, edge, conditions=evidence.conditions)
 
 
 def _where(record: RankRecord | None) -> str:
@@ -261,5 +266,5 @@ def _healthy(evidence: Evidence) -> Diagnosis:
         f"nothing is blocked: no rank waits for longer than is usual (step {max(0, steps - 1)})",
         "Nothing need be done",
         None,
-        evidence.conditions,
+        conditions=evidence.conditions,
     )

@@ -6,6 +6,7 @@ signals. A file ``request`` asks every process for a new record: it holds a rand
 A directory may be shared by several hosts. Only what the operating system says of a process is limited to its own.
 """
 
+import math
 import os
 import secrets
 import shutil
@@ -106,13 +107,22 @@ def own_identity() -> ProcessIdentity:
     return ProcessIdentity(socket.gethostname(), _machine(), pid, _status(pid)[1])
 
 
-def examine(directory: RunDirectory, wait_seconds: float, answer: Callable[[], None] = lambda: None) -> Evidence:
+def examine(
+    directory: RunDirectory,
+    wait_seconds: float = 5.0,
+    *,
+    signals: bool = False,
+    answer: Callable[[], None] = lambda: None,
+) -> Evidence:
     """Asks all processes of a run for their records, and collects the evidence.
 
-    It waits for at most `wait_seconds`, and not for processes that are gone or stopped. Meanwhile it calls `answer`, so
-    that a process of the run can answer itself. Raises `PenstockError` if the directory is not that of a run, or cannot
-    be written.
+    It waits for at most `wait_seconds`, and not for processes that are gone or stopped. `signals`: processes on this
+    host that do not answer are sent SIGUSR2, at which they write their stacks. Meanwhile it calls `answer`, so that a
+    process of the run can answer itself. Raises `PenstockError` if the directory is not that of a run, or cannot be
+    written.
     """
+    if not 0 <= wait_seconds < math.inf:
+        raise PenstockError(f"wait: expected seconds, 0 or more, found {wait_seconds!r}: give the seconds to wait")
     job = directory.read_job()
     try:
         word = directory.request()
@@ -127,7 +137,7 @@ def examine(directory: RunDirectory, wait_seconds: float, answer: Callable[[], N
         left = deadline - time.monotonic()
         if left < 0:
             break
-        if left < wait_seconds / 2:
+        if signals and left < wait_seconds / 2:
             requests.signal(awaited)
         answer()
         time.sleep(_POLL_SECONDS)
@@ -178,8 +188,8 @@ class _Requests:
             self._states[process],
             self._has_answered(process),
             record,
-            max(0.0, time.time() - record.written_unix) if record is not None else 0.0,
-            stacks,
+            age_seconds=max(0.0, time.time() - record.written_unix) if record is not None else 0.0,
+            stacks=stacks,
         )
 
     def _has_answered(self, process: int) -> bool:

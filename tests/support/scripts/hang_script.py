@@ -3,8 +3,8 @@
 The culprit is a rank. What it does in its third step, or around it, is in `Layer.hang` and `train`.
 """
 
-import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -43,7 +43,7 @@ class Layer(nn.Module):
             case "sleep in a forward":
                 time.sleep(600)
             case "hold the interpreter":
-                ctypes.PyDLL(None).sleep(600)
+                re.match("(a+)+$", "a" * 60 + "b")
 
 
 def train(pipe: penstock.Pipeline) -> None:

@@ -195,7 +195,7 @@ class FlightWatch(WaitObserver):
             split=position.split,
             rows=position.rows,
             last=position.last,
-            usual=position.usual,
+            usual=dict(position.usual),
             wait=self._present_wait(now),
             memory=_memory(self._device),
             threads=stacks_of_threads(thread),
@@ -209,7 +209,7 @@ class FlightWatch(WaitObserver):
 
 
 def watch_flight(
-    world: World, plan: Plan, *, recorder: FlightRecorder, guard: FailureGuard, device: torch.device
+    world: World, plan: Plan, recorder: FlightRecorder, guard: FailureGuard, device: torch.device
 ) -> Callable[[], None]:
     """Begins to watch, and returns what ends it. Collective.
 
@@ -222,7 +222,7 @@ def watch_flight(
     identities = [ProcessIdentity(*identity) for identity in world.gather(astuple(own_identity()))]
     schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
     ranks = world.processes // plan.tensor_parallel
-    job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, str(plan), tuple(identities))
+    job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=tuple(identities))
     watch = FlightWatch(
         RunDirectory(path.absolute()),
         job,

@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import penstock
 from penstock.doctor.records import Frame, ThreadRecord
 from penstock.doctor.run_directories import catches
 from penstock.runtime.devices.process_hooks import hooks_allowed
+from penstock.torch_internals.interpreter import frames_of_threads
 
 __all__ = ["SignalStacks", "stacks_of_threads"]
 
 _FRAMES = 40
-_LIBRARIES = (str(Path(penstock.__file__).parent), str(Path(os.__file__).parent), "<frozen")
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen")
 """Where files lie that are not the user's own. Installed packages lie below the second."""
 
 
@@ -57,7 +57,7 @@ def stacks_of_threads(training: int) -> tuple[ThreadRecord, ...]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return tuple(
         ThreadRecord(names.get(ident, f"thread {ident}"), ident == training, _frames(frame))
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in frames_of_threads().items()
         if ident != threading.get_ident()
     )
 

@@ -6,7 +6,7 @@ is worked out when a record is taken. The times are those of the host: a record 
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -47,12 +47,12 @@ class Position:
     """What a record says of the programs of this process; see `RankRecord`."""
 
     steps: int
-    segment: str
-    stages: tuple[tuple[int, ...], ...]
-    split: bool
-    rows: tuple[RowRecord, ...]
-    last: tuple[ActionRecord, ...]
-    usual: dict[str, float]
+    segment: str = ""
+    stages: tuple[tuple[int, ...], ...] = ()
+    split: bool = False
+    rows: tuple[RowRecord, ...] = ()
+    last: tuple[ActionRecord, ...] = ()
+    usual: Mapping[str, float] = field(default_factory=dict)
 
 
 class FlightRecorder:
@@ -73,16 +73,16 @@ class FlightRecorder:
         """What a record says now. May be called by any thread."""
         now, flights = time.perf_counter(), list(self._flights)
         if not flights:
-            return Position(self._steps, "", (), False, (), (), {})
+            return Position(self._steps)
         present = flights[-1]
         return Position(
             self._steps,
-            present.name,
-            present.placement.stages,
-            present.placement.split,
-            tuple(_record_of(row, present.began, now) for row in present.rows),
-            tuple(_last_actions(flights, now)),
-            _usual_seconds(flights),
+            segment=present.name,
+            stages=present.placement.stages,
+            split=present.placement.split,
+            rows=tuple(_record_of(row, present.began, now) for row in present.rows),
+            last=tuple(_last_actions(flights, now)),
+            usual=_usual_seconds(flights),
         )
 
 
