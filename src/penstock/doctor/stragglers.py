@@ -6,14 +6,14 @@ The work of a stage is the median forward plus the median backward of one microb
 - with the profile of its layers, if there is one;
 - with the other stages otherwise: each is expected to take its share of the estimated work.
 
-A link takes the time from the end of a send, or from the beginning of the wait if that is later, to the end of the
-receive. It is compared with the other links, whose messages may be smaller, so only large differences count.
+A link takes the time from the start of a send to the end of its receive, if the receiver was waiting by then. It is
+compared with the other links, whose messages may be smaller, so only large differences count.
 
 Medians over the steps make single late actions, such as those of the first step, count for nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median, median_low
@@ -230,20 +230,21 @@ def _stage_name(stage: int, rank: int, plan: Plan) -> str:
 
 
 def _links(timeline: Timeline) -> dict[tuple[int, int], list[float]]:
-    """By source and target: the seconds of every message that the timeline shows with both ends."""
+    """By source and target: the seconds of every message that the timeline shows with both ends and a receiver that
+    waited for it.
+    """
     sends: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.kind == "send":
             sends[span.stage, span.reference, span.number, span.topic].append(span)
     links: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for span in _in_order(timeline.spans):
+    for span in timeline.spans:
         if span.kind != "receive":
             continue
         sent = sends[span.reference, span.stage, span.number, span.topic]
         # Replicas that share a microbatch have several sends of one name; these do not say which rank they are for.
-        if len(sent) == 1:
-            began = max(sent[0].stop_seconds, span.start_seconds)
-            links[sent[0].rank, span.rank].append(max(0.0, span.stop_seconds - began))
+        if len(sent) == 1 and span.start_seconds <= sent[0].start_seconds:
+            links[sent[0].rank, span.rank].append(max(0.0, span.stop_seconds - sent[0].start_seconds))
     return dict(links)
 
 
@@ -258,7 +259,3 @@ def _slow_links(links: Mapping[tuple[int, int], list[float]], timeline: Timeline
         if seconds > _LINK_FACTOR * usual:
             found.append(Straggler(Slow.LINK, f"link {source}->{target}", seconds, usual, "the other links"))
     return found
-
-
-def _in_order(spans: Iterable[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: (span.start_seconds, span.stop_seconds))

@@ -11,6 +11,7 @@ import queue
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -25,7 +26,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.thread_stacks import SignalStacks, stacks_of_threads
 from penstock.runtime.devices.process_hooks import hooks_allowed
-from penstock.runtime.engine.flight_recorder import FlightRecorder
+from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
 from penstock.runtime.transport.wait_observers import WaitObserver
 from penstock.runtime.transport.worlds import World
 from penstock.values.plans import Plan
@@ -60,7 +61,9 @@ class FlightWatch(WaitObserver):
     ) -> None:
         """`temporary`: the directory is removed after a run without a failure."""
         self._directory, self._job, self._process = directory, job, process
-        self._recorder, self._guard, self._device, self._temporary = recorder, guard, device, temporary
+        self._recorder = weakref.ref(recorder)
+        """It is gone when the pipeline was dropped without being closed."""
+        self._guard, self._device, self._temporary = guard, device, temporary
         self._wait: tuple[str, Sequence[int], float, float] | None = None
         """The context and the peers of the last long wait, and when it was first and last seen."""
         self._failure, self._left, self._warned = "", False, False
@@ -113,7 +116,7 @@ class FlightWatch(WaitObserver):
             self._begin()
         except OSError as error:
             self._warn(error)
-        while True:
+        while self._recorder() is not None:
             try:
                 job = self._jobs.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -121,6 +124,9 @@ class FlightWatch(WaitObserver):
             if job is None:
                 return
             job()
+        atexit.unregister(self.close)
+        self._left = not (self._failure or self._guard.failed)
+        self._leave()
 
     def _begin(self) -> None:
         self._directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,7 +183,8 @@ class FlightWatch(WaitObserver):
             self._write()
 
     def _record(self) -> RankRecord:
-        position, now = self._recorder.position(), time.perf_counter()
+        recorder, now = self._recorder(), time.perf_counter()
+        position = Position(0) if recorder is None else recorder.position()
         place, since, thread = self._guard.call
         return RankRecord(
             job=self._job.job,
