@@ -87,7 +87,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         own = [one for one in ended if "stops too" not in one.words]
         return _conclude(evidence, Verdict.FAILED, _first(own or ended, evidence))
     roots = list(_roots(conditions))
-    if not waiting or (not roots and max(one.seconds or 0.0 for one in waiting) < _PATIENCE_SECONDS):
+    if max((one.seconds or 0.0 for one in waiting), default=0.0) < _PATIENCE_SECONDS:
         return _healthy(evidence)
     if not roots:
         return _out_of_step(evidence, waiting)
