@@ -92,12 +92,14 @@ def test_without_hooks_the_signal_is_left_alone_and_requests_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROCESS_HOOKS, "0")
-    watch = watch_over(tmp_path, FlightRecorder(), temporary=False)
+    recorder = FlightRecorder()
+    watch = watch_over(tmp_path, recorder, temporary=False)
     assert eventually(lambda: RunDirectory(tmp_path).read(0))
     assert not catches(os.getpid(), signal.SIGUSR2)
 
     assert examine(RunDirectory(tmp_path), 60.0).processes[0].answered
     watch.close()
+    assert recorder.position().steps == 0
 
 
 def test_a_clean_end_leaves_no_directory_and_no_thread(tmp_path: Path) -> None:
