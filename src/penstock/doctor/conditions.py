@@ -101,6 +101,10 @@ class RankCondition:
     """The action that it is in, if any."""
 
 
+_LAYERS = ("F", "B", "I", "W")
+"""Actions in which the layers of a stage run."""
+
+
 def current_action(record: RankRecord) -> tuple[RowRecord, str] | None:
     """The row of the rank that runs in this process, and the action that it has begun; None between actions."""
     if not record.call:
@@ -155,7 +159,8 @@ def _last_seen(found: ProcessEvidence) -> str:
 def _activity(process: int, record: RankRecord, size: int) -> RankCondition:
     current, wait = current_action(record), record.wait
     action = current[1] if current else ""
-    if wait is not None:
+    # While a layer computes, only another thread can wait: for a loss, say.
+    if wait is not None and kind_of(action)[-1:] not in _LAYERS:
         seconds = max(wait.seconds, current[0].seconds) if current else wait.seconds
         words = Span(0, action, 0.0, 0.0).words if action and _awaited(action) else wait.context
         return RankCondition(process, Condition.WAITING, words, seconds, wait.processes, action=action)
