@@ -126,6 +126,25 @@ def test_a_pipeline_that_is_dropped_is_watched_no_more(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_waits_of_the_thread_that_trains_count(tmp_path: Path) -> None:
+    watch = watch_over(tmp_path, recorder := FlightRecorder(), temporary=False)
+    other = threading.Thread(target=lambda: watch.waiting("a message of a device", (1,)))
+    other.start()
+    other.join()
+    examine(RunDirectory(tmp_path), 60.0)
+    ignored = RunDirectory(tmp_path).read(0)
+    watch.waiting("the sum over ranks [0, 1]", (1,))
+    examine(RunDirectory(tmp_path), 60.0)
+    seen = RunDirectory(tmp_path).read(0)
+    watch.close()
+
+    assert recorder.position().steps == 0
+    assert ignored is not None
+    assert seen is not None
+    assert seen.wait is not None
+    assert (ignored.wait, seen.wait.context, seen.wait.processes) == (None, "the sum over ranks [0, 1]", (1,))
+
+
 def test_records_of_a_failure_stay(tmp_path: Path) -> None:
     watch = watch_over(tmp_path / "run", recorder := FlightRecorder())
     watch.failing("ValueError in a step: it is broken")
