@@ -112,7 +112,7 @@ def test_ranks_that_make_different_calls_are_out_of_step() -> None:
 
 
 def test_ranks_in_one_step_that_wait_for_each_other_blame_no_rank() -> None:
-    records = [waiting_for(record_of(FLUSH, rank, 0), (1 - rank,)) for rank in (0, 1)]
+    records = [waiting_for(record_of(FLUSH, rank, 0, rows=()), (1 - rank,)) for rank in (0, 1)]
     found = diagnose(evidence_of(FLUSH, records))
 
     assert (found.verdict, found.rank) == (Verdict.UNKNOWN, None)
@@ -170,6 +170,13 @@ def test_processes_of_a_tensor_parallel_rank_wait_for_their_own_peers() -> None:
     found = Evidence(replace(evidence.job, tensor_parallel=2), evidence.processes)
 
     assert [one.waits_for for one in found.conditions] == [(), (), (0,), (1,)]
+
+
+def test_a_wait_of_another_thread_while_a_layer_computes_is_no_wait_of_the_rank() -> None:
+    waiting = waiting_for(record_of(FLUSH, 1, index_of(FLUSH, 1, "1F8@2")), (2,))
+    evidence = stuck(wait=waiting.wait)
+
+    assert (diagnose(evidence).verdict, diagnose(evidence).rank) == (Verdict.SLOW, 1)
 
 
 def test_a_wait_outside_of_the_program_is_the_transports() -> None:
