@@ -18,14 +18,17 @@ from penstock.autoplans import AutoPlan, Choices, plan_automatically
 from penstock.capturing.initialization import InitFn
 from penstock.capturing.outside_state import OutsideState
 from penstock.capturing.reminders import lifted
+from penstock.doctor.stragglers import Stragglers
 from penstock.errors import PenstockError, TransportError
 from penstock.layer_weights import Balance, log_shares, weigh_layers
 from penstock.profiling.profiler import profile as profile_layers
 from penstock.reporting.stats import Stats, StatsSource
+from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
@@ -295,6 +298,11 @@ class Pipeline:
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
                 self._opened.callback(reminder.remove)
             self._outside = OutsideState(model, self._chain)
+            self._opened.callback(
+                watch_flight(self._world, self.plan, self._engine.recorder, self._guarded, self._device)
+            )
+            known = self.auto_plan.profile if self.auto_plan else None
+            self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         self._preemption = resume_training(self, resume, self._world, timeout_seconds)
         if resume is not None:
@@ -485,6 +493,21 @@ class Pipeline:
             peak_flops=peak_flops,
             all_ranks=all_ranks,
         )
+
+    def stragglers(
+        self, *, profile: Profile | None = None, tolerance: float = 1.25, layers: bool = False
+    ) -> Stragglers:
+        """Ranks, stages and links that were slow in the last 8 steps, compared with `profile`, with that of
+        ``plan="auto"``, or with estimates. `layers` measures the layers, too. Collective. docs/doctor.md explains it.
+        """
+        measure = self.measure if layers else None
+        return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
+
+    def replan(self, *, profile: Profile | None = None) -> Plan:
+        """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
+        says what is expected of it and how to apply it. `profile` as in `stragglers`.
+        """
+        return self._straggler_source.recut(self.timeline(8), profile)
 
     @property
     def gradient_norm(self) -> float | None:

@@ -126,6 +126,7 @@ def test_a_frozen_rank_is_named(fork_server: ForkServer) -> None:
 
     assert code != 0
     assert "nothing came from rank 1 for 4 s" in errors
+    assert "Diagnosis: rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger): process" in errors
 
 
 def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(fork_server: ForkServer) -> None:

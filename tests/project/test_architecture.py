@@ -52,28 +52,30 @@ FLOW = {
     "runtime.execution": "errors torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
     "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
-    "runtime.engine": """errors torch_internals values timelines scheduling scheduling.verification capturing training
-        runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
-        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
+    "doctor": "errors values timelines scheduling",
+    "runtime.engine": """errors torch_internals values doctor timelines scheduling scheduling.verification capturing
+        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
+    "runtime.assembly": """errors torch_internals values doctor scheduling scheduling.orders scheduling.verification
+        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
     "runtime.checkpoints": """errors torch_internals values scheduling capturing training data runtime.devices
         runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
-    "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
+    "reporting": """errors values doctor timelines scheduling simulating capturing runtime.transport runtime.batches
+        runtime.engine""",
     "layer_weights": "errors values capturing profiling runtime.transport",
     "testing": "errors scheduling runtime.batches runtime.engine",
-    "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
+    "pipeline": """errors values doctor timelines autoplans layer_weights scheduling scheduling.verification capturing
         profiling training reporting testing runtime.devices runtime.transport runtime.execution runtime.parameters
         runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
+    "commands": "errors values doctor timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",
     "__main__": "cli",
 }
-PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "simulating", "rendering")
+PURE = ("errors", "progress", "values", "doctor", "timelines", "planning", "scheduling", "simulating", "rendering")
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
@@ -108,6 +110,7 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
+    "replan": "(self, *, profile=None)",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "skipped_updates": "property",
@@ -115,6 +118,7 @@ METHODS = {
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",
     "steps": "property",
+    "stragglers": "(self, *, profile=None, tolerance=1.25, layers=False)",
     "timeline": "(self, minibatches=1)",
     "track": "(self, **objects)",
 }

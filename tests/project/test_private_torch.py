@@ -119,6 +119,7 @@ def test_the_room_touches_some() -> None:
             "dispatch",
             "distributed",
             "export",
+            "interpreter",
             "modules",
             "profiler",
             "pytrees",

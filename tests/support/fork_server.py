@@ -67,6 +67,8 @@ class ForkServer:
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            # A run that fails leaves its records.
+            "PENSTOCK_RUN_DIR": os.environ.get("PENSTOCK_RUN_DIR", f"{self._directory.name}/run {self._started}"),
         }
         return [self.start(arguments, {**os.environ, **shared, "RANK": str(rank)}, folder) for rank in range(ranks)]
 

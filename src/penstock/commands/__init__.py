@@ -1,5 +1,6 @@
 """The commands of ``penstock``: one file each, a thin skin over the function of the same name."""
 
+from penstock.commands.diagnosing import DOCTOR
 from penstock.commands.planning import PLAN
 from penstock.commands.probing import PROBE
 from penstock.commands.profiling import PROFILE
@@ -7,4 +8,4 @@ from penstock.commands.showing import SHOW
 from penstock.commands.simulating import SIMULATE
 from penstock.commands.verifying import VERIFY
 
-__all__ = ["PLAN", "PROBE", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]
+__all__ = ["DOCTOR", "PLAN", "PROBE", "PROFILE", "SHOW", "SIMULATE", "VERIFY"]

@@ -106,7 +106,11 @@ class Timeline:
         `measured` is drawn below this timeline, which is then called the prediction, on one time axis. `critical` holds
         the spans of the critical path of either, in order, to be marked (`penstock.simulating.critical_path`).
         """
-        write_text(path, timeline_svg(self._panels(measured, critical)), ScheduleError)
+        write_text(path, self.svg(measured=measured, critical=critical), ScheduleError)
+
+    def svg(self, *, measured: "Timeline | None" = None, critical: Sequence[Span] = ()) -> str:
+        """The text of the picture that `save_svg` writes."""
+        return timeline_svg(self._panels(measured, critical))
 
     def save_html(
         self,

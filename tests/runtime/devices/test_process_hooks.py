@@ -13,7 +13,7 @@ from support.training import Case
 def test_hooks_are_set_while_a_pipeline_is_open(pool: Pool) -> None:
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     for during, after, _ in pool.run(2, observe_changes, "1"):
-        assert during == Changes(connections, hooked=True, exit_functions=1)
+        assert during == Changes(connections, hooked=True, exit_functions=2)
         assert (after.environment, after.hooked) == (connections, False)
 
 

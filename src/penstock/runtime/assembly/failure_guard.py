@@ -4,6 +4,7 @@ A refusal changes nothing: the call did not begin. If all processes refuse a cal
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,8 @@ class FailureGuard:
         """Whether the pipeline failed in a way that a new state repairs."""
         self.all_refuse: Callable[[str], bool] | None = None
         """Called with the reason on every process that refuses a call. Returns whether all of them do."""
+        self.call: tuple[str, float, int] = "", time.perf_counter(), threading.get_ident()
+        """Where the pipeline is called now, empty if it is not; since when; and the thread that called it last."""
 
     @property
     def failed(self) -> bool:
@@ -52,6 +55,8 @@ class FailureGuard:
         if not harmless and not self._running.acquire(blocking=False):
             self._refuse_second()
         self._world.enter(place)
+        before = self.call[0]
+        self.call = place, time.perf_counter(), threading.get_ident()
         try:
             if not harmless:
                 self._place = place
@@ -64,6 +69,7 @@ class FailureGuard:
                 self._world.report(place, error)
             raise
         finally:
+            self.call = before, time.perf_counter(), threading.get_ident()
             self._world.enter("")
             if not harmless:
                 self._running.release()

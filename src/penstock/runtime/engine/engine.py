@@ -25,6 +25,7 @@ from penstock.runtime.devices.host_copies import HostCopier
 from penstock.runtime.engine.buffers import share_buffers
 from penstock.runtime.engine.call_agreement import CallAgreement, comparing_rank
 from penstock.runtime.engine.cooperative_scheduler import run_cooperatively
+from penstock.runtime.engine.flight_recorder import FlightRecorder
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
@@ -81,6 +82,7 @@ class Engine:
         self.steps = 0
         """The steps trained so far, those before a checkpoint included."""
         self.transport, self.device = transport, context.device
+        self.recorder = FlightRecorder()
         self._records: deque[StepRecord] = deque(maxlen=KEPT_MINIBATCHES)
         """The last minibatches, and drains with something to compute."""
         self._follows = False
@@ -407,6 +409,8 @@ class Engine:
         for worker in self._workers:
             worker.begin(batch, schedule, numbered, programs[worker.rank])
         trains = schedule is self._schedule and isinstance(segment, Step)
+        kind = "step" if trains else "drain" if schedule is self._schedule else "evaluation"
+        self.recorder.begin(kind, schedule.placement, [worker.row for worker in self._workers])
         with self._context.streams.ordered_segment():
             run_cooperatively(self._workers, programs, self._context.streams, self._prepare if trains else None)
         return [timing for worker in self._workers for timing in worker.end()]

@@ -11,6 +11,7 @@ Laws of this file:
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from time import perf_counter
 from typing import TypeAlias, assert_never, cast
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from penstock.capturing.model_forms import ModelInputs
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.devices.timestamps import Timestamp
+from penstock.runtime.engine.flight_recorder import FlightRow
 from penstock.runtime.engine.forwards import Forwards
 from penstock.runtime.engine.gradients import Gradients
 from penstock.runtime.engine.local_stage import LocalStage
@@ -87,6 +89,8 @@ class Worker:
         self._labels = False
         """Whether a profiler was active when the segment began."""
         self._timings: list[ActionTiming] = []
+        self.row = FlightRow(rank, ())
+        """How far the present program is."""
         self._microbatches: dict[int, Microbatch] = {}
 
     @property
@@ -110,6 +114,7 @@ class Worker:
                 if self.rank in ranks:
                     index = ranks.index(self.rank)
                     self._microbatches[k] = take_slice(self._inputs, microbatch, index, len(ranks))
+        self.row = FlightRow(self.rank, program)
         self._forwards.begin(batch, program)
         self.gradients.begin(batch)
         self._mailbox.begin(schedule, self._microbatches, program)
@@ -152,6 +157,8 @@ class Worker:
 
     def _carry_out(self, action: Action) -> None:
         start, update = self._now(), None
+        row = self.row
+        row.starts.append(perf_counter())
         try:
             self._call_hooks(action)
             match action:
@@ -194,6 +201,7 @@ class Worker:
                 raise error from found
             raise
         self._timings.append((self.rank, action, *(update or (start, self._now()))))
+        row.stops.append(perf_counter())
 
     def _call_hooks(self, action: Action) -> None:
         if self._training:

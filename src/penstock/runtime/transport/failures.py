@@ -21,6 +21,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.runtime.transport.plain_values import decode_plain, encode_plain
 from penstock.runtime.transport.rank_states import ProcessIdentity
 from penstock.runtime.transport.store_watch import FAILURE, READERS, StoreUnreachable, StoreWatch
+from penstock.runtime.transport.wait_observers import WaitObserver
 
 __all__ = ["FailureBoard", "explained", "name_ranks"]
 
@@ -49,6 +50,7 @@ class FailureBoard:
         self._ended: set[int] = set()
         """Ranks that are known to have ended, and will read no report."""
         self._next_look = 0.0
+        self.observer = WaitObserver()
         self.failed = False
         """Whether this rank has failed or knows of one that has."""
         self._finalizer = weakref.finalize(self, self.watch.stop)

@@ -78,12 +78,13 @@ class Timeout:
         """
         self.board.check()
         self.board.check_processes(peers, context)
+        self.board.observer.waiting(context, peers)
         if time.monotonic() > deadline:
             self.board.failed = True
             raise TransportError(
                 f"nothing came from {name_ranks(peers)} for {self.timeout_seconds:g} s ({context})."
                 f"{self.board.describe(peers) or _UNKNOWN} Look at its log, or pass a larger timeout_seconds= if its "
-                "work may take that long"
+                f"work may take that long{self.board.observer.explain()}"
             )
 
     def wait_for(self, came: Callable[[], bool], context: str, peers: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -35,6 +36,7 @@ from penstock.runtime.transport.store_keys import remove_keys
 from penstock.runtime.transport.store_watch import StoreWatch, WatchedStore
 from penstock.runtime.transport.timeouts import DEFAULT_TIMEOUT_SECONDS, GRACE_SECONDS, Timeout
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
+from penstock.runtime.transport.wait_observers import WaitObserver
 
 __all__ = ["Processes", "SingleProcess", "World", "join_world"]
 
@@ -47,6 +49,8 @@ _MEETING = "all ranks building their pipelines"
 class World(Protocol):
     """The processes that hold the ranks of a pipeline."""
 
+    name: str
+    """A random name, the same in all processes."""
     processes: int
     rank: int
     """The rank of this process."""
@@ -91,6 +95,9 @@ class World(Protocol):
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         """Returns every process's numbers on `topic`, by rank; None while some are missing. Does not block."""
 
+    def observe(self, observer: WaitObserver) -> None:
+        """Shows the waits and the failure of this process to `observer`."""
+
     def report(self, context: str, error: BaseException) -> None:
         """Reports to the other processes that this one failed with `error`. `context` says where."""
 
@@ -105,6 +112,7 @@ class SingleProcess:
     """A single process that holds all ranks."""
 
     def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
         self.processes = 1
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
@@ -143,6 +151,9 @@ class SingleProcess:
 
     def published(self, topic: str) -> Sequence[Sequence[float]] | None:
         return [self._numbers[topic]] if topic in self._numbers else None
+
+    def observe(self, observer: WaitObserver) -> None:
+        """Does nothing: this process waits for no other one."""
 
     def report(self, context: str, error: BaseException) -> None:
         """Does nothing: there are no other processes."""
@@ -185,6 +196,7 @@ class Processes:
         try:
             identities = self.gather(ProcessIdentity.own().fields(), _MEETING)
             self._board.processes = {rank: ProcessIdentity(*fields) for rank, fields in enumerate(identities)}
+            self.name: str = self.gather(uuid.uuid4().hex, _MEETING)[0]
             self._key = agree_on_key(
                 self.rank,
                 partial(self.gather, context=_MEETING),
@@ -259,10 +271,15 @@ class Processes:
         return None if asked.exception() is not None else asked.result()
 
     def report(self, context: str, error: BaseException) -> None:
+        reason = f"{type(error).__name__} {context}: {str(error).partition(chr(10))[0][:1000]}"
+        self._board.observer.failing(reason)
         self._board.report(context, "".join(traceback.format_exception(error)))
 
     def announce_leave(self) -> None:
         self._board.leave()
+
+    def observe(self, observer: WaitObserver) -> None:
+        self._board.observer = observer
 
     def leave(self) -> None:
         if sys.excepthook == self._report_uncaught:

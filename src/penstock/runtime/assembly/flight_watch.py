@@ -1,0 +1,256 @@
+"""Writes the flight records of this process: on request, at a signal, at a failure, and every few seconds.
+
+A thread of its own does it, so that neither a main thread that is blocked in a library nor a disk that does not answer
+keeps the other from going on.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from penstock.doctor.diagnosis import diagnose
+from penstock.doctor.records import JobRecord, Memory, ProcessIdentity, RankRecord, WaitRecord
+from penstock.doctor.run_directories import RunDirectory, examine, own_identity
+from penstock.errors import PenstockError
+from penstock.runtime.assembly.failure_guard import FailureGuard
+from penstock.runtime.assembly.thread_stacks import SignalStacks, stacks_of_threads
+from penstock.runtime.devices.process_hooks import hooks_allowed
+from penstock.runtime.engine.flight_recorder import FlightRecorder, Position
+from penstock.runtime.transport.wait_observers import WaitObserver
+from penstock.runtime.transport.worlds import World
+from penstock.values.plans import Plan
+
+__all__ = ["RUN_DIR", "FlightWatch", "watch_flight"]
+
+RUN_DIR = "PENSTOCK_RUN_DIR"
+"""The environment variable with the run directory. It is kept when the run ends; a temporary one is removed."""
+_POLL_SECONDS = 0.2
+_HEARTBEAT_SECONDS = 5.0
+"""A process that is killed leaves a record that is no older than this."""
+_PRESENT_SECONDS = 1.5
+"""A wait that was last seen longer ago is over."""
+_ANSWER_SECONDS = 3.0
+"""How long a diagnosis waits for the records of the other processes."""
+_log = logging.getLogger("penstock")
+
+
+class FlightWatch(WaitObserver):
+    """Watches over one pipeline of this process, and writes its records to `directory`."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        job: JobRecord,
+        process: int,
+        *,
+        recorder: FlightRecorder,
+        guard: FailureGuard,
+        device: torch.device,
+        temporary: bool,
+    ) -> None:
+        """`temporary`: the directory is removed after a run without a failure."""
+        self._directory, self._job, self._process = directory, job, process
+        self._recorder = weakref.ref(recorder)
+        """It is gone when the pipeline was dropped without being closed."""
+        self._guard, self._device, self._temporary = guard, device, temporary
+        self._wait: tuple[str, Sequence[int], float, float] | None = None
+        """The context and the peers of the last long wait, and when it was first and last seen."""
+        self._failure, self._left, self._warned = "", False, False
+        self._requested, self._stacks_size, self._written = "", 0, float("-inf")
+        self._stacks: SignalStacks | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="penstock flight watch", daemon=True)
+        self._thread.start()
+        if hooks_allowed():
+            atexit.register(self.close)
+
+    def waiting(self, context: str, peers: Sequence[int]) -> None:
+        if threading.get_ident() != self._guard.call[2]:
+            # The watchdog of a device looks at messages that no rank need wait for yet.
+            return
+        now, seen = time.perf_counter(), self._wait
+        same = seen is not None and seen[0] == context and now - seen[3] < _PRESENT_SECONDS
+        self._wait = context, peers, seen[2] if same and seen is not None else now, now
+
+    def failing(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._have_done(self._write)
+
+    def explain(self) -> str:
+        found: list[str] = []
+        self._have_done(lambda: found.append(self._diagnose()))
+        return found[0] if found else ""
+
+    def close(self) -> None:
+        """Ends the thread, and removes the records of a run without a failure. A second call does nothing."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            self._left = not (self._failure or self._guard.failed)
+            self._have_done(self._leave)
+            self._jobs.put(None)
+            self._thread.join(_ANSWER_SECONDS)
+
+    def _have_done(self, job: Callable[[], None]) -> None:
+        """Has the thread do `job`, and waits for it, but not for a disk that does not answer."""
+        done = threading.Event()
+
+        def do() -> None:
+            try:
+                job()
+            finally:
+                done.set()
+
+        self._jobs.put(do)
+        done.wait(2 * _ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except OSError as error:
+            self._warn(error)
+        while self._recorder() is not None:
+            try:
+                job = self._jobs.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                job = self._look
+            if job is None:
+                return
+            job()
+        atexit.unregister(self.close)
+        self._left = not (self._failure or self._guard.failed)
+        self._leave()
+
+    def _begin(self) -> None:
+        self._directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        machine = self._job.processes[self._process].machine
+        first = next(number for number, one in enumerate(self._job.processes) if one.machine == machine)
+        if first == self._process:
+            self._directory.write(self._job)
+        self._stacks = SignalStacks(self._directory.stacks_file(self._process))
+        self._write()
+
+    def _look(self) -> None:
+        """Writes a record if one was requested, at a signal, or if the last one is old."""
+        word, size = self._directory.requested(), self._stacks.size() if self._stacks else 0
+        due = time.monotonic() - self._written > _HEARTBEAT_SECONDS
+        if word != self._requested or size != self._stacks_size or due:
+            self._requested, self._stacks_size = word, size
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        try:
+            self._directory.write(self._record())
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """A run does not end because a disk is full."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "flight records cannot be written to %s: %s. `penstock doctor` will know nothing of process %d. Set %s "
+                "to another directory",
+                self._directory.path,
+                error.strerror,
+                self._process,
+                RUN_DIR,
+            )
+
+    def _diagnose(self) -> str:
+        self._write()
+        try:
+            found = diagnose(examine(self._directory, _ANSWER_SECONDS, answer=self._look))
+        except (PenstockError, OSError) as error:
+            _log.debug("no diagnosis: %s", error)
+            return ""
+        return f". Diagnosis: {found.sentence}. `penstock doctor {self._directory.path}` shows all ranks"
+
+    def _leave(self) -> None:
+        if self._stacks is not None:
+            self._stacks.close()
+        if self._left and self._temporary:
+            self._directory.remove(self._process)
+        else:
+            self._write()
+
+    def _record(self) -> RankRecord:
+        recorder, now = self._recorder(), time.perf_counter()
+        position = Position(0) if recorder is None else recorder.position()
+        place, since, thread = self._guard.call
+        return RankRecord(
+            job=self._job.job,
+            process=self._process,
+            identity=self._job.processes[self._process],
+            written_unix=time.time(),
+            request=self._directory.requested(),
+            failure=self._failure,
+            left=self._left,
+            call=place,
+            call_seconds=max(0.0, now - since),
+            steps=position.steps,
+            segment=position.segment,
+            stages=position.stages,
+            split=position.split,
+            rows=position.rows,
+            last=position.last,
+            usual=dict(position.usual),
+            wait=self._present_wait(now),
+            memory=_memory(self._device),
+            threads=stacks_of_threads(thread),
+        )
+
+    def _present_wait(self, now: float) -> WaitRecord | None:
+        if self._wait is None or now - self._wait[3] > _PRESENT_SECONDS:
+            return None
+        context, peers, since, _ = self._wait
+        return WaitRecord(context, tuple(peers), now - since)
+
+
+def watch_flight(
+    world: World, plan: Plan, recorder: FlightRecorder, guard: FailureGuard, device: torch.device
+) -> Callable[[], None]:
+    """Begins to watch, and returns what ends it. Collective.
+
+    A single process is watched only if `RUN_DIR` is set: no rank waits for it.
+    """
+    given = os.environ.get(RUN_DIR, "")
+    if world.processes == 1 and not given:
+        return lambda: None
+    path = Path(given) if given else Path(tempfile.gettempdir()) / f"penstock-run-{world.name}"
+    identities = [ProcessIdentity(*identity) for identity in world.gather(astuple(own_identity()))]
+    schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+    ranks = world.processes // plan.tensor_parallel
+    job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=tuple(identities))
+    watch = FlightWatch(
+        RunDirectory(path.absolute()),
+        job,
+        world.rank,
+        recorder=recorder,
+        guard=guard,
+        device=device,
+        temporary=not given,
+    )
+    world.observe(watch)
+    _log.debug("flight records of this run: %s", path)
+    return watch.close
+
+
+def _memory(device: torch.device) -> Memory:
+    host = None
+    with suppress(OSError):
+        host = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if device.type != "cuda":
+        return Memory(host)
+    return Memory(host, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))

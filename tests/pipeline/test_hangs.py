@@ -1,0 +1,117 @@
+"""Runs of real processes that hang, and what the doctor says of them from outside."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.doctor.conditions import Evidence
+from penstock.doctor.diagnosis import Diagnosis, Verdict, diagnose
+from penstock.doctor.run_directories import RunDirectory, examine
+from penstock.errors import PenstockError
+from support.fork_server import Child, ForkServer, finish
+from support.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "hang_script.py"
+
+
+class HungRun:
+    """Processes of `hang_script.py`, whose records are in `directory`."""
+
+    def __init__(self, processes: list[Child], directory: RunDirectory) -> None:
+        self.processes, self.directory = processes, directory
+
+    def wait_for(self, verdict: Verdict) -> tuple[Evidence, Diagnosis]:
+        """The first diagnosis with `verdict`; the last one if there is none for a long time."""
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                evidence = examine(self.directory, signals=True)
+                found = diagnose(evidence)
+                if found.verdict is verdict or time.monotonic() > deadline:
+                    return evidence, found
+            except PenstockError:
+                assert time.monotonic() < deadline, [process.errors() for process in self.processes]
+            time.sleep(0.2)
+
+
+Hang = Callable[[str, int, str, int, int], HungRun]
+
+
+@pytest.fixture
+def hang(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Starts a run: (scenario, culprit, schedule, stages, ranks)."""
+    processes: list[Child] = []
+
+    def start(scenario: str, culprit: int, schedule: str, stages: int, ranks: int) -> HungRun:
+        monkeypatch.setenv("PENSTOCK_RUN_DIR", str(tmp_path / "run"))
+        arguments = [str(SCRIPT), scenario, str(culprit), schedule, str(stages), "600"]
+        processes.extend(fork_server.start_ranks(arguments, ranks))
+        return HungRun(processes, RunDirectory(tmp_path / "run"))
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_asleep_in_a_forward_is_slow(hang: Hang, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = hang("sleep in a forward", 1, "interleaved", 4, 2)
+    evidence, found = run.wait_for(Verdict.SLOW)
+
+    assert (found.verdict, found.rank) == (Verdict.SLOW, 1), found
+    assert "in hang: time.sleep(600)" in found.sentence
+    assert found.edge is not None
+    assert (found.edge.source, found.edge.target) == (1, 0)
+    records = [process.record for process in evidence.processes]
+    assert [record.steps for record in records if record is not None] == [3, 3]
+
+    page = tmp_path / "page.html"
+    assert main(["doctor", str(run.directory.path), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "SLOW: rank 1 is slow" in printed
+    assert "\nrank 1 " in printed
+    assert "<svg" in page.read_text()
+    assert main(["doctor", str(run.directory.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"] == 1
+
+
+def test_a_rank_asleep_between_steps_is_in_the_users_code(hang: Hang) -> None:
+    _, found = hang("sleep between steps", 2, "pipedream", 3, 3).wait_for(Verdict.USER_CODE)
+
+    assert (found.verdict, found.rank) == (Verdict.USER_CODE, 2), found
+    assert "after 2 steps; others are in step 2" in found.sentence
+    assert "in train: time.sleep(600)" in found.sentence
+
+
+def test_a_rank_that_never_calls_step_is_named(hang: Hang) -> None:
+    _, found = hang("never step", 0, "1f1b-flush", 2, 2).wait_for(Verdict.USER_CODE)
+
+    assert (found.verdict, found.rank) == (Verdict.USER_CODE, 0), found
+    assert "has never called step" in found.sentence
+
+
+def test_a_stopped_rank_is_named(hang: Hang) -> None:
+    _, found = hang("stop", 0, "pipedream", 4, 4).wait_for(Verdict.STOPPED)
+
+    assert (found.verdict, found.rank) == (Verdict.STOPPED, 0), found
+
+
+def test_a_rank_whose_interpreter_is_blocked_writes_its_stacks_at_a_signal(hang: Hang) -> None:
+    evidence, found = hang("hold the interpreter", 1, "1f1b-flush", 2, 2).wait_for(Verdict.SILENT)
+
+    assert (found.verdict, found.rank) == (Verdict.SILENT, 1), found
+    assert "in hang" in evidence.processes[1].stacks
+    assert found.edge is not None
+    assert (found.edge.source, found.edge.target) == (1, 0)
+
+
+def test_a_killed_rank_is_named_after_the_others_have_ended(hang: Hang) -> None:
+    run = hang("kill", 1, "2bw", 3, 3)
+    finish(run.processes)
+    _, found = run.wait_for(Verdict.DEAD)
+
+    assert (found.verdict, found.rank) == (Verdict.DEAD, 1), found
