@@ -25,51 +25,54 @@ SOURCES = {
 # room inside another one what is beside it there. Rooms of the runtime stand on each other, from the device up.
 FLOW = {
     "errors": "",
+    "arguments": "errors",
     "torch_internals": "errors",
-    "values": "errors scheduling scheduling.orders",
-    "timelines": "errors values",
+    "values": "errors arguments scheduling scheduling.orders",
+    "timelines": "errors arguments values",
     "progress": "",
-    "planning": "errors values scheduling scheduling.orders simulating planning.search",
-    "planning.search": """errors values progress scheduling scheduling.orders scheduling.verification simulating
-        planning""",
-    "scheduling": "errors scheduling.orders scheduling.verification",
+    "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",
+    "planning.search": """errors arguments values progress scheduling scheduling.orders scheduling.verification
+        simulating planning""",
+    "scheduling": "errors arguments scheduling.orders scheduling.verification",
     "scheduling.orders": "errors scheduling",
-    "scheduling.verification": "errors scheduling",
-    "simulating": "errors values timelines scheduling",
-    "rendering": "errors values timelines scheduling simulating",
-    "capturing": "errors torch_internals values capturing.export",
+    "scheduling.verification": "errors arguments scheduling",
+    "simulating": "errors arguments values timelines scheduling",
+    "rendering": "errors arguments values timelines scheduling simulating",
+    "capturing": "errors arguments torch_internals values capturing.export",
     "capturing.export": "errors torch_internals capturing",
     # The probe measures the links through the transport that the pipeline will use.
-    "profiling": """errors torch_internals values progress capturing training runtime.devices runtime.transport
-        runtime.execution""",
-    "training": "errors torch_internals",
-    "data": "errors torch_internals capturing",
-    "oracle": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
+    "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
+        runtime.transport runtime.execution""",
+    "training": "errors arguments torch_internals",
+    "data": "errors arguments torch_internals capturing",
+    "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
     "runtime.transport": "errors torch_internals scheduling runtime.devices",
-    "runtime.execution": "errors torch_internals values capturing runtime.devices",
+    "runtime.execution": "errors arguments torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
-    "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
-    "runtime.engine": """errors torch_internals values timelines scheduling capturing training runtime.devices
+    "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
+        runtime.transport""",
+    "runtime.engine": """errors arguments torch_internals values timelines scheduling capturing training runtime.devices
         runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
-        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
+    "runtime.assembly": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification
+        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
         runtime.engine""",
-    "autoplans": """errors values planning scheduling scheduling.orders capturing
+    "autoplans": """errors arguments values planning scheduling scheduling.orders capturing
         capturing.export profiling runtime.transport runtime.assembly""",
-    "reporting": """errors values scheduling simulating capturing runtime.transport runtime.batches runtime.engine""",
-    "layer_weights": "errors values capturing profiling runtime.transport",
-    "pipeline": """errors values timelines autoplans layer_weights scheduling scheduling.verification capturing
-        profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
+    "reporting": """errors arguments values scheduling simulating capturing runtime.transport runtime.batches
+        runtime.engine""",
+    "layer_weights": "errors arguments values capturing profiling runtime.transport",
+    "pipeline": """errors arguments values timelines autoplans layer_weights scheduling scheduling.verification
+        capturing profiling training reporting runtime.devices runtime.transport runtime.execution runtime.parameters
         runtime.batches runtime.engine runtime.assembly""",
-    "commands": "errors values timelines planning scheduling simulating rendering capturing profiling",
+    "commands": "errors arguments values timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
     "cli": "errors commands",
     "__main__": "cli",
 }
-PURE = ("errors", "progress", "values", "timelines", "planning", "scheduling", "simulating", "rendering")
+PURE = ("errors", "arguments", "progress", "values", "timelines", "planning", "scheduling", "simulating", "rendering")
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """

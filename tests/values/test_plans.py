@@ -111,7 +111,7 @@ def stages(*triples):
             "microbatches: expected a whole number, 1 or more, found 0",
         ),
         (lambda: Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
-        (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected true or false, found 1"),
+        (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, found 1"),
         (
             lambda: Prediction(1.0, math.nan, 1.0, (), 0.0),
             "samples_per_second: expected a number, 0 or more, found nan",
@@ -220,7 +220,7 @@ def test_layers_of_one_weight_are_cut_as_uniform_plans_are(weight, stages, more)
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "1", True])
 def test_a_weight_that_is_no_cost_is_named(weight):
-    with pytest.raises(PlanError, match=r"weights\[1\]: expected a number, 0 or more and finite"):
+    with pytest.raises(PlanError, match=r"weights\[1\]: expected a finite number, 0 or more"):
         Plan.balanced([1.0, weight], 2)
 
 

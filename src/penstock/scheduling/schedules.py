@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
+from penstock.arguments import FLAG, check_fields, instance, whole
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
@@ -29,6 +30,16 @@ __all__ = ["Programs", "Schedule", "inference"]
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
+
+_COUNT = whole(1).but("give 1 or more")
+_RULES = {
+    "ranks": _COUNT,
+    "microbatches": _COUNT,
+    "stages_per_rank": _COUNT,
+    "vertical_sync": FLAG,
+    "norms": FLAG,
+    "replicated": instance(Placement, "a Placement", "use penstock.schedule(plan), which makes one").optional,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         definition = _find(self.method)
+        check_fields(self, _RULES, ScheduleError)
         placement = _place_stages(self, definition)
         shape = PipelineShape(placement, self.microbatches, self.vertical_sync, _waiting(self, len(placement.stages)))
         _check_form(self, definition)
@@ -342,8 +354,7 @@ def _check_skips(schedule: Schedule) -> None:
 
 
 def _check_count(name: str, value: int) -> None:
-    if value < 0:
-        raise ScheduleError(f"schedule: {name} is counted from 0, got {value}; give 0 or more")
+    whole(0).but("give 0 or more").check(f"schedule: {name}", value, ScheduleError)
 
 
 def _count(number: int, noun: str) -> str:

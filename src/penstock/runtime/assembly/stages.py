@@ -12,6 +12,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
+from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
@@ -39,7 +40,6 @@ from penstock.scheduling.placements import Skip
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.scheduling.verification.verifier import enough_minibatches
-from penstock.values.documents import is_count
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
