@@ -133,6 +133,7 @@ def whole(least: int | None = None, most: int | None = None, unit: str = "") -> 
 
 def number(
     least: float | None = None,
+    *,
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,

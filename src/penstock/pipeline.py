@@ -28,6 +28,7 @@ from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.pipeline_arguments import check_pipeline
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
@@ -160,7 +161,7 @@ class Pipeline:
         loss_scale: LossScale | str | float | None = None,
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
-        update_hooks: Sequence[UpdateHook] = (),
+        update_hooks: Sequence[UpdateHook] | UpdateHook = (),
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
         compile: bool | Mapping[str, Any] = False,
@@ -171,18 +172,7 @@ class Pipeline:
         seed: int | None = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        recipe = Recipe(
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            autocast=autocast,
-            loss_scale=loss_scale,
-            clip_grad_norm=clip_grad_norm,
-            lr_scheduler=lr_scheduler,
-            scale_learning_rates=scale_learning_rates,
-            loss_weight=loss_weight,
-            version_dtype=version_dtype,
-            update_hooks=update_hooks,
-        )
+        recipe, seed = Recipe.of(locals()), check_pipeline(locals())
         compiled, parallelized = bool(compile), parallelize is not None
         self._world: World = join_world()
         self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample

@@ -6,16 +6,18 @@ of the papers. It has no stage modules, no slots, no messages and no order. From
 rule, the size of an update and the delays that the definition states.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import FLAG, Rule, check_arguments, entries, instance, whole
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
 from penstock.errors import PlanError
@@ -47,6 +49,16 @@ class Reference:
     """The final parameters and buffers, by the keys of the model's state dict."""
 
 
+_RULES: Mapping[str, Rule[Any]] = {
+    "stages": whole(1),
+    "microbatches": whole(1),
+    "vertical_sync": FLAG,
+    "seed": whole(),
+}
+_PLAN = instance(Plan, "a penstock.Plan", "make one with Plan.uniform, or pass pipe.plan").optional
+_MINIBATCH = whole(0).but("give the numbers of minibatches, from 0")
+
+
 def reference_train(
     model: nn.Module | Sequence[nn.Module],
     batches: Iterable[tuple[Any, Any]],
@@ -66,7 +78,7 @@ def reference_train(
     loss_scale: LossScale | str | float | None = None,
     clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
-    update_hooks: Sequence[UpdateHook] = (),
+    update_hooks: Sequence[UpdateHook] | UpdateHook = (),
     scale_learning_rates: bool = False,
     seed: int = 0,
     drain_after: Collection[int] = (),
@@ -111,18 +123,12 @@ def reference_train(
 
     Sources: [PipeDream 2019, sections 3.2 and 3.3], [PipeDream-2BW 2021, section 3.1], [SPP 2022, section III].
     """
-    recipe = Recipe(
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        autocast=autocast,
-        loss_scale=loss_scale,
-        clip_grad_norm=clip_grad_norm,
-        lr_scheduler=lr_scheduler,
-        scale_learning_rates=scale_learning_rates,
-        loss_weight=loss_weight,
-        version_dtype=version_dtype,
-        update_hooks=update_hooks,
-    )
+    recipe = Recipe.of(locals())
+    check_model(model, "reference_train")
+    stages, microbatches, vertical_sync, seed = check_arguments("reference_train", locals(), _RULES).values()
+    drain_after = frozenset(_MINIBATCH.check("drain_after", each) for each in entries("drain_after", drain_after))
+    batches = entries("batches", batches) if isinstance(batches, str | bytes | Mapping | int | None) else batches
+    plan = _PLAN.check("reference_train(plan=)", plan, PlanError)
     device = first_device(model)
     with recipe.autocast_context(device):
         chain = capture(copied(model), sample)

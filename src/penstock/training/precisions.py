@@ -6,19 +6,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from penstock.arguments import Rule
 from penstock.errors import PenstockError
 
-__all__ = ["autocasting", "check_autocast", "check_version_dtype", "first_device"]
+__all__ = ["AUTOCAST", "autocasting", "check_version_dtype", "first_device"]
 
-KINDS = (torch.bfloat16, torch.float16)
-
-
-def check_autocast(autocast: torch.dtype | None) -> None:
-    """Raises `PenstockError` if `autocast` is neither None nor a type that autocast supports."""
-    if autocast is not None and autocast not in KINDS:
-        raise PenstockError(
-            f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, or None for the model's own types"
-        )
+_KINDS = (torch.bfloat16, torch.float16)
+AUTOCAST: Rule[torch.dtype | None] = Rule(
+    "torch.bfloat16 or torch.float16",
+    lambda value: isinstance(value, torch.dtype) and value in _KINDS,
+    lambda value: value,
+    "give one of them, or leave it out for the model's own types",
+).optional
 
 
 def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None) -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
-from penstock.training.optimizers import MakeScheduler
+from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage
 
@@ -35,7 +35,7 @@ def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[Compu
 class Updater:
     """Steps `optimizers` for the stages of a process.
 
-    `factors`: by stage, the factor on learning rates. `make_scheduler`: called with each optimizer; the scheduler that
+    `factors`: by stage, the factor on learning rates. `lr_scheduler`: called with each optimizer; the scheduler that
     it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
     are.
     """
@@ -44,7 +44,7 @@ class Updater:
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         factors: Mapping[int, float],
-        make_scheduler: MakeScheduler | None,
+        lr_scheduler: MakeScheduler | None,
         hooks: tuple[UpdateHook, ...],
         delays: tuple[int, ...],
     ) -> None:
@@ -53,7 +53,7 @@ class Updater:
         self._optimizers = tuple(optimizers)
         self._factors = factors
         self._lr_schedules = [
-            _LrSchedule(make_scheduler(optimizer)) for optimizer in self._optimizers if make_scheduler
+            _LrSchedule(make_scheduler(lr_scheduler, optimizer)) for optimizer in self._optimizers if lr_scheduler
         ]
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
