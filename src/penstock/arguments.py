@@ -29,11 +29,11 @@ __all__ = [
     "entries",
     "function",
     "instance",
+    "integer",
     "is_count",
     "is_number",
     "number",
     "text_of",
-    "whole",
 ]
 
 Value = TypeVar("Value", covariant=True)
@@ -125,7 +125,7 @@ def entries(where: str, value: object, error: type[PenstockError] = PenstockErro
     raise error(f"{where}: expected a list or a tuple, found {text_of(value)}: put even a single value into one")
 
 
-def whole(least: int | None = None, most: int | None = None, unit: str = "") -> Rule[int]:
+def integer(least: int | None = None, most: int | None = None, unit: str = "") -> Rule[int]:
     """A whole number in a range; True and False are none."""
     what = f"a whole number{f' of {unit}' if unit else ''}{_range(least, most)}"
     return Rule(what, lambda value: _is_whole(value) and _within(value, least, most), int)
@@ -214,7 +214,7 @@ PATH: Rule[str | PathLike[str]] = Rule(
 
 def is_count(value: object, least: int) -> bool:
     """Whether `value` is a whole number of at least `least`."""
-    return whole(least).accepts(value)
+    return integer(least).accepts(value)
 
 
 def is_number(value: object) -> bool:

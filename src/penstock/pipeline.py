@@ -516,7 +516,7 @@ class Pipeline:
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
         held = hold(self._chain, self._model_state(), self._world)
-        export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
+        export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.

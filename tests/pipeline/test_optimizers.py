@@ -79,7 +79,7 @@ REFUSALS = {
     "a list of something else": Refusal(lambda params: [params], "expected a torch.optim.Optimizer, or several"),
     "a parameter twice": Refusal(
         lambda params: [torch.optim.SGD(params, lr=0.1), torch.optim.SGD(params[:1], lr=0.1)],
-        "gave 0.linear.weight to two optimizers",
+        "found 0.linear.weight in two",
     ),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.arguments import whole
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.model_forms import ModelInputs
@@ -47,7 +47,7 @@ def capture(
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
     check_model(model)
-    microbatch_size = whole(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
+    microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
     with lifted(model), _without_garbage_collection():
         return _capture(model, call, inputs, check)

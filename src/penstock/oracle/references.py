@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import FLAG, Rule, check_arguments, entries, instance, whole
+from penstock.arguments import FLAG, Rule, check_arguments, entries, instance, integer
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
@@ -50,13 +50,13 @@ class Reference:
 
 
 _RULES: Mapping[str, Rule[Any]] = {
-    "stages": whole(1),
-    "microbatches": whole(1),
+    "stages": integer(1),
+    "microbatches": integer(1),
     "vertical_sync": FLAG,
-    "seed": whole(),
+    "seed": integer(),
 }
 _PLAN = instance(Plan, "a penstock.Plan", "make one with Plan.uniform, or pass pipe.plan").optional
-_MINIBATCH = whole(0).but("give the numbers of minibatches, from 0")
+_MINIBATCH = integer(0).but("give the numbers of minibatches, from 0")
 
 
 def reference_train(

@@ -7,7 +7,7 @@ every call.
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.arguments import FLAG, Rule, check_fields, number, whole
+from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -21,15 +21,15 @@ from penstock.values.profiles import Profile
 __all__ = ["Request", "can_run"]
 
 _RULES: dict[str, Rule[Any]] = {
-    "microbatches": whole(1),
-    "stages": whole(1).optional,
-    "stages_per_rank": whole(1),
+    "microbatches": integer(1),
+    "stages": integer(1).optional,
+    "stages_per_rank": integer(1),
     "straight": FLAG,
     "vertical_sync": FLAG,
     "recompute": FLAG,
     "optimizer_copies": number(0),
     "full_duplex": FLAG,
-    "buffers": whole(0),
+    "buffers": integer(0),
 }
 
 

@@ -34,9 +34,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, whole
+from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, integer
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.crossings import crossings_of
+from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
 from penstock.capturing.model_kinds import check_model
 from penstock.capturing.preservation import preserved
@@ -48,7 +49,6 @@ from penstock.profiling.devices import (
     Model,
     Sample,
     device_name,
-    device_named,
     device_of,
     first_device,
     modules_of,
@@ -72,8 +72,8 @@ Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 _RULES: Mapping[str, Rule[Any]] = {
-    "iterations": whole(1).but("give one, or leave it out for the default"),
-    "warmup": whole(1).but("give one, or leave it out for the default"),
+    "iterations": integer(1).but("give one, or leave it out for the default"),
+    "warmup": integer(1).but("give one, or leave it out for the default"),
     "loss_fn": function(("output", "target"), "pass one such as torch.nn.functional.cross_entropy").optional,
     "autocast": AUTOCAST,
     "progress": FLAG.optional,
@@ -120,7 +120,7 @@ def profile(
     if not isinstance(model, LayerChain):
         check_model(model, "profile")
     found = device_of(model)
-    on = device_named(device) if device is not None else found or first_device(sample)
+    on = read_device("profile(device=)", device, ProfileError) if device is not None else found or first_device(sample)
     if found is not None and on != found:
         model = moved(model, found, on)
     clock = clock_of(on) if clock is None else clock

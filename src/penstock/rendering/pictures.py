@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import assert_never
 
-from penstock.arguments import check_arguments, instance, whole
+from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import ScheduleError
 from penstock.rendering.strips import LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
@@ -36,7 +36,7 @@ _RULES = {
         "a penstock.Schedule or a penstock.Timeline",
         "make one with penstock.schedule(plan), penstock.simulate(...) or pipe.timeline()",
     ),
-    "width": whole(40).but("give a larger width"),
+    "width": integer(40).but("give a larger width"),
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from penstock.arguments import FLAG, check_fields, function, instance, whole
+from penstock.arguments import FLAG, check_fields, function, instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement, StageLayout
@@ -50,7 +50,7 @@ class PipelineShape:
     waiting: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        count = whole(1).but("give microbatches=1 or more")
+        count = integer(1).but("give microbatches=1 or more")
         count.check("schedule: microbatches", self.microbatches, ScheduleError)
 
     @property

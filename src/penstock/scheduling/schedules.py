@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
-from penstock.arguments import FLAG, check_fields, instance, whole
+from penstock.arguments import FLAG, check_fields, instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
@@ -31,7 +31,7 @@ __all__ = ["Programs", "Schedule", "inference"]
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
 
-_COUNT = whole(1).but("give 1 or more")
+_COUNT = integer(1).but("give 1 or more")
 _RULES = {
     "ranks": _COUNT,
     "microbatches": _COUNT,
@@ -354,7 +354,7 @@ def _check_skips(schedule: Schedule) -> None:
 
 
 def _check_count(name: str, value: int) -> None:
-    whole(0).but("give 0 or more").check(f"schedule: {name}", value, ScheduleError)
+    integer(0).but("give 0 or more").check(f"schedule: {name}", value, ScheduleError)
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Unpack, assert_never
 
-from penstock.arguments import check_arguments, instance, whole
+from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
@@ -105,7 +105,7 @@ def default_minibatches(schedule: Schedule, minibatches: int | None = None) -> i
         depth = max(schedule.in_flight(stage) * schedule.placement.stride(stage) for stage in range(schedule.stages))
         microbatches = max(2 * depth, schedule.microbatches_per_update + 1)
         return -(-microbatches // schedule.microbatches)
-    return whole(1).but("give how many").check("minibatches", minibatches, ScheduleError)
+    return integer(1).but("give how many").check("minibatches", minibatches, ScheduleError)
 
 
 def execute(programs: Programs, placement: Placement, costs: Costs) -> Timeline:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.arguments import Rule, check_fields, number, whole
+from penstock.arguments import Rule, check_fields, integer, number
 
 __all__ = ["LossScale", "LossScaler", "read_loss_scale"]
 
@@ -18,7 +18,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "initial": number(above=0).but(_GIVE),
     "growth": number(1).but(_GIVE),
     "backoff": number(above=0, most=1).but(_GIVE),
-    "interval": whole(0).but(_GIVE),
+    "interval": integer(0).but(_GIVE),
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
-from penstock.arguments import Rule, check_fields, entries, instance, is_number, number, text_of, whole
+from penstock.arguments import Rule, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
 from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
 
@@ -318,7 +318,7 @@ def _check_level(index: int, level: object) -> tuple[int, float]:
         raise PlanError(
             f"levels[{index}]: expected (count, bytes per second), found {text_of(level)}: give both, and nothing else"
         )
-    count = whole(1).but("give the number of components that this level joins")
+    count = integer(1).but("give the number of components that this level joins")
     return (
         count.check(f"levels[{index}].count", found[0], PlanError),
         _BANDWIDTH.check(f"levels[{index}].bytes_per_second", found[1], PlanError),

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-from penstock.arguments import FLAG, TEXT, check_fields, choice, entries, instance, is_count, number, text_of, whole
+from penstock.arguments import FLAG, TEXT, check_fields, choice, entries, instance, integer, is_count, number, text_of
 from penstock.errors import PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
@@ -67,9 +67,9 @@ class Prediction:
 
 _RULES = {
     "routing": choice(ROUTINGS),
-    "microbatches": whole(1),
-    "microbatch_size": whole(1).optional,
-    "tensor_parallel": whole(1),
+    "microbatches": integer(1),
+    "microbatch_size": integer(1).optional,
+    "tensor_parallel": integer(1),
     "vertical_sync": FLAG,
     "recompute": FLAG,
     "predicted": instance(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.arguments import TEXT, check_fields, entries, instance, is_count, number, text_of, whole
+from penstock.arguments import TEXT, check_fields, entries, instance, integer, is_count, number, text_of
 from penstock.errors import ProfileError
 from penstock.values.crossings import Crossing
 from penstock.values.documents import YamlNode, read_json, write_text
@@ -79,7 +79,7 @@ class LayerProfile:
 
 _LAYER = instance(LayerProfile, "a LayerProfile", "build one")
 _RULES = {
-    "microbatch_size": whole(1, unit="samples").but("give the number of samples that the times were measured with"),
+    "microbatch_size": integer(1, unit="samples").but("give the number of samples that the times were measured with"),
     "name": TEXT,
     "device": TEXT,
     "library_bytes": number(0).but("measure it again, or leave it out"),

@@ -11,7 +11,7 @@ Rules of this file:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arguments import check_fields, entries, instance, whole
+from penstock.arguments import check_fields, entries, instance, integer
 from penstock.errors import PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import names_of
@@ -22,10 +22,10 @@ __all__ = ["Stage", "check_stages", "ranks_text"]
 _SAME_RANK = {StageLayout.ROUND_ROBIN: "s mod {}", StageLayout.V_SHAPE: "2 x {} - 1 - s"}
 """Which of the first p stages is on the same rank as stage s."""
 
-_LAYER = whole(0).but(
+_LAYER = integer(0).but(
     "layers are counted from 0, and stop is the first layer of the next stage", "the index of a layer, 0 or more"
 )
-_RANK = whole(0).but("ranks are counted from 0", "a rank, 0 or more")
+_RANK = integer(0).but("ranks are counted from 0", "a rank, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ vocabulary, B batch size in sequences.
 
 from dataclasses import dataclass, fields
 
-from penstock.arguments import TEXT, check_fields, number, whole
+from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
 
 __all__ = ["Transformer"]
@@ -27,7 +27,7 @@ class Transformer:
     name: str = ""
 
     def __post_init__(self) -> None:
-        size = whole(1).but("give the shape of the model")
+        size = integer(1).but("give the shape of the model")
         check_fields(self, {**{field.name: size for field in fields(self)[:-1]}, "name": TEXT}, PlanError)
         if self.hidden % self.heads:
             raise PlanError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 
-from penstock.arguments import FLAG, check_fields, whole
+from penstock.arguments import FLAG, check_fields, integer
 from penstock.errors import PlanError
 from penstock.planning.ptd_p.accelerator_models import A100, AcceleratorModel, Precision
 from penstock.planning.ptd_p.config_tables import ranking_text
@@ -69,7 +69,9 @@ class ThreeDRequest:
     def __post_init__(self) -> None:
         numbers = ("devices", "pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "checkpoints")
         flags = {"recompute": FLAG.optional, "scatter_gather": FLAG, "overlap": FLAG}
-        check_fields(self, {"batch_size": whole(1), **dict.fromkeys(numbers, whole(1).optional), **flags}, PlanError)
+        check_fields(
+            self, {"batch_size": integer(1), **dict.fromkeys(numbers, integer(1).optional), **flags}, PlanError
+        )
         if self.batch_size > _LARGEST_BATCH:
             raise PlanError(
                 f"batch_size: expected at most {_LARGEST_BATCH}, found {self.batch_size}: give the samples of one "
@@ -92,7 +94,7 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[ConfigEsti
 
     Raises `PlanError` if the devices have no configuration, or if none fits; the error says what would be enough.
     """
-    simulated = whole(0).check("simulated", simulated, PlanError)
+    simulated = integer(0).check("simulated", simulated, PlanError)
     limit = request.cluster.memory_bytes
     found = [_estimate(request, config) for config in _fitting(request, inf if limit is None else limit)]
     if not found:

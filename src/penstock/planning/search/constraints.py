@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from penstock.arguments import FLAG, check_fields, number, text_of, whole
+from penstock.arguments import FLAG, check_fields, integer, number, text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -80,7 +80,7 @@ class PlanConstraints:
             if definition is None or has_taken_name(definition):
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
-        counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), whole(1).optional)
+        counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), integer(1).optional)
         flags = dict.fromkeys(("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards"), FLAG)
         more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
         check_fields(self, {**counts, **flags, **more}, PlanError)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from penstock.arguments import whole
+from penstock.arguments import integer
 from penstock.errors import PlanError
 from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
@@ -83,7 +83,7 @@ def rank_pipelines(
         *(("microbatch_sizes", size) for size in microbatch_sizes),
     ]
     for name, count in counts:
-        whole(1).check(name, count, PlanError)
+        integer(1).check(name, count, PlanError)
     sized = _profiles_by_size(measured, microbatch_sizes)
     search = _PipelineSearch(cluster, request, batch, _block_chains(sized, cluster, request))
     every = request.definition.flushes if every_size is None else every_size

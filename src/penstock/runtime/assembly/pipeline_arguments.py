@@ -6,7 +6,7 @@ Values that only make sense together are checked where they meet: a plan and a s
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from penstock.arguments import FLAG, Rule, check_arguments, choice, function, instance, whole
+from penstock.arguments import FLAG, Rule, check_arguments, choice, function, instance, integer
 from penstock.capturing.model_kinds import check_model
 from penstock.errors import PenstockError, PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -24,9 +24,9 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "schedule": instance(
         (ScheduleDefinition, str), "the name of a schedule or a ScheduleDefinition", "give one such as '1f1b-flush'"
     ).optional,
-    "microbatches": whole(1).optional,
-    "stages": whole(1).optional,
-    "tensor_parallel": whole(1).optional,
+    "microbatches": integer(1).optional,
+    "stages": integer(1).optional,
+    "tensor_parallel": integer(1).optional,
     "vertical_sync": FLAG,
     "skips": choice(get_args(SkipChoice)),
 }
@@ -37,7 +37,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "parallelize": function(
         ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
     ).optional,
-    "seed": whole().but("give one such as 0, or None for PyTorch's own stream").optional,
+    "seed": integer().but("give one such as 0, or None for PyTorch's own stream").optional,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
@@ -177,6 +178,8 @@ class Engine:
 
         `tensor_parallel_size` processes do the same; the first one of them contributes.
         """
+        rule = integer(1, KEPT_MINIBATCHES).but("give how many of the last steps to show; more are not kept")
+        minibatches = rule.check("timeline(minibatches=)", minibatches)
         kept = list(self._records)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
         own = [timing for record in kept for timing in record.timings]
         times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in own for mark in (start, stop)]))

@@ -8,7 +8,7 @@ see from inside a run, so nothing runs that is not proved first.
 from dataclasses import dataclass
 from typing import assert_never
 
-from penstock.arguments import instance, whole
+from penstock.arguments import instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
@@ -97,7 +97,7 @@ def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) ->
 
 def _check_minibatches(minibatches: int) -> int:
     return (
-        whole(1)
+        integer(1)
         .but("give 1 or more, since there is nothing to prove in none")
         .check("verify(minibatches=)", minibatches, ScheduleError)
     )
