@@ -6,6 +6,7 @@ Then it hands the programs of the schedule to the workers, step by step.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -26,6 +27,7 @@ from penstock.runtime.assembly.checkpoint import held_tensors, named_state, read
 from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.hints import DrainReminder, give_hints
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.pipeline_arguments import check_pipeline
@@ -42,6 +44,7 @@ from penstock.runtime.assembly.stages import (
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
+from penstock.runtime.batches.mismatches import explained_mismatches
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.devices.device_context import make_device_context
@@ -243,6 +246,9 @@ class Pipeline:
             self._stages = self._build(recipe, transport, granularities)
             self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
             self._reminder = remind(model, self._chain, self.required_inputs.stages)
+            self._drain_reminder = DrainReminder(self, self._engine, self._world.rank)
+            self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
+            give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
 
@@ -337,8 +343,8 @@ class Pipeline:
         with self._guarded("reading a batch", harmless=True):
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._guarded("in a step"):
-            return StepResult(self._engine.train(microbatches))
+        with self._guarded("in a step"), self._explained("step", inputs, target):
+            return StepResult(self._engine.train(microbatches), self._updater.rates)
 
     def drain(self) -> None:
         """Finishes the microbatches in flight. The next step starts a new run of the schedule, from the newest weights.
@@ -358,7 +364,7 @@ class Pipeline:
         self.drain()
         with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"), lifted(self._model):
+        with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target), lifted(self._model):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
@@ -370,7 +376,7 @@ class Pipeline:
         self.drain()
         with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_prediction(inputs)
-        with self._guarded("in a prediction"), lifted(self._model):
+        with self._guarded("in a prediction"), self._explained("predict", inputs), lifted(self._model):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
@@ -533,6 +539,8 @@ class Pipeline:
         """
         if not self._closed:
             self._closed = True
+            if not self._guarded.failed:
+                self._drain_reminder.remind()
             if self._reminder is not None:
                 self._reminder.remove()
             self._engine.transport.close()
@@ -555,6 +563,7 @@ class Pipeline:
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
+        self._drain_reminder.cancel()
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):
             self.close()

@@ -122,8 +122,8 @@ class ModelInputs:
                         f"{name} has {samples} sample(s) in a microbatch, and the model's code takes "
                         f"{bounds[0][0]} only, as in sample= (the number of samples was taken to be "
                         f"{self.microbatch_size}, dimension 0 of {sorted(self.batched)[0]}; microbatch_size= says "
-                        "otherwise). Pass batches of that many samples for every microbatch, or capture with a sample= "
-                        "of the microbatch's size"
+                        "otherwise). If the number is written in the code, write x.shape[0] there. Or pass batches of "
+                        "that many samples for every microbatch, or capture with a sample= of the microbatch's size"
                     )
                 raise CaptureError(
                     f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "

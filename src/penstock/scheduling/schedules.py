@@ -171,6 +171,7 @@ class Schedule:
 
     def program(self, minibatches: int) -> Programs:
         """Each rank's actions for `minibatches` whole steps and the drain."""
+        _check_count("minibatches", minibatches)
         segments = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
         return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 

@@ -285,7 +285,7 @@ class Cluster:
 
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:
-            if not 0 <= rank < self.devices:
+            if not 0 <= integer().check("rank", rank, PlanError) < self.devices:
                 raise PlanError(
                     f"rank {rank} is not in this cluster: expected 0 to {self.devices - 1}. "
                     "Use fewer ranks or describe more devices"

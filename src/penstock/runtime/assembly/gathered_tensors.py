@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.errors import TransportError
 from penstock.runtime.parameters.shards import whole

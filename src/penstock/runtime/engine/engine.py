@@ -98,6 +98,11 @@ class Engine:
         """The microbatches trained so far."""
         return self._microbatches_before + self._minibatch * self._schedule.microbatches
 
+    @property
+    def undrained(self) -> bool:
+        """Whether steps have left backwards and updates to a drain."""
+        return not self._schedule.flushes and self._minibatch > 0
+
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         first = self._minibatch * self._schedule.microbatches
@@ -117,7 +122,7 @@ class Engine:
     def drain(self) -> None:
         """Finishes the microbatches in flight, and waits until all messages of this process have been sent."""
         self._follows = False
-        if not self._schedule.flushes and self._minibatch > 0:
+        if self.undrained:
             microbatches = self._minibatch * self._schedule.microbatches
             start = self._context.timer.now()
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))

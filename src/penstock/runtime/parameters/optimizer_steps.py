@@ -57,6 +57,11 @@ class Updater:
         ]
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
+            self.rates = self._present_rates()
+        """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
     def step(self, stage: int, weights: VersionedWeights, others: Iterable[VersionedWeights]) -> dict[str, Tensor]:
         """Makes one update of `stage`, whose `weights` have their gradients. Returns the weights that forwards are to
@@ -75,10 +80,14 @@ class Updater:
             for optimizer in self._optimizers:
                 stack.enter_context(_scaled(optimizer, self._factors[stage]))
                 optimizer.step()
+            self.rates = self._present_rates()
         self._updates[stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
         return self.hooks.after_step(before, weights.stepped, self._delays[stage]) if before else {}
+
+    def _present_rates(self) -> tuple[float | Tensor | None, ...]:
+        return tuple(_own(group.get("lr")) for each in self._optimizers for group in each.param_groups)
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""
