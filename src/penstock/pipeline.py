@@ -91,8 +91,9 @@ class Pipeline:
             single process there are as many ranks as stages (half as many with these two).
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
-            per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
-            is for batches of `microbatches` microbatches. In a single process links are instant.
+            per second that uses all processes, with replicas of a stage where that is faster, and that flushes; it
+            keeps what is given of the three, and with `stages` has one rank per stage. The prediction is for batches
+            of `microbatches` microbatches. In a single process links are instant.
         balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
             little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
             move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
@@ -338,7 +339,7 @@ class Pipeline:
         `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
         `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. None with `model_loss`.
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
-        backwards of this minibatch are left to the next step, or to `drain`.
+        backwards of this minibatch are left to the next step, or to `drain`. The learning rates are in ``result.lr``.
         """
         with self._guarded("reading a batch", harmless=True):
             self._outside.check()

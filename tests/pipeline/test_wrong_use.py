@@ -54,7 +54,8 @@ def make(**changes: Any) -> penstock.Pipeline:
 def option(error: type[PenstockError] = PenstockError, **wrong: Any) -> Callable[..., Any]:
     """A row for `Pipeline` with the one option `wrong`; it can be called with other options."""
     ((name, value),) = wrong.items()
-    shown = " ".join(repr(value).split())[:40]
+    # An address in a name would be another one in every process.
+    shown = "a function" if callable(value) else " ".join(repr(value).split())[:40]
 
     def row(*says: str) -> Any:
         wrongly = partial(make, **wrong)
@@ -105,7 +106,7 @@ PIPELINES = [
     option(microbatches=torch.tensor(2), error=PlanError)("tensor(2)"),
     option(stages=0, error=PlanError)(COUNT),
     option(stages="2", error=PlanError)("found '2'"),
-    option(stages=99, error=PlanError),
+    refused("Pipeline(stages=99)", partial(make, stages=99), PlanError, "4 layers into 99", "expected", "Use fewer"),
     option(plan={}, error=PlanError)("found {}", "penstock.Plan.load(path)"),
     option(plan=Path("plan.yaml"), error=PlanError)("plan.yaml", "penstock.Plan.load(path)"),
     option(plan="plan.yaml", error=PlanError)("'plan.yaml'", "penstock.Plan.load('plan.yaml')"),
@@ -136,7 +137,7 @@ PIPELINES = [
     option(optimizer=None)("takes (parameters)", "nothing", "torch.optim.SGD(params, lr=0.1)"),
     option(optimizer=sgd(build().parameters()))("SGD", "not the optimizer itself"),
     option(optimizer=lambda: None)("takes (parameters)"),
-    option(optimizer=lambda parameters: None)("returned None", "a torch.optim.Optimizer"),
+    option(optimizer=lambda parameters: None)("returned nothing", "a torch.optim.Optimizer"),
     option(optimizer=lambda parameters: sgd(OTHERS.parameters()))("other(s) in SGD", "Build it from"),
     option(optimizer=lambda parameters: sgd([*parameters, FOREIGN]))("1 other(s) in SGD", "shape (3,)"),
     option(optimizer=lambda parameters: torch.optim.LBFGS(parameters))("LBFGS", "Use another"),
@@ -206,7 +207,7 @@ METHODS = [
     method(batch(X[:0], Y[:0]), "step(empty)", "empty", "at least one sample"),
     method(batch(X, Y[:3]), "step(y of other samples)", "one target for every sample"),
     method(batch(Microbatches(5)), "step(Microbatches(5))", "inputs", "found 5"),
-    method(batch(Microbatches([X], 5), None), "step(Microbatches([x], 5))", "targets", "found 5"),
+    method(batch(Microbatches([X, X], 5), None), "step(Microbatches([x], 5))", "targets", "found 5"),
     method(lambda pipe: pipe.evaluate(torch.randn(4, 7), Y), "evaluate(wrong width)", "evaluate:", *WIDTH),
     method(lambda pipe: pipe.predict(torch.randn(4, 7)), "predict(wrong width)", "predict:", *WIDTH),
     method(lambda pipe: pipe.timeline(0), "timeline(0)", "timeline(minibatches=)", "from 1 to 8", "found 0"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.arguments import text_of
 from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -91,7 +92,7 @@ class ModelInputs:
                 check_constant(name, self.constants[name], leaf)
             elif not isinstance(leaf, Tensor):
                 raise CaptureError(
-                    f"{name} was a tensor in sample= and is now {_shown(leaf)}: pass a tensor, or capture again"
+                    f"{name}: expected a tensor, as in sample=, found {_shown(leaf)}: pass a tensor, or capture again"
                 )
             else:
                 tensors[name] = leaf
@@ -219,4 +220,4 @@ def _same(captured: object, found: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else text_of(value)

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from penstock.arguments import text_of
 from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -52,8 +53,8 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
             call = Call((sample,), {})
         case _:
             raise CaptureError(
-                f"sample= must be a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
-                f"{type(sample).__name__}: write sample=(value,) if the model takes it as its only argument"
+                "sample=: expected a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
+                f"{text_of(sample)}: write sample=(value,) if the model takes it as its only argument"
             )
     leaves, structure = flatten((call.args, call.kwargs))
     paths = [path for path, _ in pytree.tree_leaves_with_path((call.args, call.kwargs))]

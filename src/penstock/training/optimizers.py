@@ -55,8 +55,8 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PenstockError(
-                f"optimizer= returned {optimizer!r}: expected a torch.optim.Optimizer, or several. Pass a function "
-                "that takes the list of parameters, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+                f"optimizer=: expected a function that returns a torch.optim.Optimizer, or several, found that it "
+                f"returned {text_of(optimizer)}. Pass one such as lambda params: torch.optim.SGD(params, lr=0.1)"
             )
     stepped = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     twice = [name for name, parameter in trained.items() if stepped[id(parameter)] > 1]

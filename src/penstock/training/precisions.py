@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from penstock.arguments import Rule
+from penstock.arguments import Rule, text_of
 from penstock.errors import PenstockError
 
 __all__ = ["AUTOCAST", "autocasting", "check_version_dtype", "first_device"]
@@ -24,8 +24,8 @@ def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None)
     """Raises `PenstockError` if weights are to be held in a type that the model does not compute in."""
     if dtype is not None and dtype != autocast:
         raise PenstockError(
-            f"version_dtype={dtype!r} with autocast={autocast!r}: expected the same type, since operators need "
-            f"weights and inputs of one type. Pass autocast={dtype!r} as well"
+            f"version_dtype=: expected the same type as autocast=, {autocast!r}, since operators need weights and "
+            f"inputs of one type, found {text_of(dtype)}: pass both, or leave version_dtype= out"
         )
 
 
