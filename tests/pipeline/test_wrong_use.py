@@ -96,7 +96,7 @@ PIPELINES = [
     option(CaptureError, sample=5)("sample", "write sample=(value,)"),
     option(schedule="", error=PlanError)("schedule: expected one of gpipe", "found ''", "Choose one"),
     option(schedule="gpip", error=PlanError)("Did you mean 'gpipe'?"),
-    option(schedule=5, error=PlanError)("found 5", "'1f1b-flush'"),
+    option(schedule=5, error=PlanError)("found 5", "1f1b-flush"),
     option(microbatches=0, error=PlanError)("Pipeline(microbatches=)", COUNT, "found 0", "give one"),
     option(microbatches=-1, error=PlanError)("found -1"),
     option(microbatches=True, error=PlanError)("found True"),

@@ -128,7 +128,7 @@ MOST_POSITIONAL = 5
 MOST_SPLATTED = 3
 ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.capturing.export.recurrence": 1,
-    "penstock.data": 2,
+    "penstock.data": 1,
     "penstock.oracle.references": 1,
     "penstock.planning.memory": 4,
     "penstock.planning.pipedream.interleaving": 1,

@@ -10,6 +10,7 @@ from penstock.arguments import FLAG, Rule, check_arguments, choice, function, in
 from penstock.capturing.model_kinds import check_model
 from penstock.errors import PenstockError, PlanError
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.skips import SkipChoice
 from penstock.values.plans import Plan, require_schedule
 
@@ -22,7 +23,9 @@ _PLAN_RULES: Mapping[str, Rule[Any]] = {
         "make one with penstock.plan or Plan.uniform, or read one with penstock.Plan.load(path)",
     ).optional,
     "schedule": instance(
-        (ScheduleDefinition, str), "the name of a schedule or a ScheduleDefinition", "give one such as '1f1b-flush'"
+        (ScheduleDefinition, str),
+        "the name of a schedule or a ScheduleDefinition",
+        f"give one such as {DEFAULT_SCHEDULE}",
     ).optional,
     "microbatches": integer(1).optional,
     "stages": integer(1).optional,
