@@ -98,7 +98,7 @@ def _slots(versions: int, dtype: torch.dtype | None) -> int:
 
 def test_a_precision_that_nothing_computes_in_is_refused() -> None:
     options = {**cast_options("2bw", 3, 4, torch.bfloat16), "autocast": None, "version_dtype": torch.bfloat16}
-    with pytest.raises(penstock.PenstockError, match=r"Pass autocast=torch.bfloat16 as well"):
+    with pytest.raises(penstock.PenstockError, match=r"found torch.bfloat16.*: pass both"):
         penstock.Pipeline(CAST["linear"](), **options)
 
 

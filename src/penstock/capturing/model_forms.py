@@ -220,4 +220,6 @@ def _same(captured: object, found: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else text_of(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else text_of(value)

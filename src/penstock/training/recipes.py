@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.arguments import FLAG, Rule, check_fields, function, number
+from penstock.arguments import FLAG, Rule, check_fields, function, instance, number
 from penstock.errors import PlanError
 from penstock.training.losses import LossFunction, LossWeight, model_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
@@ -40,6 +40,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "loss_fn": function(("output", "target"), _loss_advice),
     "optimizer": function(("parameters",), _optimizer_advice, classes=True),
     "autocast": AUTOCAST,
+    "version_dtype": instance(torch.dtype, "a type", "give that of autocast=, or leave it out").optional,
     "clip_grad_norm": number(above=0).but("give the largest norm that gradients may have, such as 1.0").optional,
     "lr_scheduler": function(
         ("optimizer",),

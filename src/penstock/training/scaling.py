@@ -48,7 +48,7 @@ def read_loss_scale(option: LossScale | str | float | None) -> LossScale | None:
     match option:
         case None | LossScale():
             return option
-        case "dynamic":
+        case str() if option == "dynamic":
             return LossScale()
         case _:
             scale = _SCALE.check("loss_scale", option)

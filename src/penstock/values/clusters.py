@@ -224,6 +224,7 @@ class Cluster:
 
         Raises `PlanError`.
         """
+        size_bytes = number(0, infinite=True).check("size_bytes", size_bytes, PlanError)
         return self.latency(a, b) + size_bytes / self.bandwidth(a, b)
 
     def save(self, path: str | Path) -> None:

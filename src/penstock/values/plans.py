@@ -189,6 +189,8 @@ class Plan:
 
         The schedule's layout decides the rank of stage s: s mod `ranks`; in a V shape, s or 2 `ranks` - 1 - s.
         """
+        cuts = entries("cuts", cuts, PlanError)
+        ranks = integer(1).check("ranks", ranks, PlanError)
         dealt = require_schedule(schedule).layout.ranks(len(cuts) - 1, ranks)
         stages = tuple(Stage(start, stop, (rank,)) for (start, stop), rank in zip(pairwise(cuts), dealt, strict=True))
         return cls(stages, schedule, microbatches, microbatch_size, vertical_sync, recompute)

@@ -55,7 +55,7 @@ class LayerProfile:
     before does not wait for. None if it was not measured."""
 
     def __post_init__(self) -> None:
-        check_fields(self, _LAYER_RULES, ProfileError, f" in layer {self.name!r}")
+        check_fields(self, _LAYER_RULES, ProfileError, f" in layer {text_of(self.name)}")
         if self.weight_seconds is not None and self.weight_seconds > self.backward_seconds:
             raise ProfileError(
                 f"weight_seconds: expected at most backward_seconds = {self.backward_seconds}, of which it is a part, "

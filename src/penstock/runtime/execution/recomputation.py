@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from penstock.arguments import integer, text_of
+from penstock.arguments import entries, integer, text_of
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
@@ -67,7 +67,10 @@ def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granu
             f"{text_of(recompute)}: give a single stage as {{1}}"
         )
     rule = integer(0, stages - 1).but(f"give stages of the plan, which has {stages}")
-    return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in recompute), "stage")
+    return dict.fromkeys(
+        sorted(rule.check("recompute=", stage, PlanError) for stage in entries("recompute=", recompute, PlanError)),
+        "stage",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
