@@ -67,10 +67,8 @@ def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granu
             f"{text_of(recompute)}: give a single stage as {{1}}"
         )
     rule = integer(0, stages - 1).but(f"give stages of the plan, which has {stages}")
-    return dict.fromkeys(
-        sorted(rule.check("recompute=", stage, PlanError) for stage in entries("recompute=", recompute, PlanError)),
-        "stage",
-    )
+    given = entries("recompute=", recompute, PlanError)
+    return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in given), "stage")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
