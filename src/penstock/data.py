@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from penstock.arguments import FLAG, Rule, check_arguments, integer, text_of
+from penstock.arguments import FLAG, Rule, check_arguments, function, integer, text_of
 from penstock.capturing.device_names import read_device
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
@@ -174,6 +174,10 @@ _RULES: Mapping[str, Rule[Any]] = {
     "reads": FLAG,
     "microbatches": integer(1).but("give those of the pipeline").optional,
 }
+_OPTION_RULES: Mapping[str, Rule[Any]] = {
+    "num_workers": integer(0).but("give the number of processes that load batches"),
+    "collate_fn": function(("samples",), "give one that makes a batch of a list of samples").optional,
+}
 _OPTIONS = sorted(
     set(inspect.signature(DataLoader).parameters)
     - {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
@@ -209,6 +213,8 @@ def loader(
                 f"({', '.join(_OPTIONS)}), found {name}={text_of(options[name])}: {suggestion(name, _OPTIONS)}Leave it "
                 "out"
             )
+    rules = {name: rule for name, rule in _OPTION_RULES.items() if name in options}
+    options |= check_arguments("loader", options, rules)
     return Batches(**used, options=options)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from penstock.arguments import FLAG, check_fields, function, instance, integer
+from penstock.arguments import FLAG, check_fields, function, instance, integer, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement, StageLayout
@@ -276,8 +276,8 @@ class ScheduleDefinition:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ScheduleError(
-                f"ScheduleDefinition: expected a name, got {self.name!r}; plans and messages name the schedule by it, "
-                "so give it one"
+                f"ScheduleDefinition: expected a name, got {text_of(self.name)}; plans and messages name the "
+                "schedule by it, so give it one"
             )
         check_fields(self, _RULES, ScheduleError)
 

@@ -67,7 +67,7 @@ class Assumptions:
             slower = f"give how many times longer a computation takes when {index + 1} ranks compute"
             number(above=0).but(slower).check(f"slowdowns[{index}]", factor, PlanError)
         known = get_args(AllReduce)
-        if self.allreduce not in known:
+        if not isinstance(self.allreduce, str) or self.allreduce not in known:
             raise PlanError(
                 f"allreduce: expected one of {', '.join(known)}, found {text_of(self.allreduce)}. "
                 f"{suggestion(str(self.allreduce), known)}ring is the default"
