@@ -208,6 +208,7 @@ TRAINING = [
     call("reference_train(seed='a')", reference(seed="a"), PenstockError, "reference_train(seed=)", "found 'a'"),
     call("reference_train(stages=0)", reference(stages=0), PenstockError, "reference_train(stages=)", COUNT),
     call("reference_train(microbatches=0)", reference(microbatches=0), PenstockError, "(microbatches=)", "found 0"),
+    call("reference_train(balance='wrk')", reference(balance="wrk"), PenstockError, "(balance=)", "work, layers"),
     call("reference_train(schedule='')", reference(schedule=""), PlanError, "schedule: expected one of", "found ''"),
     call("reference_train(plan={})", reference(plan={}), PlanError, "reference_train(plan=)", "found {}"),
     call("reference_train(loss_fn=None)", reference(loss_fn=None), PenstockError, "loss_fn", "nothing"),

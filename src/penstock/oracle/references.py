@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import FLAG, Rule, check_arguments, entries, instance, integer, text_of
+from penstock.arguments import FLAG, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
@@ -54,6 +54,7 @@ _RULES: Mapping[str, Rule[Any]] = {
     "microbatches": integer(1),
     "vertical_sync": FLAG,
     "seed": integer(),
+    "balance": choice(("work", "layers")).but("pass plan=pipe.plan for a pipeline with balance='measured'"),
 }
 _PLAN = instance(Plan, "a penstock.Plan", "make one with Plan.uniform, or pass pipe.plan").optional
 _MINIBATCH = integer(0).but("give the numbers of minibatches, from 0")
@@ -125,7 +126,7 @@ def reference_train(
     """
     recipe = Recipe.of(locals())
     check_model(model, "reference_train")
-    stages, microbatches, vertical_sync, seed = check_arguments("reference_train", locals(), _RULES).values()
+    stages, microbatches, vertical_sync, seed, _ = check_arguments("reference_train", locals(), _RULES).values()
     drain_after = frozenset(_MINIBATCH.check("drain_after", each) for each in entries("drain_after", drain_after))
     plan = _PLAN.check("reference_train(plan=)", plan, PlanError)
     device = first_device(model)
