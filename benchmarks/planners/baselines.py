@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
+from penstock.arguments import text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, require_fit
@@ -31,7 +32,6 @@ from penstock.planning.spp.spp_search import evaluate_for
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
 from penstock.values.clusters import Cluster, LinkLevels
-from penstock.values.documents import text_of
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text

@@ -78,7 +78,7 @@ def plan_automatically(
     """
     if plan != "auto":
         raise PlanError(
-            f"plan={plan!r}: expected a penstock.Plan or 'auto'. Load a file with penstock.Plan.load({plan!r})"
+            f"plan=: expected a penstock.Plan or 'auto', found {plan!r}: load a file with penstock.Plan.load({plan!r})"
         )
     if world.processes > 1:
         cluster = measure_links(world, device)

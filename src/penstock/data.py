@@ -5,18 +5,22 @@ resumes where a training stopped, and gives only shapes to a process that needs 
 batch to the device while the present one is computed.
 """
 
+import inspect
 import itertools
+import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from penstock.arguments import FLAG, Rule, check_arguments, function, integer, text_of
+from penstock.capturing.device_names import read_device
 from penstock.capturing.randomness import microbatch_seed, seeded
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, suggestion
 from penstock.torch_internals import pytrees as pytree
 
 __all__ = [
@@ -44,6 +48,7 @@ class Batches:
         seed: int,
         drop_last: bool,
         reads: bool,
+        microbatches: int | None,
         options: Mapping[str, Any],
     ) -> None:
         if isinstance(dataset, IterableDataset):
@@ -51,8 +56,6 @@ class Batches:
                 f"{type(dataset).__name__} is an IterableDataset, which has no order that all processes could share: "
                 "expected a dataset with len() and indices. Iterate over it yourself, the same way in every process"
             )
-        if batch_size < 1:
-            raise PenstockError(f"batch_size={batch_size}: expected at least 1, the samples of one global batch")
         self.number = next(_USES)
         """Loaders that are made later have higher numbers."""
         self.epoch = 0
@@ -72,6 +75,7 @@ class Batches:
         self._collate: Callable[[list[Any]], Any] = options.get("collate_fn") or default_collate
         self._shapes: dict[int, Any] = {}
         self._generator = torch.Generator()
+        self._check_last(microbatches)
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=_Order(weakref.proxy(self)), generator=self._generator, **options
         )
@@ -170,6 +174,32 @@ class Batches:
         """The state after the last batch that was used, where `prefetch` is one batch ahead."""
         source = self.source() if self.source is not None else None
         return self.state_dict() if source is None else source.state_dict()
+
+    def _check_last(self, microbatches: int | None) -> None:
+        """Raises `PenstockError` if an epoch has no batch, or a last one that cannot be cut into `microbatches`."""
+        samples = len(self._dataset)
+        if not len(self):
+            raise PenstockError(
+                f"loader(dataset=): expected enough samples for one batch of {self._batch_size}, found {samples}"
+                f"{' with drop_last=True' if self._drop_last else ''}: give more, or a smaller batch_size="
+            )
+        left = 0 if self._drop_last else samples % self._batch_size
+        if not left:
+            return
+        if microbatches is None:
+            if self._shuffle:
+                logging.getLogger("penstock").warning(
+                    "the last batch of every epoch has %d of %d samples; a step needs at least one for each "
+                    "microbatch. drop_last=True leaves it out, and microbatches= checks it now",
+                    left,
+                    self._batch_size,
+                )
+        elif left < microbatches:
+            raise PenstockError(
+                f"loader(batch_size=): expected at least {microbatches} samples, one for each microbatch, in every "
+                f"batch, found {left} in the last one of {samples} samples in batches of {self._batch_size}: pass "
+                "drop_last=True, or another batch_size="
+            )
 
     def _shaped(self, indices: list[int]) -> Any:
         size = len(indices)
@@ -272,6 +302,34 @@ class _Order:
         return len(self._batches)
 
 
+_RULES: Mapping[str, Rule[Any]] = {
+    "dataset": Rule(
+        "a dataset with len() and indices",
+        # A dataset without indices has an error of its own.
+        lambda value: (
+            isinstance(value, IterableDataset)
+            or (isinstance(value, Sized) and callable(getattr(value, "__getitem__", None)))
+        ),
+        lambda value: value,
+        "pass a torch.utils.data.Dataset, or a list of samples",
+    ),
+    "batch_size": integer(1).but("give the samples of one global batch"),
+    "shuffle": FLAG,
+    "seed": integer().but("give one such as 0, the same in every process"),
+    "drop_last": FLAG,
+    "reads": FLAG,
+    "microbatches": integer(1).but("give those of the pipeline").optional,
+}
+_OPTION_RULES: Mapping[str, Rule[Any]] = {
+    "num_workers": integer(0).but("give the number of processes that load batches"),
+    "collate_fn": function(("samples",), "give one that makes a batch of a list of samples").optional,
+}
+_OPTIONS = sorted(
+    set(inspect.signature(DataLoader).parameters)
+    - {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
+)
+
+
 def loader(
     dataset: Dataset[Any],
     batch_size: int,
@@ -280,6 +338,7 @@ def loader(
     seed: int = 0,
     drop_last: bool = False,
     reads: bool = True,
+    microbatches: int | None = None,
     **options: Any,
 ) -> Batches:
     """Global batches of `batch_size` samples, the same ones in the same order in every process.
@@ -287,10 +346,22 @@ def loader(
     `seed` and the epoch determine the order if `shuffle` is set, and the numbers that random transforms draw from
     PyTorch's generators; the generators of the process are restored. `drop_last` leaves out a last batch that is not
     full. `reads`: whether this process needs the values; with False only the first sample is read, and the batches are
-    tensors on the meta device, with the shapes of batches of this sample. `options` go to `DataLoader`:
-    ``num_workers``, ``pin_memory``, ``collate_fn`` and others. Raises `PenstockError` for a dataset without indices.
+    tensors on the meta device, with the shapes of batches of this sample. `microbatches`: those of the pipeline, which
+    the last batch of an epoch must have samples for. `options` go to `DataLoader`: ``num_workers``, ``pin_memory``,
+    ``collate_fn`` and others. Raises `PenstockError` for a dataset without indices, for an epoch without a batch, and
+    for a last batch that is too small.
     """
-    return Batches(dataset, batch_size, shuffle, seed, drop_last, reads, options)
+    used = check_arguments("loader", locals(), _RULES)
+    for name in options:
+        if name not in _OPTIONS:
+            raise PenstockError(
+                f"loader({name}=): expected an option of torch.utils.data.DataLoader that loader does not set itself "
+                f"({', '.join(_OPTIONS)}), found {name}={text_of(options[name])}: {suggestion(name, _OPTIONS)}Leave it "
+                "out"
+            )
+    rules = {name: rule for name, rule in _OPTION_RULES.items() if name in options}
+    options |= check_arguments("loader", options, rules)
+    return Batches(**used, options=options)
 
 
 class Prefetched(Generic[B]):
@@ -391,7 +462,12 @@ def prefetch(batches: Iterable[B], device: torch.device | str) -> Prefetched[B]:
     On CUDA the copy runs on a stream of its own, from pinned memory, while the batch before it is computed. On the CPU
     the source is one batch ahead and nothing is copied. Tensors on the meta device stay there.
     """
-    return Prefetched(batches, torch.device(device))
+    if not isinstance(batches, Iterable):
+        raise PenstockError(
+            f"prefetch(batches=): expected batches to iterate over, found {text_of(batches)}: pass what "
+            "penstock.loader returns, or any iterable"
+        )
+    return Prefetched(batches, read_device("prefetch(device=)", device))
 
 
 def shapes_of(batch: B) -> B:

@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from penstock.arguments import choice
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
-from penstock.errors import PlanError, suggestion
+from penstock.errors import PlanError
 from penstock.profiling.profiler import profile
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
@@ -74,11 +75,7 @@ def log_shares(plan: Plan, weights: Sequence[float], balance: Balance) -> None:
 
 def _check(balance: str, planned: bool) -> None:
     known = get_args(Balance)
-    if balance not in known:
-        raise PlanError(
-            f"balance: expected one of {', '.join(known)}, found {balance!r}. {suggestion(str(balance), known)}Choose "
-            "one of them"
-        )
+    choice(known).check("balance", balance, PlanError)
     if planned and balance != known[0]:
         raise PlanError(
             f"balance={balance!r} and plan= are both given: balance= chooses where stages begin, and a plan says it. "

@@ -30,9 +30,11 @@ from penstock.runtime.assembly.connections import buffered_stages, connect
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
+from penstock.runtime.assembly.hints import give_hints
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
+from penstock.runtime.assembly.pipeline_arguments import check_pipeline
 from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
 from penstock.runtime.assembly.stages import (
     build_stages,
@@ -46,6 +48,7 @@ from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
 from penstock.runtime.batches.microbatches import join
+from penstock.runtime.batches.mismatches import explained_mismatches
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
@@ -97,9 +100,10 @@ class Pipeline:
             single process there are as many ranks as stages (half as many with these two).
         plan: the stages, schedule and microbatches in one value, instead of the three arguments before. ``"auto"``
             measures the model on rank 0 and the links between the processes. It takes the plan with the most samples
-            per second that has one rank per stage and flushes, and keeps what is given of the three. The prediction
-            is for batches of `microbatches` microbatches. In a single process links are instant. A function of the
-            number of processes makes the plan of each run of a job that may go on with fewer.
+            per second that uses all processes, with replicas of a stage where that is faster, and that flushes; it
+            keeps what is given of the three, and with `stages` has one rank per stage. The prediction is for batches
+            of `microbatches` microbatches. In a single process links are instant. A function of the number of
+            processes makes the plan of each run of a job that may go on with fewer.
         balance: where stages begin without a `plan`. ``"work"`` (default): so that the stage with the most work has as
             little as possible, estimated from the operators that every layer runs on `sample` and the bytes that they
             move. ``"measured"``: by measured seconds instead; takes seconds. ``"layers"``: by their number.
@@ -175,7 +179,7 @@ class Pipeline:
         loss_scale: LossScale | str | float | None = None,
         clip_grad_norm: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
-        update_hooks: Sequence[UpdateHook] = (),
+        update_hooks: Sequence[UpdateHook] | UpdateHook = (),
         on_nonfinite: OnNonfinite = "raise",
         scale_learning_rates: bool = False,
         recompute: Recompute = None,
@@ -188,19 +192,7 @@ class Pipeline:
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        recipe = Recipe(
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            autocast=autocast,
-            loss_scale=loss_scale,
-            clip_grad_norm=clip_grad_norm,
-            lr_scheduler=lr_scheduler,
-            scale_learning_rates=scale_learning_rates,
-            loss_weight=loss_weight,
-            version_dtype=version_dtype,
-            update_hooks=update_hooks,
-            on_nonfinite=on_nonfinite,
-        )
+        recipe, seed = Recipe.of(locals()), check_pipeline(locals())
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
@@ -297,6 +289,9 @@ class Pipeline:
             self._conditions = StepConditions(model, trains)
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
                 self._opened.callback(reminder.remove)
+            self._drain_reminder = DrainReminder(self, self._engine, self._world.rank)
+            self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
+            give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
             self._opened.callback(
                 watch_flight(self._world, self.plan, self._engine.recorder, self._guarded, self._device)
@@ -394,14 +389,14 @@ class Pipeline:
         `inputs`: a tuple of arguments, a dict of keywords, or the only argument. `target`: the second argument of
         `loss_fn`; tensors whose dimension 0 counts the samples are cut along with the inputs. None with `model_loss`.
         A `Microbatches` takes the place of both where you cut the batch yourself. Under an asynchronous schedule some
-        backwards of this minibatch are left to the next step, or to `drain`.
+        backwards of this minibatch are left to the next step, or to `drain`. The learning rates are in ``result.lr``.
         """
         with self._guarded("reading a batch", harmless=True):
             self._conditions.check()
             self._outside.check()
             microbatches = self._splitter.for_step(inputs, target)
-        with self._guarded("in a step"):
-            result = StepResult(self._engine.train(microbatches))
+        with self._guarded("in a step"), self._explained("step", inputs, target):
+            result = StepResult(self._engine.train(microbatches), self._updater.rates)
         self._preemption.after_step(self._engine.transport.check)
         return result
 
@@ -422,7 +417,7 @@ class Pipeline:
         self.drain()
         with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_evaluation(inputs, target)
-        with self._guarded("in an evaluation"), lifted(self._model):
+        with self._guarded("in an evaluation"), self._explained("evaluate", inputs, target), lifted(self._model):
             return StepResult(self._engine.evaluate(microbatches))
 
     def predict(self, inputs: Any) -> Any:
@@ -434,7 +429,7 @@ class Pipeline:
         self.drain()
         with self._guarded("reading a batch", harmless=True), lifted(self._model):
             microbatches = self._splitter.for_prediction(inputs)
-        with self._guarded("in a prediction"), lifted(self._model):
+        with self._guarded("in a prediction"), self._explained("predict", inputs), lifted(self._model):
             values = self._engine.predict(microbatches)
             outputs = [self._chain.evaluation().output.build(value) for value in values]
             return join(outputs, [microbatch.samples for microbatch in microbatches])
@@ -610,7 +605,7 @@ class Pipeline:
         self.drain()
         # Not guarded: an error reaches all processes here, and the training can go on after it.
         held = hold(self._chain, self._checkpoints.training.held, self._world)
-        export_weights(self._model, held, Path(directory), max_shard_size=max_shard_size, dtype=dtype)
+        export_weights(self._model, held, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Tensor]:
         """Copies of the weights of the whole model on the CPU of `rank`, or of all ranks if it is None.
@@ -625,6 +620,8 @@ class Pipeline:
 
         It does not drain, and waits for a save. A pipeline that lives as long as its process need not be closed.
         """
+        if not (self._guarded.closed or self._guarded.failed):
+            self._drain_reminder.remind()
         self._guarded.closed = True
         self._opened.close()
 
@@ -645,6 +642,7 @@ class Pipeline:
         # A failure inside the pipeline was reported by the pipeline, and another rank's by that rank.
         if not (self._guarded.closed or self._guarded.failed or isinstance(error, TransportError | SystemExit)):
             self._world.report("outside the pipeline", error)
+        self._drain_reminder.cancel()
         # The user sees the exception of the block, whatever closing meets.
         with suppress(Exception):
             self.close()

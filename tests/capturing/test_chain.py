@@ -100,7 +100,7 @@ def test_arguments_must_have_the_captured_form() -> None:
 
     with pytest.raises(CaptureError, match="captured with 1 positional argument"):
         chain.inputs.bind((torch.ones(2), torch.ones(2)), {})
-    with pytest.raises(CaptureError, match=r"args\[0\] was a tensor in sample= and is now 3"):
+    with pytest.raises(CaptureError, match=r"args\[0\]: expected a tensor, as in sample=, found 3"):
         chain.inputs.bind((3,), {})
     with pytest.raises(CaptureError, match="another structure"):
         chain.inputs.bind(((torch.ones(2),),), {})

@@ -123,7 +123,7 @@ def test_lengths_that_must_agree_are_named() -> None:
     [
         ({"scale": 2.0}, r"kwargs\['scale'\] was 1.0 when the model was captured and is now 2.0"),
         ({"extra": POSITIONS}, r"kwargs\['extra'\] was None .* now a tensor of shape \(16,\)"),
-        ({"mask": None}, r"kwargs\['mask'\] was a tensor in sample= and is now None"),
+        ({"mask": None}, r"kwargs\['mask'\]: expected a tensor, as in sample=, found None"),
         ({"mask": torch.ones(4, 5).double()}, r"disagree on the number of samples .*mask.*: 4"),
         ({"more": 1}, "captured with 0 positional"),
     ],

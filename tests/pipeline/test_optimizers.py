@@ -75,11 +75,11 @@ class Refusal:
 
 
 REFUSALS = {
-    "no optimizer": Refusal(lambda params: None, "returned None: expected a torch.optim.Optimizer"),
-    "a list of something else": Refusal(lambda params: [params], "expected a torch.optim.Optimizer, or several"),
+    "no optimizer": Refusal(lambda params: None, "a torch.optim.Optimizer, .* returned nothing"),
+    "a list of something else": Refusal(lambda params: [params], "a torch.optim.Optimizer, or several, found"),
     "a parameter twice": Refusal(
         lambda params: [torch.optim.SGD(params, lr=0.1), torch.optim.SGD(params[:1], lr=0.1)],
-        "gave 0.linear.weight to two optimizers",
+        "found 0.linear.weight in two",
     ),
 }
 

@@ -493,7 +493,7 @@ def test_a_model_is_traced_in_the_types_that_it_is_measured_in() -> None:
 
 
 def test_a_type_that_autocast_does_not_know_is_refused() -> None:
-    with pytest.raises(PenstockError, match=r"autocast=torch\.float32: expected torch\.bfloat16, torch\.float16"):
+    with pytest.raises(PenstockError, match=r"autocast=.*: expected torch\.bfloat16 or torch\.float16"):
         quick(nn.Linear(2, 2), torch.ones(1, 2), autocast=torch.float32)
 
 
@@ -639,7 +639,7 @@ def test_a_layer_whose_backward_raises_is_named():
 
 @pytest.mark.parametrize("argument", ["iterations", "warmup"])
 def test_counts_below_one_are_refused(argument):
-    with pytest.raises(ProfileError, match=rf"{argument}=0: expected at least 1"):
+    with pytest.raises(ProfileError, match=rf"{argument}=.*: expected a whole number, 1 or more, found 0"):
         profile(nn.Linear(2, 2), (torch.ones(1, 2),), **{argument: 0})
 
 
@@ -654,7 +654,7 @@ def test_a_device_that_nothing_here_can_time_is_refused():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ProfileError, match="device='gpu': expected cpu, cuda or cuda:N"):
+    with pytest.raises(ProfileError, match=r"profile\(device=\): expected cpu, cuda or cuda:N .* 'gpu'"):
         profile(nn.ReLU(), (torch.ones(1, 2),), device="gpu")
 
 

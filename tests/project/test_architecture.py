@@ -25,57 +25,70 @@ SOURCES = {
 # room inside another one what is beside it there. Rooms of the runtime stand on each other, from the device up.
 FLOW = {
     "errors": "",
+    "arguments": "errors",
     "torch_internals": "errors",
-    "values": "errors scheduling scheduling.orders",
-    "timelines": "errors values",
+    "values": "errors arguments scheduling scheduling.orders",
+    "timelines": "errors arguments values",
     "progress": "errors",
-    "planning": "errors values scheduling scheduling.orders simulating planning.search",
-    "planning.search": """errors values progress scheduling scheduling.orders scheduling.verification simulating
-        planning""",
-    "scheduling": "errors scheduling.orders scheduling.verification",
+    "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",
+    "planning.search": """errors arguments values progress scheduling scheduling.orders scheduling.verification
+        simulating planning""",
+    "scheduling": "errors arguments scheduling.orders scheduling.verification",
     "scheduling.orders": "errors scheduling",
-    "scheduling.verification": "errors scheduling",
-    "simulating": "errors values timelines scheduling",
-    "rendering": "errors values timelines scheduling simulating",
-    "capturing": "errors torch_internals values capturing.export",
+    "scheduling.verification": "errors arguments scheduling",
+    "simulating": "errors arguments values timelines scheduling",
+    "rendering": "errors arguments values timelines scheduling simulating",
+    "capturing": "errors arguments torch_internals values capturing.export",
     "capturing.export": "errors torch_internals capturing",
     # The probe measures the links through the transport that the pipeline will use.
-    "profiling": """errors torch_internals values progress capturing training runtime.devices runtime.transport
-        runtime.execution""",
-    "training": "errors torch_internals",
-    "data": "errors torch_internals capturing",
-    "oracle": """errors torch_internals values scheduling scheduling.orders scheduling.verification capturing
+    "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
+        runtime.transport runtime.execution""",
+    "training": "errors arguments torch_internals",
+    "data": "errors arguments torch_internals capturing",
+    "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training""",
     "runtime": "",
     "runtime.devices": "errors torch_internals",
     "runtime.transport": "errors torch_internals scheduling runtime.devices",
-    "runtime.execution": "errors torch_internals values capturing runtime.devices",
+    "runtime.execution": "errors arguments torch_internals values capturing runtime.devices",
     "runtime.parameters": "errors torch_internals scheduling capturing training runtime.devices runtime.transport",
-    "runtime.batches": "errors torch_internals values scheduling capturing training runtime.devices runtime.transport",
+    "runtime.batches": """errors arguments torch_internals values scheduling capturing training runtime.devices
+        runtime.transport""",
     "doctor": "errors values timelines scheduling",
-    "runtime.engine": """errors torch_internals values doctor timelines scheduling scheduling.verification capturing
-        training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
-    "runtime.assembly": """errors torch_internals values doctor scheduling scheduling.orders scheduling.verification
-        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches
-        runtime.engine""",
-    "runtime.checkpoints": """errors torch_internals values scheduling capturing training data runtime.devices
-        runtime.transport runtime.parameters runtime.engine runtime.assembly""",
-    "autoplans": """errors values planning scheduling scheduling.orders capturing
-        capturing.export profiling runtime.transport runtime.assembly""",
-    "reporting": """errors values doctor timelines scheduling simulating capturing runtime.transport runtime.batches
-        runtime.engine""",
-    "layer_weights": "errors values capturing profiling runtime.transport",
+    "runtime.engine": """errors arguments torch_internals values doctor timelines scheduling scheduling.verification
+        capturing training runtime.devices runtime.transport runtime.execution runtime.parameters runtime.batches""",
+    "runtime.assembly": """errors arguments torch_internals values doctor scheduling scheduling.orders
+        scheduling.verification capturing training runtime.devices runtime.transport runtime.execution
+        runtime.parameters runtime.batches runtime.engine""",
+    "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
+        runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
+    "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
+        runtime.transport runtime.assembly""",
+    "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
+        runtime.batches runtime.engine""",
+    "layer_weights": "errors arguments values capturing profiling runtime.transport",
     "testing": "errors scheduling runtime.batches runtime.engine",
-    "pipeline": """errors values doctor timelines autoplans layer_weights scheduling scheduling.verification capturing
-        profiling training reporting testing runtime.devices runtime.transport runtime.execution runtime.parameters
-        runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "commands": "errors values doctor timelines planning scheduling simulating rendering capturing profiling",
+    "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
+        capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
+        runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
+    "commands": "errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",
     "__main__": "cli",
 }
-PURE = ("errors", "progress", "values", "doctor", "timelines", "planning", "scheduling", "simulating", "rendering")
+PURE = (
+    "errors",
+    "arguments",
+    "progress",
+    "values",
+    "doctor",
+    "timelines",
+    "planning",
+    "scheduling",
+    "simulating",
+    "rendering",
+)
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
@@ -136,7 +149,7 @@ MOST_POSITIONAL = 5
 MOST_SPLATTED = 3
 ALLOWED_POSITIONAL: dict[str, int] = {
     "penstock.capturing.export.recurrence": 1,
-    "penstock.data": 2,
+    "penstock.data": 1,
     "penstock.oracle.references": 1,
     "penstock.planning.memory": 4,
     "penstock.planning.pipedream.interleaving": 1,

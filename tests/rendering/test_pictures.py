@@ -349,8 +349,8 @@ def test_a_pause_a_billion_times_as_long_as_a_forward_takes_no_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 39}, "render: expected a width of 40 columns or more, found 39: give a larger width"),
-        ({"minibatches": 0}, "minibatches: expected 1 or more, found 0: give how many to simulate"),
+        ({"width": 39}, "render(width=): expected a whole number, 40 or more, found 39: give a larger width"),
+        ({"minibatches": 0}, "minibatches: expected a whole number, 1 or more, found 0: give how many"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, int], message: str) -> None:

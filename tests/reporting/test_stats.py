@@ -109,7 +109,7 @@ def test_a_plan_with_a_prediction_keeps_its_bubble() -> None:
 @pytest.mark.parametrize("number", [0, -1.0, float("nan"), float("inf")])
 def test_a_number_that_is_none_is_refused(name: str, number: float) -> None:
     pipe = penstock.Pipeline(CASE.build(), **CASE.options)
-    with pytest.raises(penstock.PenstockError, match=f"{name}=.*expected a number above 0"):
+    with pytest.raises(penstock.PenstockError, match=f"{name}=.*expected a finite number above 0"):
         pipe.stats(**{name: number})  # type: ignore[arg-type]
 
 

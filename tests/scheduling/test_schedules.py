@@ -67,19 +67,19 @@ def test_text() -> None:
 
 def test_numbers_must_be_counts() -> None:
     assert message(lambda: Schedule("gpipe", 0, 1)) == (
-        "schedule: ranks must be a whole number of at least 1, got 0; give ranks=1 or more"
+        "ranks: expected a whole number, 1 or more, found 0: give 1 or more"
     )
     assert message(lambda: Schedule("gpipe", 1, -2)) == (
-        "schedule: microbatches must be a whole number of at least 1, got -2; give microbatches=1 or more"
+        "microbatches: expected a whole number, 1 or more, found -2: give 1 or more"
     )
     assert message(lambda: Schedule("interleaved", 1, 1, 1.5)) == (  # type: ignore[arg-type]
-        "schedule: stages_per_rank must be a whole number of at least 1, got 1.5; give stages_per_rank=1 or more"
+        "stages_per_rank: expected a whole number, 1 or more, found 1.5: give 1 or more"
     )
     assert message(lambda: Schedule("gpipe", 1, 1).step(-1)) == (
-        "schedule: minibatch is counted from 0, got -1; give 0 or more"
+        "schedule: minibatch: expected a whole number, 0 or more, found -1: give 0 or more"
     )
     assert message(lambda: Schedule("gpipe", 1, 1).drain(-1)) == (
-        "schedule: minibatches is counted from 0, got -1; give 0 or more"
+        "schedule: minibatches: expected a whole number, 0 or more, found -1: give 0 or more"
     )
 
 

@@ -180,7 +180,7 @@ def test_schedule_that_cannot_run_is_refused(program: str, message: str) -> None
 
 
 def test_no_minibatches_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="minibatches: expected 1 or more, found 0"):
+    with pytest.raises(ScheduleError, match="minibatches: expected a whole number, 1 or more, found 0"):
         simulate(Schedule("gpipe", 2, 2), uniform_profile(2), instant(2), 0)
 
 

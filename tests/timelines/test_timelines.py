@@ -108,7 +108,10 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
             "span of 0F0@0 on rank 0: expected a finite start and a stop not before it, found 0.0 to nan seconds: "
             "read both from one clock",
         ),
-        (lambda: Timeline((), 0), "timeline: expected at least 1 rank, found 0: pass the number of ranks"),
+        (
+            lambda: Timeline((), 0),
+            "ranks: expected a whole number, 1 or more, found 0 in a timeline: pass the number of ranks",
+        ),
         (
             lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0),)),
             "timeline of 2 ranks: expected the memory of each rank or of none, found that of 1: give one "

@@ -10,6 +10,7 @@ from torch.nn.modules import batchnorm
 
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import (
+    compiled_from,
     is_batch_norm,
     is_compiled,
     is_hooked,
@@ -181,3 +182,10 @@ def test_a_module_without_a_reset_has_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert own_reset(nn.GELU()) is None
     monkeypatch.delattr(nn.MultiheadAttention, "_reset_parameters")
     assert own_reset(nn.MultiheadAttention.__new__(nn.MultiheadAttention)) is None
+
+
+def test_the_module_inside_of_a_compiled_wrapper_is_found() -> None:
+    module = nn.Linear(1, 1)
+
+    assert compiled_from(torch.compile(module)) is module  # type: ignore[arg-type]
+    assert compiled_from(module) is None

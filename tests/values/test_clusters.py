@@ -136,6 +136,11 @@ HEAD = "format: penstock-cluster/1\n"
             "latency_seconds: expected no such key beside `levels`.*inside each level",
         ),
         (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: [[0, 1]]", "latency_seconds: expected 2 rows"),
+        (
+            HEAD + "devices: 8\nlevels:\n- {count: 2, bytes_per_second: 1}",
+            "devices: expected 2, .*, found 8: if",
+        ),
+        (HEAD + "levels:\n- {count: 1:30, bytes_per_second: 1}", r"count: expected a whole number, found '1:30'"),
         (HEAD + "matrix: [[1, 1], [1, 1]]\nlatency_seconds: soon", "latency_seconds: expected a number, found 'soon'"),
         (HEAD + "levels: [{count: 2", "line 2, column 20: not YAML|not YAML"),
         (HEAD + "levels: []\nlevels: []", "line 3: the key 'levels' is written twice"),

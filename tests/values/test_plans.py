@@ -111,7 +111,7 @@ def stages(*triples):
             "microbatches: expected a whole number, 1 or more, found 0",
         ),
         (lambda: Plan(stages((0, 3, (0,))), microbatch_size=2.5), "microbatch_size: expected a whole number"),
-        (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected true or false, found 1"),
+        (lambda: Plan(stages((0, 3, (0,))), recompute=1), "recompute: expected True or False, found 1"),
         (
             lambda: Prediction(1.0, math.nan, 1.0, (), 0.0),
             "samples_per_second: expected a number, 0 or more, found nan",
@@ -167,6 +167,18 @@ HEAD = "format: penstock-plan/1\n"
             "predicted: the key 'minibatch_seconds' is",
         ),
         (HEAD + "stages: [\n", "line 3, column 1: not YAML"),
+        (
+            HEAD + "microbatches: 8:30\nstages: [{start: 0, stop: 2, ranks: [0]}]",
+            "microbatches: expected a whole number, found '8:30': write one in decimal digits",
+        ),
+        (
+            HEAD + "microbatches: 010\nstages: [{start: 0, stop: 2, ranks: [0]}]",
+            "microbatches: expected a whole number, found '010'",
+        ),
+        (
+            HEAD + "layers: 4\nstages:\n- {start: 0, stop: 2, ranks: [0]}\n",
+            "layers: expected 2, where the last of the 1 stages stops, found 4: if the file was cut off, save it again",
+        ),
     ],
 )
 def test_a_wrong_file_names_itself_the_field_and_the_mend(tmp_path, text, message):
@@ -191,6 +203,23 @@ def test_a_plan_by_hand_needs_only_its_stages(tmp_path):
     path.write_text(HEAD + "stages:\n- {start: 0, stop: 2, ranks: [0]}\n- {start: 2, stop: 5, ranks: [1]}\n")
 
     assert Plan.load(path) == Plan((Stage(0, 2, (0,)), Stage(2, 5, (1,))))
+
+
+def test_a_plan_file_that_is_cut_off_anywhere_is_refused_or_whole(tmp_path):
+    """Wherever the file ends, `load` returns the plan, without its prediction at most, or refuses it."""
+    whole = Plan.uniform(6, 3, "1f1b-flush", 4, microbatch_size=2)
+    path = tmp_path / "plan.yaml"
+    whole.save(path)
+    text = path.read_text()
+    loaded = set()
+    for end in range(len(text)):
+        path.write_text(text[:end])
+        try:
+            loaded.add(Plan.load(path))
+        except PlanError as error:
+            assert str(path) in str(error)
+
+    assert loaded <= {whole}
 
 
 def test_a_plan_that_cannot_be_written_says_so(tmp_path):
@@ -220,7 +249,7 @@ def test_layers_of_one_weight_are_cut_as_uniform_plans_are(weight, stages, more)
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "1", True])
 def test_a_weight_that_is_no_cost_is_named(weight):
-    with pytest.raises(PlanError, match=r"weights\[1\]: expected a number, 0 or more and finite"):
+    with pytest.raises(PlanError, match=r"weights\[1\]: expected a finite number, 0 or more"):
         Plan.balanced([1.0, weight], 2)
 
 

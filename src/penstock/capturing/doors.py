@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.export.exported import capture_exported
 from penstock.capturing.model_forms import ModelInputs
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.reminders import lifted
 from penstock.capturing.samples import Call, read_sample
 from penstock.capturing.sequential import capture_list, capture_sequential, is_plain_sequential
@@ -44,6 +46,8 @@ def capture(
     The model's training flags, buffers and the random generators are left as they were.
     Raises `CaptureError` with the line of the model's code that stands in the way.
     """
+    check_model(model)
+    microbatch_size = integer(1).optional.check("capture(microbatch_size=)", microbatch_size, CaptureError)
     call, inputs = read_sample(sample, microbatch_size)
     with lifted(model), _without_garbage_collection():
         return _capture(model, call, inputs, check)
@@ -60,10 +64,7 @@ def _capture(
         case nn.Module():
             return capture_exported(model, call, inputs, check)
         case _:
-            raise CaptureError(
-                f"a model must be an nn.Module or a list of layers, found {type(model).__name__}: pass the module "
-                "itself"
-            )
+            raise AssertionError("check_model refuses anything else")
 
 
 @contextmanager

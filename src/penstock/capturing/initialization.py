@@ -15,6 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import Rule, check_arguments, function, integer
+from penstock.capturing.device_names import read_device
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.randomness import seeded
 from penstock.errors import PenstockError
 from penstock.torch_internals.modules import own_reset
@@ -62,6 +65,14 @@ class WeightSource(ABC):
 _MODEL_RESET = "_init_weights"
 
 
+_RULES: Mapping[str, Rule[Any]] = {
+    "init_fn": function(
+        ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
+    ),
+    "seed": integer(),
+}
+
+
 def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device | str = "cpu") -> M:
     """Gives the whole of `model`, which is on the meta device, weights on `device`, and returns it.
 
@@ -69,10 +80,13 @@ def initialize(model: M, init_fn: InitFn, *, seed: int = 0, device: torch.device
     called as ``init_fn(name, tensor)`` for every parameter and buffer that is on the meta device, once each, in the
     order of the model; others keep their values. Raises `PenstockError` naming what `init_fn` left unwritten.
     """
+    check_model(model, "initialize")
+    seed = check_arguments("initialize", locals(), _RULES)["seed"]
+    place_on = read_device("initialize(device=)", device)
     root = rooted(model)
     tensors = named_tensors(root)
     replaced = examined(init_fn, root, [name for name, tensor in tensors.items() if not tensor.is_meta])
-    made = {id(tensor): place(tensor, torch.device(device)) for tensor in tensors.values()}
+    made = {id(tensor): place(tensor, place_on) for tensor in tensors.values()}
     install(root.modules(), made)
     fill({name: made[id(t)] for name, t in tensors.items() if t.is_meta or name in replaced}, init_fn, seed)
     return model
@@ -98,6 +112,7 @@ def reset_parameters(model: nn.Module | Sequence[Any]) -> InitFn:
     values that a constructor computed (a position table, a mask) are gone on the meta device. Cover them in a function
     of your own that calls this one for the rest.
     """
+    check_model(model, "reset_parameters")
     modules = dict(rooted(model).named_modules(remove_duplicate=False))
 
     def init_fn(name: str, tensor: Tensor) -> None:

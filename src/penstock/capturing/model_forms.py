@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.arguments import text_of
 from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
@@ -91,7 +92,7 @@ class ModelInputs:
                 check_constant(name, self.constants[name], leaf)
             elif not isinstance(leaf, Tensor):
                 raise CaptureError(
-                    f"{name} was a tensor in sample= and is now {_shown(leaf)}: pass a tensor, or capture again"
+                    f"{name}: expected a tensor, as in sample=, found {_shown(leaf)}: pass a tensor, or capture again"
                 )
             else:
                 tensors[name] = leaf
@@ -122,8 +123,8 @@ class ModelInputs:
                         f"{name} has {samples} sample(s) in a microbatch, and the model's code takes "
                         f"{bounds[0][0]} only, as in sample= (the number of samples was taken to be "
                         f"{self.microbatch_size}, dimension 0 of {sorted(self.batched)[0]}; microbatch_size= says "
-                        "otherwise). Pass batches of that many samples for every microbatch, or capture with a sample= "
-                        "of the microbatch's size"
+                        "otherwise). If the number is written in the code, write x.shape[0] there. Or pass batches of "
+                        "that many samples for every microbatch, or capture with a sample= of the microbatch's size"
                     )
                 raise CaptureError(
                     f"{name} has {samples} sample(s) in a microbatch, but the capture holds for "
@@ -219,4 +220,6 @@ def _same(captured: object, found: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else text_of(value)

@@ -13,11 +13,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from penstock.arguments import text_of
 from penstock.capturing.model_forms import ModelInputs
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 
-__all__ = ["Call", "check_leaves", "flatten", "read_sample"]
+__all__ = ["Call", "check_dense", "check_leaves", "flatten", "read_sample"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,14 +53,17 @@ def read_sample(sample: Any, microbatch_size: int | None = None) -> tuple[Call, 
             call = Call((sample,), {})
         case _:
             raise CaptureError(
-                f"sample= must be a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
-                f"{type(sample).__name__}: write sample=(value,) if the model takes it as its only argument"
+                "sample=: expected a tuple of positional arguments, a dict of keyword arguments or one tensor, found "
+                f"{text_of(sample)}: write sample=(value,) if the model takes it as its only argument"
             )
     leaves, structure = flatten((call.args, call.kwargs))
     paths = [path for path, _ in pytree.tree_leaves_with_path((call.args, call.kwargs))]
     names = tuple(_leaf_name(path) for path in paths)
     pairs = list(zip(names, leaves, strict=True))
     check_leaves(pairs)
+    for name, leaf in pairs:
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_quantized):
+            check_dense(f"sample=, {name}", leaf)
     sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
     size = microbatch_size if microbatch_size is not None else next(iter(sizes), 0)
     if size < 1 or size not in sizes:
@@ -87,6 +91,22 @@ def check_leaves(leaves: Iterable[tuple[str, Any]]) -> None:
         if isinstance(leaf, Mapping | numpy.ndarray):
             way = "torch.from_numpy(...) of it" if isinstance(leaf, numpy.ndarray) else "dict(...) of it"
             raise CaptureError(f"{name} is a {type(leaf).__name__}, which cannot be cut into microbatches: pass {way}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises `CaptureError` for a tensor that cannot be cut into microbatches because of how it holds its numbers."""
+    if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+        return
+    kind, fix = (
+        ("nested", "tensor.to_padded_tensor(0.0), with a mask where the model needs one")
+        if tensor.is_nested
+        else ("quantized", "tensor.dequantize()")
+        if tensor.is_quantized
+        else (f"sparse ({tensor.layout})", "tensor.to_dense()")
+    )
+    raise CaptureError(
+        f"{name}: expected a dense tensor, found a {kind} one, which cannot be cut into microbatches: pass {fix}"
+    )
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.arguments import PATH, Rule, check_arguments, function, instance
 from penstock.capturing.initialization import InitFn, WeightSource, named_tensors, reset_parameters
 from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.modules import is_persistent
@@ -60,6 +61,15 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 """These are converted into each other. Smaller ones need scales, which are tensors of their own in the files."""
 
 
+_RULES: Mapping[str, Rule[Any]] = {
+    "rename": (
+        instance(Mapping, "a function of a name or a dict of regular expressions", "give one, or leave it out")
+        | function(("name",), "")
+    ).optional,
+    "missing": function(("name", "tensor"), "pass one such as penstock.reset_parameters(model)").optional,
+}
+
+
 def load_weights(path: str | Path, *, rename: Rename | None = None, missing: InitFn | None = None) -> InitFn:
     """An `init_fn` that reads the weights of a model on the meta device from safetensors files.
 
@@ -78,6 +88,8 @@ def load_weights(path: str | Path, *, rename: Rename | None = None, missing: Ini
     are missing or differ in shape or type. It warns once, on rank 0, of tensors in the files that the model has not.
     Needs the package ``safetensors`` (the extra ``hub``).
     """
+    PATH.check("load_weights(path=)", path, CheckpointError)
+    check_arguments("load_weights", locals(), _RULES)
     return _WeightFiles(Path(path), rename, missing)
 
 

@@ -6,19 +6,21 @@ of the papers. It has no stage modules, no slots, no messages and no order. From
 rule, the size of an update and the delays that the definition states.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import FLAG, Rule, check_arguments, choice, entries, instance, integer, text_of
 from penstock.capturing import capture
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.module_copies import copied
 from penstock.capturing.randomness import microbatch_seed
-from penstock.errors import PlanError
+from penstock.errors import PenstockError, PlanError
 from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
@@ -29,7 +31,7 @@ from penstock.training.losses import LossFunction, LossWeight, amount_of, comput
 from penstock.training.nonfinite import OnNonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.precisions import first_device
-from penstock.training.recipes import Recipe
+from penstock.training.recipes import Recipe, check_scaled_rates
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
 from penstock.values.plans import Plan, require_schedule
@@ -46,6 +48,17 @@ class Reference:
     """The mean loss over the samples of every minibatch."""
     state: dict[str, Tensor]
     """The final parameters and buffers, by the keys of the model's state dict."""
+
+
+_RULES: Mapping[str, Rule[Any]] = {
+    "stages": integer(1),
+    "microbatches": integer(1),
+    "vertical_sync": FLAG,
+    "seed": integer(),
+    "balance": choice(("work", "layers")).but("pass plan=pipe.plan for a pipeline with balance='measured'"),
+}
+_PLAN = instance(Plan, "a penstock.Plan", "make one with Plan.uniform, or pass pipe.plan").optional
+_MINIBATCH = integer(0).but("give the numbers of minibatches, from 0")
 
 
 def reference_train(
@@ -67,7 +80,7 @@ def reference_train(
     loss_scale: LossScale | str | float | None = None,
     clip_grad_norm: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
-    update_hooks: Sequence[UpdateHook] = (),
+    update_hooks: Sequence[UpdateHook] | UpdateHook = (),
     on_nonfinite: OnNonfinite = "raise",
     scale_learning_rates: bool = False,
     seed: int = 0,
@@ -115,19 +128,11 @@ def reference_train(
 
     Sources: [PipeDream 2019, sections 3.2 and 3.3], [PipeDream-2BW 2021, section 3.1], [SPP 2022, section III].
     """
-    recipe = Recipe(
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        autocast=autocast,
-        loss_scale=loss_scale,
-        clip_grad_norm=clip_grad_norm,
-        lr_scheduler=lr_scheduler,
-        scale_learning_rates=scale_learning_rates,
-        loss_weight=loss_weight,
-        version_dtype=version_dtype,
-        update_hooks=update_hooks,
-        on_nonfinite=on_nonfinite,
-    )
+    recipe = Recipe.of(locals())
+    check_model(model, "reference_train")
+    stages, microbatches, vertical_sync, seed, _ = check_arguments("reference_train", locals(), _RULES).values()
+    drain_after = frozenset(_MINIBATCH.check("drain_after", each) for each in entries("drain_after", drain_after))
+    plan = _PLAN.check("reference_train(plan=)", plan, PlanError)
     device = first_device(model)
     with recipe.autocast_context(device):
         chain = capture(copied(model), sample)
@@ -149,6 +154,7 @@ def reference_train(
         raise PlanError(
             f"the plan is for {plan.layers} layers and the model has {len(chain.layers)}: plan for this model"
         )
+    check_scaled_rates(scale_learning_rates, definition.updates_per_microbatch, definition.name)
     guarantees = definition.guarantees(PipelineShape(plan.placement, plan.microbatches, plan.vertical_sync))
     if definition not in METHODS:
         require_constant_delays(schedule_of(plan))
@@ -160,12 +166,28 @@ def reference_train(
     training = Training(chain, plan, recipe, guarantees, hooks)
     run = _Run(chain, plan, definition, guarantees, training, recipe, device, seed)
     losses = []
-    for number, (inputs, target) in enumerate(batches):
+    for number, (inputs, target) in enumerate(_pairs(batches)):
         losses.append(run.step(inputs, target))
         if number in drain_after:
             run.drain()
     run.drain()
     return Reference(tuple(losses), training.state())
+
+
+def _pairs(batches: object) -> Iterator[tuple[Any, Any]]:
+    """The pairs of inputs and target in `batches`."""
+    if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | Mapping):
+        raise PenstockError(
+            f"reference_train(batches=): expected pairs (inputs, target) to iterate over, found {text_of(batches)}: "
+            "give what the steps of a pipeline would take"
+        )
+    for number, pair in enumerate(batches):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise PenstockError(
+                f"reference_train(batches=): batches[{number}]: expected (inputs, target), found {text_of(pair)}: give "
+                "both, None for a target that is left out"
+            )
+        yield pair[0], pair[1]
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from penstock.capturing.randomness import part_seed, seeded
 from penstock.oracle.batches import sizes_of
 from penstock.scheduling.definitions import Guarantees
 from penstock.torch_internals.modules import tensor_tables
-from penstock.training.optimizers import make_optimizers
+from penstock.training.optimizers import make_optimizers, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScaler
 from penstock.training.update_hooks import HookStates
@@ -129,7 +129,7 @@ class Training:
             buffers = [own, *({key: buffer.clone() for key, buffer in own.items()} for _ in range(1, replicas))]
             split = plan.routing == "split" and max(plan.replicas) > 1
             made = make_optimizers(recipe.optimizer, newest)
-            schedulers = [recipe.lr_scheduler(each) for each in made if recipe.lr_scheduler]
+            schedulers = [make_scheduler(recipe.lr_scheduler, each) for each in made if recipe.lr_scheduler]
             stage = _Stage(
                 newest=newest,
                 optimizers=made,

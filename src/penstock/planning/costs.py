@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias, assert_never, get_args
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arguments import text_of
 from penstock.errors import PlanError, suggestion
 from penstock.simulating.assumptions import Options
 from penstock.values.chain_cuts import Counts, Matrix
-from penstock.values.documents import text_of
 from penstock.values.profiles import Profile
 
 __all__ = [

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import cast
 
+from penstock.arguments import FLAG, check_arguments, instance
 from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -13,12 +15,19 @@ from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.searches import compare_plans
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.clusters import Cluster
-from penstock.values.documents import text_of
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.transformers import Transformer
 
 __all__ = ["plan"]
+
+
+_RULES = {
+    "cluster": instance(
+        Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"
+    ),
+    "progress": FLAG.optional,
+}
 
 
 def plan(
@@ -64,6 +73,7 @@ def plan(
     Raises `PlanError` for options that contradict each other, and if nothing fits in memory: then the error says what
     would be enough.
     """
+    check_arguments("plan", {"cluster": cluster, "progress": progress}, _RULES, PlanError)
     constraints = PlanConstraints(
         planner=planner,
         schedule=schedule,
@@ -116,15 +126,16 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
 
 def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
     """The profiles as a tuple; raises `PlanError` unless they are of one model, at different microbatch sizes."""
-    profiles = (given,) if isinstance(given, Profile) else tuple(given)
+    profiles = tuple(given) if isinstance(given, list | tuple) else (cast(Profile, given),)
     if not profiles:
         raise PlanError("profile: expected one profile or more, found none: measure the model with penstock.profile")
+    measured = instance(
+        Profile,
+        "a Profile, several, or a Transformer",
+        "measure the model with penstock.profile, or load a file with Profile.load",
+    )
     for index, profile in enumerate(profiles):
-        if not isinstance(profile, Profile):
-            raise PlanError(
-                f"profile: expected a Profile, several, or a Transformer, found {text_of(profile)}: measure the model "
-                "with penstock.profile, or load a file with Profile.load"
-            )
+        measured.check("plan(profile=)", profile, PlanError)
         if [layer.name for layer in profile.layers] != [layer.name for layer in profiles[0].layers]:
             raise PlanError(
                 f"profile[{index}]: expected the layers of profile[0], found others: give profiles of one model"

@@ -5,7 +5,9 @@ every call.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.arguments import FLAG, Rule, check_fields, integer, number
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -13,11 +15,22 @@ from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
-from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Stage, require_schedule
 from penstock.values.profiles import Profile
 
 __all__ = ["Request", "can_run"]
+
+_RULES: dict[str, Rule[Any]] = {
+    "microbatches": integer(1),
+    "stages": integer(1).optional,
+    "stages_per_rank": integer(1),
+    "straight": FLAG,
+    "vertical_sync": FLAG,
+    "recompute": FLAG,
+    "optimizer_copies": number(0),
+    "full_duplex": FLAG,
+    "buffers": integer(0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +57,7 @@ class Request:
         definition = require_schedule(self.schedule)
         object.__setattr__(self, "schedule", identify(definition))
         layout = definition.layout
-        counts = [("microbatches", self.microbatches), ("stages_per_rank", self.stages_per_rank)]
-        counts += [("stages", self.stages)] if self.stages is not None else []
-        for name, value in counts:
-            if not is_count(value, least=1):
-                raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
+        check_fields(self, _RULES, PlanError)
         if self.stages_per_rank > 1 and not layout.has_several:
             raise PlanError(
                 f"stages_per_rank: expected 1 under {self.schedule}, found {self.stages_per_rank}: only the schedules "

@@ -15,7 +15,6 @@ __all__ = [
     "Model",
     "Sample",
     "device_name",
-    "device_named",
     "device_of",
     "first_device",
     "modules_of",
@@ -51,16 +50,6 @@ def device_of(model: Model) -> torch.device | None:
     if len(devices) > 1:
         raise ProfileError(f"the model is on {', '.join(devices)}: expected one device; move it with model.to(device)")
     return tensors[0].device if tensors else None
-
-
-def device_named(device: torch.device | str) -> torch.device:
-    """The device with its index, once a tensor was made there; `ProfileError` if that cannot be done."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ProfileError(
-            f"device={str(device)!r}: expected cpu, cuda or cuda:N that is there, found: {error}"
-        ) from error
 
 
 def first_device(sample: Sample) -> torch.device:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.capturing.device_names import read_device
 from penstock.errors import ProfileError
 from penstock.progress import progress_line
 from penstock.runtime.devices.accelerators import accelerator_of
@@ -272,11 +273,4 @@ def _least_memory(locations: Sequence[_RankLocation]) -> float | None:
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return local_device()
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ProfileError(
-            f"device={str(device)!r}: expected cpu, cuda or cuda:N that is there, found: {error}"
-        ) from error
+    return local_device() if device is None else read_device("probe(device=)", device, ProfileError)

@@ -34,9 +34,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from penstock.arguments import FLAG, TEXT, Rule, check_arguments, function, integer
 from penstock.capturing.chain import Layer, LayerChain
 from penstock.capturing.crossings import crossings_of
+from penstock.capturing.device_names import read_device
 from penstock.capturing.doors import capture
+from penstock.capturing.model_kinds import check_model
 from penstock.capturing.preservation import preserved
 from penstock.capturing.randomness import seeded
 from penstock.capturing.samples import read_sample
@@ -46,7 +49,6 @@ from penstock.profiling.devices import (
     Model,
     Sample,
     device_name,
-    device_named,
     device_of,
     first_device,
     modules_of,
@@ -58,7 +60,7 @@ from penstock.profiling.workspaces import Meter, meter_of
 from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
-from penstock.training.precisions import autocasting, check_autocast
+from penstock.training.precisions import AUTOCAST, autocasting
 from penstock.values.profiles import LayerProfile, Profile
 
 __all__ = ["profile"]
@@ -67,6 +69,16 @@ Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs work and measures it."""
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a forward and its loss are computed."""
+
+
+_RULES: Mapping[str, Rule[Any]] = {
+    "iterations": integer(1).but("give one, or leave it out for the default"),
+    "warmup": integer(1).but("give one, or leave it out for the default"),
+    "loss_fn": function(("output", "target"), "pass one such as torch.nn.functional.cross_entropy").optional,
+    "autocast": AUTOCAST,
+    "progress": FLAG.optional,
+    "name": TEXT,
+}
 
 
 def profile(
@@ -104,12 +116,11 @@ def profile(
     Raises `CaptureError` for a model that cannot be captured, and `ProfileError`, with the layer's name, where a layer
     fails on the sample or an argument is out of range.
     """
-    for label, number in (("iterations", iterations), ("warmup", warmup)):
-        if number < 1:
-            raise ProfileError(f"{label}={number}: expected at least 1; leave it out for the default")
-    check_autocast(autocast)
+    iterations, warmup, *_ = check_arguments("profile", locals(), _RULES, ProfileError).values()
+    if not isinstance(model, LayerChain):
+        check_model(model, "profile")
     found = device_of(model)
-    on = device_named(device) if device is not None else found or first_device(sample)
+    on = read_device("profile(device=)", device, ProfileError) if device is not None else found or first_device(sample)
     if found is not None and on != found:
         model = moved(model, found, on)
     clock = clock_of(on) if clock is None else clock

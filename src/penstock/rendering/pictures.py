@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import assert_never
 
+from penstock.arguments import check_arguments, instance, integer
 from penstock.errors import ScheduleError
 from penstock.rendering.strips import LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
@@ -29,14 +30,24 @@ _MICROBATCHES = ("forward", "backward", "backward input", "backward weight")
 """The kinds of spans whose number is a microbatch."""
 
 
+_RULES = {
+    "schedule_or_timeline": instance(
+        (Schedule, Timeline),
+        "a penstock.Schedule or a penstock.Timeline",
+        "make one with penstock.schedule(plan), penstock.simulate(...) or pipe.timeline()",
+    ),
+    "width": integer(40).but("give a larger width"),
+}
+
+
 def render(schedule_or_timeline: Schedule | Timeline, *, minibatches: int | None = None, width: int = 120) -> str:
     """The picture, at most `width` columns wide; a longer one continues in up to four panels below.
 
     `minibatches`: how many steps of a schedule are drawn, with the drain; by default `default_minibatches`. It is
     ignored for a timeline. Raises `ScheduleError` if a number is invalid.
     """
-    if width < 40:
-        raise ScheduleError(f"render: expected a width of 40 columns or more, found {width}: give a larger width")
+    given = {"schedule_or_timeline": schedule_or_timeline, "width": width}
+    width = check_arguments("render", given, _RULES, ScheduleError)["width"]
     match schedule_or_timeline:
         case Schedule():
             return _render_schedule(schedule_or_timeline, default_minibatches(schedule_or_timeline, minibatches), width)

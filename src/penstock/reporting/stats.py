@@ -1,13 +1,14 @@
 """The speed, utilization, bubble and memory of a training, as `Pipeline.stats` returns them."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from penstock.arguments import FLAG, Rule, check_arguments, number
 from penstock.capturing.chain import LayerChain
-from penstock.errors import PenstockError
 from penstock.reporting.model_flops import count_training_flops
 from penstock.reporting.peak_flops import peak_flops_of
 from penstock.runtime.engine.step_records import Speed
@@ -64,6 +65,15 @@ class _Local:
     memory: int | None
 
 
+_RATE = number(above=0).but("leave it out for the default").optional
+_RULES: Mapping[str, Rule[Any]] = {
+    "tokens_per_sample": _RATE,
+    "flops_per_sample": _RATE,
+    "peak_flops": _RATE,
+    "all_ranks": FLAG,
+}
+
+
 class StatsSource:
     """Makes the `Stats` of one pipeline. What it works out of the model and the schedule it keeps."""
 
@@ -90,9 +100,7 @@ class StatsSource:
         `Pipeline.stats`.
         """
         given = {"tokens_per_sample": tokens_per_sample, "flops_per_sample": flops_per_sample, "peak_flops": peak_flops}
-        for name, number in given.items():
-            if number is not None and not 0 < number < math.inf:
-                raise PenstockError(f"{name}={number!r}: expected a number above 0; leave it out for the default")
+        given = check_arguments("stats", {**given, "all_ranks": all_ranks}, _RULES)
         own = _Local(
             speed.items / speed.seconds if speed is not None and speed.items is not None else None,
             speed.idle_share if speed is not None else None,

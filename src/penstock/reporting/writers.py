@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
+from penstock.arguments import integer
 from penstock.errors import PenstockError
 from penstock.reporting.stats import Stats
 from penstock.runtime.batches.results import StepResult
@@ -59,8 +60,8 @@ def log_stats(
     Other keywords are those of `Pipeline.stats`; with ``all_ranks=True`` every rank must make this call. Raises
     `PenstockError` for another writer.
     """
-    if every < 1:
-        raise PenstockError(f"every={every!r}: expected 1 or more: the number of steps between two that are logged")
+    every = integer(1).but("give the number of steps between two that are logged").check("log_stats(every=)", every)
+    step = integer(0).but("give the number of the step").check("log_stats(step=)", step)
     if writer is not None and not isinstance(writer, DictWriter | ScalarWriter):
         raise PenstockError(
             f"writer: expected an object with log(dict, step) or add_scalar(name, number, step), found {writer!r}. "

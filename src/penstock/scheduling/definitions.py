@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from penstock.arguments import FLAG, check_fields, function, instance, integer, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Compute
 from penstock.scheduling.placements import Placement, StageLayout
@@ -49,12 +50,8 @@ class PipelineShape:
     waiting: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        size = self.microbatches
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ScheduleError(
-                f"schedule: microbatches must be a whole number of at least 1, got {size!r}; "
-                "give microbatches=1 or more"
-            )
+        count = integer(1).but("give microbatches=1 or more")
+        count.check("schedule: microbatches", self.microbatches, ScheduleError)
 
     @property
     def ranks(self) -> int:
@@ -237,6 +234,20 @@ def accept_any(shape: PipelineShape) -> None:
     """Accepts every shape: the check of a schedule that runs with any number of ranks and microbatches."""
 
 
+_OWN = "docs/architecture.md says what a schedule of your own consists of"
+_RULES = {
+    "order": function(("shape", "rank", "segment"), _OWN),
+    "guarantees": function(("shape",), _OWN),
+    "check": function(("shape",), _OWN),
+    "layout": instance(StageLayout, "a StageLayout", "give one, or leave it out"),
+    "flushes": FLAG,
+    "splits_backward": FLAG,
+    "updates_per_microbatch": FLAG,
+    "has_vertical_sync": FLAG,
+    "defers_updates": FLAG,
+}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ScheduleDefinition:
     """Defines a schedule: the `order` of a rank's actions, its `guarantees` for a pipeline's shape, and properties.
@@ -265,9 +276,10 @@ class ScheduleDefinition:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ScheduleError(
-                f"ScheduleDefinition: expected a name, got {self.name!r}; plans and messages name the schedule by it, "
-                "so give it one"
+                f"ScheduleDefinition: expected a name, got {text_of(self.name)}; plans and messages name the "
+                "schedule by it, so give it one"
             )
+        check_fields(self, _RULES, ScheduleError)
 
     @property
     def synchronizes_updates(self) -> bool:

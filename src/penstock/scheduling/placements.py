@@ -15,6 +15,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import TypeAlias
 
+from penstock.arguments import integer
 from penstock.errors import ScheduleError
 
 __all__ = ["Placement", "Skip", "StageLayout"]
@@ -90,10 +91,7 @@ class Placement:
     def of_layout(cls, layout: StageLayout, ranks: int, stages_per_rank: int = 1) -> "Placement":
         """The placement of each stage on one rank, by `layout`."""
         for name, size in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ScheduleError(
-                    f"schedule: {name} must be a whole number of at least 1, got {size!r}; give {name}=1 or more"
-                )
+            integer(1).but(f"give {name}=1 or more").check(f"schedule: {name}", size, ScheduleError)
         return cls(tuple((rank,) for rank in layout.ranks(ranks * stages_per_rank, ranks)))
 
     @classmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
+from penstock.arguments import FLAG, check_fields, entries, instance, integer, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import Action, format_programs
 from penstock.scheduling.arrivals import follow_sends, sources_of
@@ -30,6 +31,16 @@ __all__ = ["Programs", "Schedule", "inference"]
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
+
+_COUNT = integer(1).but("give 1 or more")
+_RULES = {
+    "ranks": _COUNT,
+    "microbatches": _COUNT,
+    "stages_per_rank": _COUNT,
+    "vertical_sync": FLAG,
+    "norms": FLAG,
+    "replicated": instance(Placement, "a Placement", "use penstock.schedule(plan), which makes one").optional,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         definition = _find(self.method)
+        check_fields(self, _RULES, ScheduleError)
+        for name in ("ties", "skips"):
+            object.__setattr__(self, name, _read_groups(name, getattr(self, name)))
         placement = _place_stages(self, definition)
         shape = PipelineShape(placement, self.microbatches, self.vertical_sync, _waiting(self, len(placement.stages)))
         _check_form(self, definition)
@@ -162,6 +176,7 @@ class Schedule:
 
     def program(self, minibatches: int) -> Programs:
         """Each rank's actions for `minibatches` whole steps and the drain."""
+        _check_count("minibatches", minibatches)
         segments = [*(self.step(minibatch) for minibatch in range(minibatches)), self.drain(minibatches)]
         return tuple(tuple(action for segment in segments for action in segment[rank]) for rank in range(self.ranks))
 
@@ -215,11 +230,24 @@ def _order_of_arrivals(schedule: Schedule, rank: int, minibatch: int) -> tuple[i
     return tuple(places[action] for action in follow_sends(row, first, placement, others))
 
 
+def _read_groups(name: str, given: object) -> tuple[tuple[int, ...], ...]:
+    """The groups of stages in `given`. `ScheduleError` for anything else than lists of whole numbers."""
+    groups = [
+        entries(f"{name}[{index}]", group, ScheduleError)
+        for index, group in enumerate(entries(name, given, ScheduleError))
+    ]
+    rule = integer().but("give groups of stages")
+    return tuple(
+        tuple(rule.check(f"{name}[{index}]", stage, ScheduleError) for stage in group)
+        for index, group in enumerate(groups)
+    )
+
+
 def _find(method: ScheduleDefinition | str) -> ScheduleDefinition:
     definition = find_definition(method)
     if definition is None:
         raise ScheduleError(
-            f"schedule: there is no method {method!r}. {schedule_hint(str(method))}Choose one of "
+            f"schedule: there is no method {text_of(method)}. {schedule_hint(str(method))}Choose one of "
             f"{', '.join(map(repr, SCHEDULES))}"
         )
     return definition
@@ -336,7 +364,7 @@ def _check_norms(schedule: Schedule) -> None:
 
 def _check_skips(schedule: Schedule) -> None:
     for skip in schedule.skips:
-        here, there = skip
+        here, there = skip if len(skip) == 2 else (-1, -1)
         if not 0 <= here < there - 1 < schedule.stages - 1 or list(schedule.skips) != sorted(set(schedule.skips)):
             raise ScheduleError(
                 f"schedule: skips {schedule.skips!r}: expected different pairs of the stages 0 to "
@@ -346,8 +374,7 @@ def _check_skips(schedule: Schedule) -> None:
 
 
 def _check_count(name: str, value: int) -> None:
-    if value < 0:
-        raise ScheduleError(f"schedule: {name} is counted from 0, got {value}; give 0 or more")
+    integer(0).but("give 0 or more").check(f"schedule: {name}", value, ScheduleError)
 
 
 def _count(number: int, noun: str) -> str:

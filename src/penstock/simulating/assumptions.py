@@ -1,11 +1,10 @@
 """The simulator's assumptions about the machine and the runtime, beyond the profile and the cluster."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, TypedDict, get_args
 
+from penstock.arguments import FLAG, check_fields, entries, number, text_of
 from penstock.errors import PlanError, suggestion
-from penstock.values.documents import text_of
 
 __all__ = ["AllReduce", "Assumptions", "Options"]
 
@@ -59,22 +58,16 @@ class Assumptions:
     core, stages of 2 to 9 small layers: 200 to 570 us."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise PlanError(f"{field.name}: expected True or False, found {text_of(value)}: give one of them")
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-            if isinstance(field.default, float) and not number:
-                raise PlanError(f"{field.name}: expected a finite number, 0 or more, found {text_of(value)}: give one")
-        object.__setattr__(self, "slowdowns", tuple(self.slowdowns))
+        check_fields(self, {field.name: FLAG for field in fields(self) if isinstance(field.default, bool)}, PlanError)
+        check_fields(
+            self, {field.name: number(0) for field in fields(self) if isinstance(field.default, float)}, PlanError
+        )
+        object.__setattr__(self, "slowdowns", entries("slowdowns", self.slowdowns, PlanError))
         for index, factor in enumerate(self.slowdowns):
-            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-                raise PlanError(
-                    f"slowdowns[{index}]: expected a finite number above 0, found {text_of(factor)}: give how many "
-                    f"times longer a computation takes when {index + 1} ranks compute"
-                )
+            slower = f"give how many times longer a computation takes when {index + 1} ranks compute"
+            number(above=0).but(slower).check(f"slowdowns[{index}]", factor, PlanError)
         known = get_args(AllReduce)
-        if self.allreduce not in known:
+        if not isinstance(self.allreduce, str) or self.allreduce not in known:
             raise PlanError(
                 f"allreduce: expected one of {', '.join(known)}, found {text_of(self.allreduce)}. "
                 f"{suggestion(str(self.allreduce), known)}ring is the default"

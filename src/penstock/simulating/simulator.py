@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Unpack, assert_never
 
-from penstock.errors import ScheduleError
+from penstock.arguments import check_arguments, instance, integer
+from penstock.errors import PlanError, ScheduleError
 from penstock.scheduling.actions import Action
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
@@ -33,6 +34,19 @@ from penstock.values.plans import Plan, Stage, schedule
 from penstock.values.profiles import Profile
 
 __all__ = ["SimulatedRun", "default_minibatches", "execute", "planned_schedule", "play", "simulate"]
+
+
+_RULES = {
+    "schedule_or_plan": instance(
+        (Schedule, Plan), "a penstock.Schedule or a penstock.Plan", "make a plan with penstock.plan or Plan.uniform"
+    ),
+    "profile": instance(
+        Profile, "a penstock.Profile", "measure the model with penstock.profile, or read a file with Profile.load"
+    ),
+    "cluster": instance(
+        Cluster, "a penstock.Cluster", "describe it with Cluster.uniform, or read a file with Cluster.load"
+    ),
+}
 
 
 def simulate(
@@ -57,6 +71,8 @@ def simulate(
 
     Raises `PlanError` if plan, profile and cluster do not match, and `ScheduleError` if the schedule cannot run.
     """
+    given = {"schedule_or_plan": schedule_or_plan, "profile": profile, "cluster": cluster}
+    check_arguments("simulate", given, _RULES, PlanError)
     match schedule_or_plan:
         case Plan():
             plan, simulated = schedule_or_plan, planned_schedule(schedule_or_plan, profile)
@@ -89,9 +105,7 @@ def default_minibatches(schedule: Schedule, minibatches: int | None = None) -> i
         depth = max(schedule.in_flight(stage) * schedule.placement.stride(stage) for stage in range(schedule.stages))
         microbatches = max(2 * depth, schedule.microbatches_per_update + 1)
         return -(-microbatches // schedule.microbatches)
-    if minibatches < 1:
-        raise ScheduleError(f"minibatches: expected 1 or more, found {minibatches}: give how many to simulate")
-    return minibatches
+    return integer(1).but("give how many").check("minibatches", minibatches, ScheduleError)
 
 
 def execute(programs: Programs, placement: Placement, costs: Costs) -> Timeline:

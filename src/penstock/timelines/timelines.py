@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.arguments import check_fields, entries, instance, integer
 from penstock.errors import ScheduleError
 from penstock.timelines.drawings import timeline_svg
 from penstock.timelines.memories import RankMemory
@@ -34,9 +35,12 @@ class Timeline:
     """The memory of every rank over time; empty if unknown."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ScheduleError(f"timeline: expected at least 1 rank, found {self.ranks}: pass the number of ranks")
-        for span in self.spans:
+        check_fields(self, {"ranks": integer(1).but("pass the number of ranks")}, ScheduleError, " in a timeline")
+        for name in ("spans", "memory"):
+            object.__setattr__(self, name, entries(name, getattr(self, name), ScheduleError))
+        rule = instance(Span, "a Span", "take those of another timeline, or Timeline.load_trace(path)")
+        for index, span in enumerate(self.spans):
+            rule.check(f"spans[{index}]", span, ScheduleError)
             if span.rank >= self.ranks:
                 raise ScheduleError(
                     f"timeline of {self.ranks} ranks: the span of {span.action} lies on rank {span.rank}, expected one "

@@ -11,6 +11,7 @@ from penstock.torch_internals.availability import missing
 
 __all__ = [
     "TENSOR_TABLES",
+    "compiled_from",
     "hooks_of",
     "is_batch_norm",
     "is_compiled",
@@ -71,6 +72,15 @@ def is_compiled(module: nn.Module) -> bool:
         return module._compiled_call_impl is not None
     except AttributeError as error:
         raise missing("torch.nn.Module._compiled_call_impl", "to refuse compiled modules") from error
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile`` wrapped in `module`; None if `module` is no such wrapper.
+
+    The wrapper's class is private. Where its attribute is gone, it is captured as other modules are.
+    """
+    found = getattr(module, "_orig_mod", None)
+    return found if isinstance(found, nn.Module) else None
 
 
 def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.arguments import FLAG, TEXT, is_number, text_of
 from penstock.errors import PenstockError
 
 __all__ = [
@@ -67,6 +68,9 @@ def token_count(labels: str = "labels", *, shifted: bool) -> LossWeight:
     compares it with the label at the same position (masked language models, encoder-decoders, token classification).
     """
 
+    TEXT.check("token_count(labels=)", labels)
+    shifted = FLAG.check("token_count(shifted=)", shifted)
+
     def count(batch: Any) -> Tensor:
         if not isinstance(batch, Mapping) or not isinstance(batch.get(labels), Tensor):
             raise PenstockError(
@@ -87,9 +91,7 @@ def amount_of(weigh: LossWeight | None, target: Any, samples: int) -> float:
     if weigh is None:
         return samples
     found = weigh(target)
-    amount = (
-        float(found) if isinstance(found, int | float) or (isinstance(found, Tensor) and found.numel() == 1) else -1
-    )
+    amount = float(found) if is_number(found) or (isinstance(found, Tensor) and found.numel() == 1) else -1
     if not 0 <= amount < math.inf:
         raise PenstockError(
             f"loss_weight(target) returned {found!r}: expected one number of at least 0, such as the tokens that count"
@@ -156,11 +158,14 @@ def compute_loss(loss_fn: LossFunction, output: Any, target: Any) -> tuple[Tenso
 def _as_number(name: str, value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         number = value.detach()
-    elif isinstance(value, int | float):
+    elif is_number(value):
         # Made on the device: a copy to a GPU would make its host wait.
         number = torch.full((), value, dtype=torch.float64, device=device)
     else:
-        number = torch.tensor(value, dtype=torch.float64, device=device)
+        raise PenstockError(
+            f"loss_fn returned the metric {name!r}: expected one number, the mean over the microbatch's samples, found "
+            f"{text_of(value)}. Return a tensor or a number"
+        )
     if not isinstance(name, str) or not name or len(name.splitlines()) > 1 or number.numel() != 1:
         raise PenstockError(
             f"loss_fn returned the metric {name!r} of shape {tuple(number.shape)}: expected a name of one line and one "

@@ -1,16 +1,17 @@
 """Makes optimizers with the user's `optimizer=`, and checks them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.arguments import function, instance, text_of
 from penstock.errors import PenstockError
 
-__all__ = ["MakeOptimizer", "MakeScheduler", "NamedParameters", "make_optimizers"]
+__all__ = ["MakeOptimizer", "MakeScheduler", "NamedParameters", "make_optimizers", "make_scheduler"]
 
 
 class NamedParameters(list[nn.Parameter]):
@@ -21,7 +22,8 @@ class NamedParameters(list[nn.Parameter]):
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(named.values())
+        rule = instance(Mapping, "a dict from name to parameter", "pass dict(module.named_parameters())")
+        super().__init__(rule.check("NamedParameters(named=)", named).values())
         self.names = tuple(named)
 
     def items(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -54,22 +56,66 @@ def make_optimizers(make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> t
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PenstockError(
-                f"optimizer= returned {optimizer!r}: expected a torch.optim.Optimizer, or several. Pass a function "
-                "that takes the list of parameters, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+                f"optimizer=: expected a function that returns a torch.optim.Optimizer, or several, found that it "
+                f"returned {text_of(optimizer)}. Pass one such as lambda params: torch.optim.SGD(params, lr=0.1)"
             )
     stepped = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     twice = [name for name, parameter in trained.items() if stepped[id(parameter)] > 1]
     if twice:
-        raise PenstockError(f"optimizer= gave {twice[0]} to two optimizers: give each parameter to one of them")
+        raise PenstockError(
+            f"optimizer=: expected each parameter in one optimizer, found {twice[0]} in two: give it to one of them"
+        )
     known = {id(parameter) for parameter in named.values()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise PenstockError(
-                        f"optimizer= gave {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} "
-                        "which is not one of this process's stages: expected parameters of the list that it takes "
-                        "only, since others have no gradients from the pipeline and no name in checkpoints. Make it a "
-                        "parameter of the model, or step it with an optimizer of your own"
-                    )
+        _check_optimizer(optimizer, known)
     return optimizers
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
+    """Raises `PenstockError` unless `optimizer` can step by itself, and steps no parameter but those of the ids `known`
+    only.
+    """
+    kind = type(optimizer).__name__
+    if not function((), "").accepts(optimizer.step):
+        raise PenstockError(
+            f"optimizer=: expected an optimizer whose step() needs no arguments, found {kind}, which computes the loss "
+            "again by a closure: a pipeline cannot run forwards within an update. Use another optimizer"
+        )
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if foreign:
+        raise PenstockError(
+            f"optimizer=: expected the parameters that the function is called with, found {len(foreign)} other(s) in "
+            f"{kind}, the first of shape {tuple(foreign[0].shape)}: nothing would compute their gradients or save them "
+            "in a pipeline. Build it from the function's argument, as in lambda params: torch.optim.SGD(params, "
+            "lr=0.1), and make a parameter of your own part of the model"
+        )
+
+
+def make_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The learning rate scheduler that `make` returns for `optimizer`.
+
+    Raises `PenstockError` for anything else than a scheduler of this optimizer whose ``step()`` needs no arguments.
+    """
+    made: object = make(optimizer)
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise PenstockError(
+            "lr_scheduler=: expected a scheduler that steps with every update, found ReduceLROnPlateau, which needs a "
+            "measured loss that updates do not have. Use another one, or leave lr_scheduler= out and step it yourself "
+            "after an evaluation: plateau = ReduceLROnPlateau(pipe.optimizer), plateau.step(float(result.loss))"
+        )
+    if not isinstance(made, LRScheduler):
+        raise PenstockError(
+            f"lr_scheduler=: expected a function that returns a scheduler of torch.optim.lr_scheduler, found that it "
+            f"returned {text_of(made)}. Pass one such as lambda optimizer: StepLR(optimizer, step_size=100)"
+        )
+    if made.optimizer is not optimizer:
+        raise PenstockError(
+            f"lr_scheduler=: expected a scheduler of the optimizer that the function is called with, found "
+            f"{type(made).__name__} of another one. Build it from the function's argument"
+        )
+    if not function((), "").accepts(made.step):
+        raise PenstockError(
+            f"lr_scheduler=: expected a scheduler whose step() needs no arguments, found {type(made).__name__}: a "
+            "pipeline calls it with every update, and has none. Use another one"
+        )
+    return made

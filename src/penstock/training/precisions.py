@@ -6,27 +6,26 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from penstock.arguments import Rule, text_of
 from penstock.errors import PenstockError
 
-__all__ = ["autocasting", "check_autocast", "check_version_dtype", "first_device"]
+__all__ = ["AUTOCAST", "autocasting", "check_version_dtype", "first_device"]
 
-KINDS = (torch.bfloat16, torch.float16)
-
-
-def check_autocast(autocast: torch.dtype | None) -> None:
-    """Raises `PenstockError` if `autocast` is neither None nor a type that autocast supports."""
-    if autocast is not None and autocast not in KINDS:
-        raise PenstockError(
-            f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, or None for the model's own types"
-        )
+_KINDS = (torch.bfloat16, torch.float16)
+AUTOCAST: Rule[torch.dtype | None] = Rule(
+    "torch.bfloat16 or torch.float16",
+    lambda value: isinstance(value, torch.dtype) and value in _KINDS,
+    lambda value: value,
+    "give one of them, or leave it out for the model's own types",
+).optional
 
 
 def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None) -> None:
     """Raises `PenstockError` if weights are to be held in a type that the model does not compute in."""
     if dtype is not None and dtype != autocast:
         raise PenstockError(
-            f"version_dtype={dtype!r} with autocast={autocast!r}: expected the same type, since operators need "
-            f"weights and inputs of one type. Pass autocast={dtype!r} as well"
+            f"version_dtype=: expected the same type as autocast=, {autocast!r}, since operators need weights and "
+            f"inputs of one type, found {text_of(dtype)}: pass both, or leave version_dtype= out"
         )
 
 

@@ -1,20 +1,58 @@
 """The options that say how a pipeline trains, apart from its schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from penstock.training.clipping import check_clip
+from penstock.arguments import FLAG, Rule, check_fields, function, instance, number
+from penstock.errors import PlanError
 from penstock.training.losses import LossFunction, LossWeight, model_loss
 from penstock.training.nonfinite import SKIPPING, OnNonfinite, check_on_nonfinite
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
-from penstock.training.precisions import autocasting, check_autocast, check_version_dtype
+from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
 from penstock.training.scaling import LossScale, read_loss_scale
-from penstock.training.update_hooks import UpdateHook, check_hooks
+from penstock.training.update_hooks import UpdateHook, read_hooks
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "check_scaled_rates"]
+
+
+def _optimizer_advice(value: object) -> str:
+    """What to do about an ``optimizer=`` that is no function of the parameters."""
+    example = "such as lambda params: torch.optim.SGD(params, lr=0.1)"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"pass a function that makes it of the parameters of each process, {example}, not the optimizer itself"
+    return f"pass a function of the list of parameters, {example}"
+
+
+def _loss_advice(value: object) -> str:
+    """What to do about a ``loss_fn=`` that is no function of output and target."""
+    if isinstance(value, type):
+        return f"make one of the class: {value.__name__}()"
+    return (
+        "pass one such as torch.nn.functional.cross_entropy, or penstock.model_loss if the model computes its loss "
+        "itself"
+    )
+
+
+_RULES: Mapping[str, Rule[Any]] = {
+    "loss_fn": function(("output", "target"), _loss_advice),
+    "optimizer": function(("parameters",), _optimizer_advice, classes=True),
+    "autocast": AUTOCAST,
+    "version_dtype": instance(torch.dtype, "a type", "give that of autocast=, or leave it out").optional,
+    "clip_grad_norm": number(above=0).but("give the largest norm that gradients may have, such as 1.0").optional,
+    "lr_scheduler": function(
+        ("optimizer",),
+        "pass a function that makes a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)",
+        classes=True,
+    ).optional,
+    "scale_learning_rates": FLAG,
+    "loss_weight": function(
+        ("target",), "pass a function that counts, such as lambda target: (target != -100).sum()"
+    ).optional,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,21 +70,25 @@ class Recipe:
     scale_learning_rates: bool = False
     loss_weight: LossWeight | None = None
     version_dtype: torch.dtype | None = None
-    update_hooks: Sequence[UpdateHook] = ()
+    update_hooks: Sequence[UpdateHook] | UpdateHook = ()
     on_nonfinite: OnNonfinite = "raise"
 
     def __post_init__(self) -> None:
-        check_autocast(self.autocast)
-        check_clip(self.clip_grad_norm)
+        check_fields(self, _RULES)
         read_loss_scale(self.loss_scale)
         check_version_dtype(self.version_dtype, self.autocast)
-        check_hooks(self.update_hooks)
+        read_hooks(self.update_hooks)
         check_on_nonfinite(self.on_nonfinite)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Recipe":
+        """The recipe that the arguments `given` by name ask for; others among them (``locals()``) do not matter."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     @property
     def hooks(self) -> tuple[UpdateHook, ...]:
         """`update_hooks`, in order."""
-        return tuple(self.update_hooks)
+        return read_hooks(self.update_hooks)
 
     @property
     def scaling(self) -> LossScale | None:
@@ -81,3 +123,12 @@ class Recipe:
     def autocast_context(self, device: torch.device) -> AbstractContextManager[None]:
         """The context of a forward and its loss on `device`."""
         return autocasting(self.autocast, device)
+
+
+def check_scaled_rates(scaled: bool, updates_per_microbatch: bool, schedule: str) -> None:
+    """Raises `PlanError` if learning rates are to be scaled under a `schedule` that updates once in a minibatch."""
+    if scaled and not updates_per_microbatch:
+        raise PlanError(
+            "scale_learning_rates=: expected False under a schedule with one update in a minibatch, found True under "
+            f"{schedule!r}: all its stages update with the mean over the same samples. Leave it out, or use pipedream"
+        )

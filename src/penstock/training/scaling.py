@@ -7,10 +7,19 @@ scale; after `interval` finite updates in a row the scale grows.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.arguments import Rule, check_fields, integer, number
 
 __all__ = ["LossScale", "LossScaler", "read_loss_scale"]
+
+_GIVE = "give one, or leave it out: the defaults are those of torch.amp.GradScaler"
+_RULES: Mapping[str, Rule[Any]] = {
+    "initial": number(above=0).but(_GIVE),
+    "growth": number(1).but(_GIVE),
+    "backoff": number(above=0, most=1).but(_GIVE),
+    "interval": integer(0).but(_GIVE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +37,7 @@ class LossScale:
     interval: int = 2000
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.initial) and math.isfinite(self.growth)
-        if not (finite and self.initial > 0 and self.growth >= 1 and 0 < self.backoff <= 1 and self.interval >= 0):
-            raise PenstockError(
-                f"{self}: expected initial above 0, growth of at least 1, both finite, backoff above 0 and at most 1, "
-                "and interval 0 or more. With an infinite scale every update would be skipped"
-            )
+        check_fields(self, _RULES)
 
     @property
     def is_constant(self) -> bool:
@@ -41,19 +45,19 @@ class LossScale:
         return self.backoff == 1 and (self.growth == 1 or self.interval == 0)
 
 
+_SCALE = number(above=0).but("give one, or leave it out", '"dynamic", a finite number above 0, or a penstock.LossScale')
+
+
 def read_loss_scale(option: LossScale | str | float | None) -> LossScale | None:
     """The rule that `loss_scale=` asks for: "dynamic" is the default `LossScale`, a number is a constant scale."""
     match option:
         case None | LossScale():
             return option
-        case "dynamic":
+        case str() if option == "dynamic":
             return LossScale()
-        case int() | float() if not isinstance(option, bool) and 0 < option < math.inf:
-            return LossScale(float(option), growth=1.0, backoff=1.0, interval=0)
         case _:
-            raise PenstockError(
-                f'loss_scale={option!r}: expected "dynamic", a number above 0 and finite, a penstock.LossScale, or None'
-            )
+            scale = _SCALE.check("loss_scale", option)
+            return LossScale(float(scale), growth=1.0, backoff=1.0, interval=0)
 
 
 class LossScaler:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.arguments import check_fields, entries, instance, number
 from penstock.errors import PenstockError
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "WeightAverage",
     "WeightPrediction",
     "WeightUpdate",
-    "check_hooks",
+    "read_hooks",
 ]
 
 
@@ -72,6 +73,9 @@ class UpdateHook:
         return update.after
 
 
+_STRENGTH = number().but("give one such as 1.0, the whole correction")
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPrediction(UpdateHook):
     """Predicts the weights for the time when their gradient comes back, and lets forwards read them: W' + strength d u.
@@ -82,6 +86,9 @@ class WeightPrediction(UpdateHook):
     """
 
     strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"strength": _STRENGTH})
 
     def predicts(self, delay: int) -> bool:
         return delay > 0
@@ -103,6 +110,9 @@ class ErrorFeedback(UpdateHook):
 
     strength: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_fields(self, {"strength": _STRENGTH})
+
     def after_step(self, update: WeightUpdate) -> None:
         step = update.after - update.before
         if update.delay and "step" in update.state:
@@ -122,6 +132,9 @@ class LookAhead(UpdateHook):
 
     momentum: float = 0.99
 
+    def __post_init__(self) -> None:
+        check_fields(self, {"momentum": number(0, below=1).but("give one such as 0.99")})
+
     def after_step(self, update: WeightUpdate) -> None:
         old = update.state.get("base", update.before)
         base = torch.lerp(update.before, update.after, 1 - self.momentum)
@@ -137,6 +150,9 @@ class WeightAverage(UpdateHook):
     """
 
     decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"decay": number(0, most=1).but("give one such as 0.999")})
 
     def after_step(self, update: WeightUpdate) -> None:
         if "average" not in update.state:
@@ -171,17 +187,23 @@ class HookStates:
         return read
 
 
-def check_hooks(hooks: Sequence[UpdateHook]) -> None:
-    """Raises `PenstockError` if one of `hooks` is not a hook, or two of them predict."""
-    for hook in hooks:
-        if not isinstance(hook, UpdateHook):
-            raise PenstockError(
-                f"update_hooks= has {hook!r}: expected objects of a class derived from penstock.UpdateHook, such as "
-                "penstock.WeightPrediction()"
-            )
+def read_hooks(given: Sequence[UpdateHook] | UpdateHook) -> tuple[UpdateHook, ...]:
+    """The hooks that ``update_hooks=`` asks for: several, or one alone.
+
+    Raises `PenstockError` if one of them is not a hook, or two of them predict.
+    """
+    hooks = (given,) if isinstance(given, UpdateHook) else entries("update_hooks", given)
+    rule = instance(
+        UpdateHook,
+        "objects of a class derived from penstock.UpdateHook",
+        "pass one such as penstock.WeightPrediction()",
+    )
+    for index, hook in enumerate(hooks):
+        rule.check(f"update_hooks[{index}]", hook)
     predicting = [hook for hook in hooks if hook.predicts(1)]
     if len(predicting) > 1:
         raise PenstockError(
             f"update_hooks= has {predicting[0]!r} and {predicting[1]!r}, which both predict weights: expected "
             "one that predicts. Leave one out, or derive a hook that does both"
         )
+    return hooks

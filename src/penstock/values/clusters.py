@@ -6,17 +6,25 @@ n bytes takes latency + n / bandwidth seconds.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
+from penstock.arguments import Rule, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
-from penstock.values.documents import YamlNode, is_count, number_text, read_yaml, text_of, write_text
+from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
 
 __all__ = ["Cluster", "LinkLevels", "LinkMatrix", "Links"]
 
 _FORMAT = "penstock-cluster/1"
+
+_BANDWIDTH = number(above=0, infinite=True).but(
+    "give the measured bytes per second of the link (`penstock probe` measures it)"
+)
+_LATENCY = number(0).but(
+    "give the seconds that the smallest message takes (`penstock probe` measures it), or leave it out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +39,8 @@ class LinkLevels:
     def __post_init__(self) -> None:
         if not self.levels:
             raise PlanError("levels: expected one level or more, found none: give (count, bytes per second) per level")
-        for index, (count, bandwidth) in enumerate(self.levels):
-            if not is_count(count, least=1):
-                raise PlanError(
-                    f"levels[{index}].count: expected a whole number, 1 or more, found {text_of(count)}: "
-                    "give the number of components that this level joins"
-                )
-            _check_bandwidth(f"levels[{index}].bytes_per_second", bandwidth)
+        levels = tuple(_check_level(index, level) for index, level in enumerate(self.levels))
+        object.__setattr__(self, "levels", levels)
         if not self.latency_seconds:
             object.__setattr__(self, "latency_seconds", (0.0,) * len(self.levels))
         if len(self.latency_seconds) != len(self.levels):
@@ -45,8 +48,11 @@ class LinkLevels:
                 f"latency_seconds: expected {len(self.levels)} numbers (one per level), found "
                 f"{len(self.latency_seconds)}: give one number for each level, or a single one for all"
             )
-        for index, latency in enumerate(self.latency_seconds):
-            _check_latency(f"levels[{index}].latency_seconds", latency)
+        latencies = (
+            _LATENCY.check(f"levels[{index}].latency_seconds", latency, PlanError)
+            for index, latency in enumerate(self.latency_seconds)
+        )
+        object.__setattr__(self, "latency_seconds", tuple(latencies))
 
     @property
     def devices(self) -> int:
@@ -82,10 +88,10 @@ class LinkMatrix:
     def __post_init__(self) -> None:
         if not self.rows:
             raise PlanError("matrix: expected one row or more, found none: give one row per device")
-        _check_square("matrix", self.rows, len(self.rows), _check_bandwidth)
+        _check_square("matrix", self.rows, len(self.rows), _BANDWIDTH)
         if not self.latency_rows:
             object.__setattr__(self, "latency_rows", ((0.0,) * len(self.rows),) * len(self.rows))
-        _check_square("latency_seconds", self.latency_rows, len(self.rows), _check_latency)
+        _check_square("latency_seconds", self.latency_rows, len(self.rows), _LATENCY)
 
     @property
     def devices(self) -> int:
@@ -103,6 +109,17 @@ class LinkMatrix:
 
 Links: TypeAlias = LinkLevels | LinkMatrix
 
+_RULES = {
+    "links": instance(
+        (LinkLevels, LinkMatrix),
+        "LinkLevels or a LinkMatrix",
+        "build the cluster with Cluster.uniform, Cluster.hierarchical or Cluster.from_matrix",
+    ),
+    "memory_bytes": number(above=0)
+    .but("give the memory of one device in bytes, or leave it out if it is no limit")
+    .optional,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -113,14 +130,7 @@ class Cluster:
     """The memory of each device; None means no limit."""
 
     def __post_init__(self) -> None:
-        memory = self.memory_bytes
-        if memory is not None and (
-            isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < math.inf
-        ):
-            raise PlanError(
-                f"memory_bytes: expected a finite number above 0, found {text_of(memory)}: "
-                "give the memory of one device in bytes, or leave it out if it is no limit"
-            )
+        check_fields(self, _RULES, PlanError)
 
     @classmethod
     def uniform(
@@ -140,10 +150,12 @@ class Cluster:
 
         `latency_seconds`: one number per level, or one for all levels. Raises `PlanError`.
         """
-        pairs = tuple((count, bandwidth) for count, bandwidth in levels)
-        if isinstance(latency_seconds, Sequence):
-            return cls(LinkLevels(pairs, tuple(latency_seconds)), memory_bytes)
-        return cls(LinkLevels(pairs, (latency_seconds,) * len(pairs)), memory_bytes)
+        pairs = entries("levels", levels, PlanError)
+        if is_number(latency_seconds):
+            latencies: tuple[Any, ...] = (latency_seconds,) * len(pairs)
+        else:
+            latencies = entries("latency_seconds", latency_seconds, PlanError)
+        return cls(LinkLevels(pairs, latencies), memory_bytes)
 
     @classmethod
     def from_matrix(
@@ -156,11 +168,11 @@ class Cluster:
 
         `latency_seconds`: a matrix of the same shape, or one number for all links. Raises `PlanError`.
         """
-        rows = tuple(tuple(float(value) for value in row) for row in bandwidth)
-        if isinstance(latency_seconds, Sequence):
-            latencies = tuple(tuple(float(value) for value in row) for row in latency_seconds)
+        rows = _plain_rows("bandwidth", bandwidth)
+        if is_number(latency_seconds):
+            latencies: tuple[tuple[Any, ...], ...] = ((latency_seconds,) * len(rows),) * len(rows)
         else:
-            latencies = ((latency_seconds,) * len(rows),) * len(rows)
+            latencies = _plain_rows("latency_seconds", latency_seconds)
         return cls(LinkMatrix(rows, latencies), memory_bytes)
 
     @property
@@ -212,6 +224,7 @@ class Cluster:
 
         Raises `PlanError`.
         """
+        size_bytes = number(0, infinite=True).check("size_bytes", size_bytes, PlanError)
         return self.latency(a, b) + size_bytes / self.bandwidth(a, b)
 
     def save(self, path: str | Path) -> None:
@@ -219,6 +232,8 @@ class Cluster:
         lines = [f"format: {_FORMAT}"]
         if self.memory_bytes is not None:
             lines.append(f"memory_bytes: {number_text(self.memory_bytes)}")
+        # A file that was cut off after a level would be a smaller cluster.
+        lines.append(f"devices: {self.devices}")
         match self.links:
             case LinkLevels(levels, latencies):
                 lines.append("levels: # innermost first")
@@ -240,7 +255,18 @@ class Cluster:
         """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
-        places = place.mapping(("format",), ("memory_bytes", "levels", "matrix", "latency_seconds"))
+        places = place.mapping(("format",), ("memory_bytes", "devices", "levels", "matrix", "latency_seconds"))
+        made = cls._read(path, place, places)
+        if "devices" in places and places["devices"].integer() != made.devices:
+            places["devices"].fail(
+                f"{made.devices}, the devices of the links in this file",
+                "if the file was cut off, save it again; if you have changed the links, correct this number, or remove "
+                "the line",
+            )
+        return made
+
+    @classmethod
+    def _read(cls, path: str | Path, place: YamlNode, places: Mapping[str, YamlNode]) -> "Cluster":
         if ("levels" in places) == ("matrix" in places):
             found = "both" if "levels" in places else "neither"
             raise PlanError(f"{path}: expected either `levels` or `matrix`, found {found}: describe the links once")
@@ -260,7 +286,7 @@ class Cluster:
 
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:
-            if not 0 <= rank < self.devices:
+            if not 0 <= integer().check("rank", rank, PlanError) < self.devices:
                 raise PlanError(
                     f"rank {rank} is not in this cluster: expected 0 to {self.devices - 1}. "
                     "Use fewer ranks or describe more devices"
@@ -277,8 +303,31 @@ def _read_rows(place: YamlNode) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(value.number() for value in row.items()) for row in place.items())
 
 
-def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, check: Callable[[str, float], None]) -> None:
-    """Raises `PlanError` unless `rows` is square with `size` rows, and all numbers off the diagonal pass `check`."""
+def _plain_rows(where: str, matrix: object) -> tuple[tuple[float, ...], ...]:
+    """The numbers of `matrix`, rows of rows or an array, as numbers of Python."""
+    entry = number(infinite=True)
+    rows = enumerate(entries(where, matrix, PlanError))
+    return tuple(
+        tuple(entry.check(f"{where}[{a}]", value, PlanError) for value in entries(f"{where}[{a}]", row, PlanError))
+        for a, row in rows
+    )
+
+
+def _check_level(index: int, level: object) -> tuple[int, float]:
+    found = entries(f"levels[{index}]", level, PlanError)
+    if len(found) != 2:
+        raise PlanError(
+            f"levels[{index}]: expected (count, bytes per second), found {text_of(level)}: give both, and nothing else"
+        )
+    count = integer(1).but("give the number of components that this level joins")
+    return (
+        count.check(f"levels[{index}].count", found[0], PlanError),
+        _BANDWIDTH.check(f"levels[{index}].bytes_per_second", found[1], PlanError),
+    )
+
+
+def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, rule: Rule[float]) -> None:
+    """Raises `PlanError` unless `rows` is square with `size` rows, and all numbers off the diagonal follow `rule`."""
     if len(rows) != size:
         raise PlanError(f"{where}: expected {size} rows (one per device), found {len(rows)}: give a square matrix")
     for a, row in enumerate(rows):
@@ -288,20 +337,4 @@ def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, check:
             )
         for b, value in enumerate(row):
             if a != b:
-                check(f"{where}[{a}][{b}]", value)
-
-
-def _check_bandwidth(where: str, bandwidth: float) -> None:
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float) or not bandwidth > 0:
-        raise PlanError(
-            f"{where}: expected a number above 0, found {text_of(bandwidth)}: "
-            "give the measured bytes per second of the link (`penstock probe` measures it)"
-        )
-
-
-def _check_latency(where: str, latency: float) -> None:
-    if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < math.inf:
-        raise PlanError(
-            f"{where}: expected a finite number, 0 or more, found {text_of(latency)}: "
-            "give the seconds that the smallest message takes (`penstock probe` measures it), or leave it out"
-        )
+                rule.check(f"{where}[{a}][{b}]", value, PlanError)

@@ -17,24 +17,20 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
+from penstock.arguments import PATH, text_of
 from penstock.errors import PenstockError, suggestion
 
 __all__ = [
     "YamlNode",
-    "is_count",
     "number_text",
     "quoted_text",
     "read_json",
     "read_text",
     "read_yaml",
-    "text_of",
     "write_text",
 ]
 
 Value = TypeVar("Value")
-
-# In YAML 1.1, which PyYAML reads, 12e9 is a string; the author of the file means a number.
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class YamlNode:
         """A whole number."""
         value = self._number()
         if value is None or (isinstance(value, float) and not value.is_integer()):
-            self.fail("a whole number", "write one, without quotes")
+            self.fail("a whole number", "write one in decimal digits, without quotes")
         return int(value)
 
     def number(self) -> float:
@@ -122,8 +118,6 @@ class YamlNode:
             )
 
     def _number(self) -> float | None:
-        if isinstance(self.value, str) and _EXPONENT.fullmatch(self.value):
-            return float(self.value)
         if isinstance(self.value, int | float) and not isinstance(self.value, bool):
             return self.value
         return None
@@ -167,6 +161,7 @@ def read_yaml(path: str | Path, error: type[PenstockError]) -> YamlNode:
 
 def write_text(path: str | Path, text: str, error: type[PenstockError]) -> None:
     """Writes `text`; `error` if the file cannot be written."""
+    PATH.check("path", path, error)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as failure:
@@ -185,21 +180,9 @@ def quoted_text(value: str) -> str:
     return text.rstrip("\n")
 
 
-def text_of(value: object) -> str:
-    """`value` for an error message, on one line and not too long."""
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def is_count(value: object, least: int) -> bool:
-    """Whether `value` is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def read_text(path: str | Path, error: type[PenstockError]) -> str:
     """The whole of a text file; `error` if it cannot be read."""
+    PATH.check("path", path, error)
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -215,7 +198,11 @@ class _WrittenTwice(Exception):
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """A safe loader that raises `_WrittenTwice` if a mapping repeats a key."""
+    """A safe loader that raises `_WrittenTwice` if a mapping repeats a key, and reads numbers as YAML 1.2 does.
+
+    In YAML 1.1, which PyYAML reads, 8:30 is 510, 010 is 8, and 12e9 is text: each is another value than its author
+    means, so the first two are text here, which is no number, and the last is one.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()
@@ -224,6 +211,19 @@ class _UniqueLoader(yaml.SafeLoader):
                 raise _WrittenTwice(f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is written twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9]*)$",
+    "tag:yaml.org,2002:float": r"([-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+}
+_UniqueLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _UniqueLoader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
 
 
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.arguments import text_of
 from penstock.errors import ProfileError
-from penstock.values.documents import read_text, text_of
+from penstock.values.documents import read_text
 from penstock.values.graphs import Graph, Operator, Tensor
 
 __all__ = ["GraphFile", "read_graph"]

@@ -7,11 +7,11 @@ built from it.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, pairwise
-from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-from penstock.errors import PlanError, suggestion, visible
+from penstock.arguments import FLAG, TEXT, check_fields, choice, entries, instance, integer, is_count, number, text_of
+from penstock.errors import PlanError, visible
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.known_schedules import SCHEDULES, find_definition, has_taken_name, identify, schedule_hint
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -20,11 +20,9 @@ from penstock.scheduling.schedules import Schedule
 from penstock.values.chain_cuts import balanced_cuts
 from penstock.values.documents import (
     YamlNode,
-    is_count,
     number_text,
     quoted_text,
     read_yaml,
-    text_of,
     write_text,
 )
 from penstock.values.quantities import bytes_text
@@ -59,18 +57,27 @@ class Prediction:
     """The bottleneck in words: a stage, a link, the memory."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peak_bytes", tuple(self.peak_bytes))
-        if not isinstance(self.limit, str):
-            raise PlanError(f"limit: expected words, found {text_of(self.limit)}: leave it out")
+        rule = number(0, infinite=True).but("leave `predicted` out of a plan made by hand")
         numbers = [field.name for field in fields(self) if field.name not in ("peak_bytes", "limit")]
-        values = [(name, getattr(self, name)) for name in numbers]
-        values += [(f"peak_bytes[{rank}]", value) for rank, value in enumerate(self.peak_bytes)]
-        for name, value in values:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise PlanError(
-                    f"{name}: expected a number, 0 or more, found {text_of(value)}: "
-                    "leave `predicted` out of a plan made by hand"
-                )
+        check_fields(self, {**dict.fromkeys(numbers, rule), "limit": TEXT.but("leave it out")}, PlanError)
+        peaks = enumerate(entries("peak_bytes", self.peak_bytes, PlanError))
+        checked = tuple(rule.check(f"peak_bytes[{rank}]", peak, PlanError) for rank, peak in peaks)
+        object.__setattr__(self, "peak_bytes", checked)
+
+
+_RULES = {
+    "routing": choice(ROUTINGS),
+    "microbatches": integer(1),
+    "microbatch_size": integer(1).optional,
+    "tensor_parallel": integer(1),
+    "vertical_sync": FLAG,
+    "recompute": FLAG,
+    "predicted": instance(
+        Prediction, "a Prediction", "leave it out of a plan made by hand; penstock.simulate predicts one"
+    ).optional,
+    "planner": TEXT,
+    "explanation": TEXT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +103,11 @@ class Plan:
     """Which other plans were considered, and why this one is better; it is not saved to a file."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "stages", entries("stages", self.stages, PlanError))
         definition = require_schedule(self.schedule)
         # Penstock's own schedules are stored by name, so that plans compare and print alike however they were given.
         object.__setattr__(self, "schedule", identify(definition))
-        if self.routing not in ROUTINGS:
-            raise PlanError(
-                f"routing: expected one of {', '.join(ROUTINGS)}, found {text_of(self.routing)}. "
-                f"{suggestion(str(self.routing), ROUTINGS)}Choose one of them"
-            )
-        for name in ("microbatches", "microbatch_size", "tensor_parallel"):
-            value = getattr(self, name)
-            if not (value is None and name == "microbatch_size") and not is_count(value, least=1):
-                raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
-        for name in ("vertical_sync", "recompute"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(
-                    f"{name}: expected true or false, found {text_of(getattr(self, name))}: give one of them"
-                )
+        check_fields(self, _RULES, PlanError)
         check_stages(self.stages, self.tensor_parallel, definition)
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
@@ -169,12 +163,9 @@ class Plan:
         `weights`: of each layer, such as its seconds; only their ratios count. Among equals, the cut with the least sum
         of squares of the stages. Layers of one weight are cut as `uniform` cuts them.
         """
+        weights = entries("weights", weights, PlanError)
         for layer, weight in enumerate(weights):
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
-                raise PlanError(
-                    f"weights[{layer}]: expected a number, 0 or more and finite, found {text_of(weight)}: "
-                    "give what the layer costs"
-                )
+            number(0).but("give what the layer costs").check(f"weights[{layer}]", weight, PlanError)
         layers = len(weights)
         uniform = cls.uniform(
             layers, stages, schedule, microbatches, stages_per_rank=stages_per_rank, vertical_sync=vertical_sync
@@ -198,6 +189,8 @@ class Plan:
 
         The schedule's layout decides the rank of stage s: s mod `ranks`; in a V shape, s or 2 `ranks` - 1 - s.
         """
+        cuts = entries("cuts", cuts, PlanError)
+        ranks = integer(1).check("ranks", ranks, PlanError)
         dealt = require_schedule(schedule).layout.ranks(len(cuts) - 1, ranks)
         stages = tuple(Stage(start, stop, (rank,)) for (start, stop), rank in zip(pairwise(cuts), dealt, strict=True))
         return cls(stages, schedule, microbatches, microbatch_size, vertical_sync, recompute)
@@ -283,6 +276,8 @@ class Plan:
         lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
         lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
         lines += [f"planner: {quoted_text(self.planner)}"] if self.planner else []
+        # A file that was cut off after a stage would be a plan of fewer layers.
+        lines.append(f"layers: {self.layers}")
         lines.append("stages: # layers from start up to and without stop")
         lines += [f"- {{start: {s.start}, stop: {s.stop}, ranks: {list(s.ranks)}}}" for s in self.stages]
         if self.predicted is not None:
@@ -305,8 +300,14 @@ class Plan:
         node = read_yaml(path, PlanError)
         node.check_format(_FORMAT)
         optional = [field.name for field in fields(cls) if field.name not in ("stages", "explanation")]
-        nodes = node.mapping(("format", "stages"), optional)
+        nodes = node.mapping(("format", "stages"), [*optional, "layers"])
         stages = tuple(_read_stage(stage) for stage in nodes["stages"].items())
+        if "layers" in nodes and stages and nodes["layers"].integer() != stages[-1].stop:
+            nodes["layers"].fail(
+                f"{stages[-1].stop}, where the last of the {len(stages)} stages stops",
+                "if the file was cut off, save it again; if you have changed the stages, correct this number, or "
+                "remove the line",
+            )
         named = (
             node.build(lambda: _find_named(nodes["schedule"].text(), schedule))
             if "schedule" in nodes
@@ -322,6 +323,9 @@ class Plan:
         return node.build(
             lambda: cls(stages, named, microbatches, size, sync, recompute, predicted, routing, parallel, planner)
         )
+
+
+_PLAN = instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.uniform, or read one with Plan.load")
 
 
 def require_schedule(schedule: ScheduleDefinition | str, where: str = "") -> ScheduleDefinition:
@@ -342,6 +346,7 @@ def require_schedule(schedule: ScheduleDefinition | str, where: str = "") -> Sch
 
 def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
+    _PLAN.check("schedule(plan=)", plan, PlanError)
     return Schedule.placed(plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync)
 
 

@@ -5,21 +5,34 @@ kind of device and one microbatch size. Times are seconds, sizes are bytes.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.arguments import TEXT, check_fields, entries, instance, integer, is_count, number, text_of
 from penstock.errors import ProfileError
 from penstock.values.crossings import Crossing
-from penstock.values.documents import YamlNode, is_count, read_json, text_of, write_text
+from penstock.values.documents import YamlNode, read_json, write_text
 from penstock.values.graph_files import read_graph
 from penstock.values.graphs import linearize
 
 __all__ = ["LayerProfile", "Profile"]
 
 _FORMAT = "penstock-profile/1"
+
+
+_MEASURE = "measure it again, or write 0 if there is none"
+_LAYER_RULES = {
+    "name": TEXT.but("give the layer's name in the model"),
+    "forward_seconds": number(0, unit="seconds").but(_MEASURE),
+    "backward_seconds": number(0, unit="seconds").but(_MEASURE),
+    "cut_bytes": number(0, unit="bytes").but(_MEASURE),
+    "saved_bytes": number(0, unit="bytes").but(_MEASURE),
+    "parameter_bytes": number(0, unit="bytes").but(_MEASURE),
+    "workspace_bytes": number(0, unit="bytes").but(_MEASURE),
+    "weight_seconds": number(0, unit="seconds").but(_MEASURE).optional,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +55,7 @@ class LayerProfile:
     before does not wait for. None if it was not measured."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ProfileError(f"name: expected text, found {text_of(self.name)}: give the layer's name in the model")
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is None and field.name == "weight_seconds":
-                continue
-            unit = field.name.rsplit("_", 1)[1]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ProfileError(
-                    f"{field.name}: expected a number of {unit}, 0 or more and finite, found {text_of(value)} "
-                    f"in layer {self.name!r}: measure it again, or write 0 if there is none"
-                )
+        check_fields(self, _LAYER_RULES, ProfileError, f" in layer {text_of(self.name)}")
         if self.weight_seconds is not None and self.weight_seconds > self.backward_seconds:
             raise ProfileError(
                 f"weight_seconds: expected at most backward_seconds = {self.backward_seconds}, of which it is a part, "
@@ -73,6 +75,16 @@ class LayerProfile:
         if self.weight_seconds is not None:
             return self.weight_seconds
         return self.backward_seconds / 2 if self.parameter_bytes else 0.0
+
+
+_LAYER = instance(LayerProfile, "a LayerProfile", "build one")
+_RULES = {
+    "microbatch_size": integer(1, unit="samples").but("give the number of samples that the times were measured with"),
+    "name": TEXT,
+    "device": TEXT,
+    "library_bytes": number(0).but("measure it again, or leave it out"),
+    "fragmentation": number(1).but("measure it again, or leave it out"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +107,15 @@ class Profile:
     model of a few MB. 1 on a CPU, where it is not measured."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", entries("layers", self.layers, ProfileError))
         if not self.layers:
             raise ProfileError("layers: expected one layer or more, found none: a model has at least one layer")
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, LayerProfile):
-                raise ProfileError(f"layers[{index}]: expected a LayerProfile, found {text_of(layer)}: build one")
-        size = self.microbatch_size
-        if not is_count(size, least=1):
-            raise ProfileError(
-                f"microbatch_size: expected a whole number of samples, 1 or more, found {text_of(size)}: "
-                "give the number of samples that the times were measured with"
-            )
-        object.__setattr__(self, "crossings", tuple(self.crossings))
+            _LAYER.check(f"layers[{index}]", layer, ProfileError)
+        check_fields(self, _RULES, ProfileError)
+        object.__setattr__(self, "crossings", entries("crossings", self.crossings, ProfileError))
         for index, crossing in enumerate(self.crossings):
             _check_crossing(f"crossings[{index}]", crossing, len(self.layers))
-        for name, least in (("library_bytes", 0), ("fragmentation", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ProfileError(
-                    f"{name}: expected a number, {least} or more and finite, found {text_of(value)}: measure it again, "
-                    "or leave it out"
-                )
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -219,8 +218,7 @@ class Profile:
 
 
 def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
-    if not isinstance(crossing, Crossing):
-        raise ProfileError(f"{where}: expected a Crossing, found {text_of(crossing)}: build one")
+    instance(Crossing, "a Crossing", "build one").check(where, crossing, ProfileError)
     stops = (crossing.made, *crossing.read)
     if (
         not all(is_count(stop, least=0) for stop in stops)
@@ -232,12 +230,7 @@ def _check_crossing(where: str, crossing: Crossing, layers: int) -> None:
             f"{where}: expected a value that one layer makes and one or more later ones of 0 to {layers - 1} read, "
             f"ascending, found made {text_of(crossing.made)} and read {text_of(crossing.read)}: measure it again"
         )
-    size = crossing.size_bytes
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
-        raise ProfileError(
-            f"{where}: size_bytes: expected a number of bytes, 0 or more and finite, found {text_of(size)}: measure it "
-            "again"
-        )
+    number(0, unit="bytes").but("measure it again").check(f"{where}: size_bytes", crossing.size_bytes, ProfileError)
 
 
 def _list(name: str, rows: Sequence[str]) -> str:

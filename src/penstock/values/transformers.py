@@ -4,11 +4,10 @@ The counts are those of [Narayanan 2021, section 4.5.1]. Symbols: l layers, h hi
 vocabulary, B batch size in sequences.
 """
 
-import math
 from dataclasses import dataclass, fields
 
+from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
-from penstock.values.documents import is_count, text_of
 
 __all__ = ["Transformer"]
 
@@ -28,13 +27,8 @@ class Transformer:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:-1]:
-            value = getattr(self, field.name)
-            if not is_count(value, least=1):
-                raise PlanError(
-                    f"{field.name}: expected a whole number, 1 or more, found {text_of(value)}: "
-                    "give the shape of the model"
-                )
+        size = integer(1).but("give the shape of the model")
+        check_fields(self, {**{field.name: size for field in fields(self)[:-1]}, "name": TEXT}, PlanError)
         if self.hidden % self.heads:
             raise PlanError(
                 f"heads: expected a divisor of hidden = {self.hidden}, found {self.heads}: "
@@ -70,6 +64,5 @@ class Transformer:
     def training_days(self, tokens: float, devices: int, device_operations: float) -> float:
         """8 T P / (n X) in days, equation 4.4, for X operations per second on each of n devices, with recomputation."""
         for name, value in (("tokens", tokens), ("devices", devices), ("device_operations", device_operations)):
-            if not 0 < value < math.inf:
-                raise PlanError(f"{name}: expected a finite number above 0, found {text_of(value)}: give one")
+            number(above=0).check(name, value, PlanError)
         return 8 * tokens * self.parameters / (devices * device_operations) / _DAY_SECONDS

@@ -164,7 +164,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
 
     with pytest.raises(PenstockError, match=r"max_shard_size= is .*: expected bytes, 5000000000, or a text"):
         pipe.save_weights(tmp_path, max_shard_size=size)
-    with pytest.raises(PenstockError, match="rank= is 1: expected None, or one of the 1 rank"):
+    with pytest.raises(PenstockError, match=r"rank=.*: expected a whole number from 0 to 0, found 1"):
         pipe.full_state_dict(rank=1)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="expected a directory or nothing, found a file"):

@@ -439,9 +439,9 @@ def test_replicas_sum_what_two_layers_of_a_stage_share(recompute: object) -> Non
 
 def test_wrong_wishes_are_refused() -> None:
     case = Case("layered", "gpipe", 2, 4)
-    with pytest.raises(penstock.PlanError, match=r'recompute=.stages.: expected True, False, "layers"'):
+    with pytest.raises(penstock.PlanError, match=r"expected True, False, 'layers' .* found 'stages'"):
         penstock.Pipeline(case.build(), **case.options, recompute="stages")
-    with pytest.raises(penstock.PlanError, match=r"names stage\(s\) 2: expected numbers from 0 to 1"):
+    with pytest.raises(penstock.PlanError, match="recompute=: expected a whole number from 0 to 1, found 2"):
         penstock.Pipeline(case.build(), **case.options, recompute={1, 2})
 
 

@@ -354,7 +354,8 @@ def test_what_cannot_be_verified() -> None:
         "to a rank that has nothing to do"
     ]
     assert complaint(lambda: verify(FLUSH, 0)) == [
-        "verify: there is nothing to prove in 0 minibatches; give minibatches=1 or more"
+        "verify(minibatches=): expected a whole number, 1 or more, found 0: give 1 or more, since there is "
+        "nothing to prove in none"
     ]
 
 

@@ -58,11 +58,11 @@ def explained(model: nn.Module, samples: str) -> Iterator[None]:
         raise
     except Exception as error:
         where = source_line(error.__traceback__) or _line_in_text(str(error))
+        reason = _reason(error, samples)
         place = f"{where[0]}:{where[1]}: {where[2]}" if where else f"the code of {type(model).__name__} (no line known)"
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {_reason(error, samples)}. Rewrite "
-            "that line with tensor operations (torch.where, torch.cond), or pass the model as nn.Sequential or as a "
-            "list of layers, which run as they are"
+            f"{type(model).__name__} cannot be traced. At\n    {place}\nbecause {reason}. {_advice(reason)}, or "
+            "pass the model as nn.Sequential or as a list of layers, which run as they are"
         ) from error
     finally:
         logger.disabled = silent
@@ -95,6 +95,12 @@ def _line_in_text(text: str) -> tuple[str, int, str] | None:
         if not _is_library(file):
             found = (file, int(number), linecache.getline(file, int(number)).strip())
     return found
+
+
+def _advice(reason: str) -> str:
+    if reason.startswith(_BATCH):
+        return "Write x.shape[0] there, the samples of what it was given, in place of a number"
+    return "Rewrite that line with tensor operations (torch.where, torch.cond)"
 
 
 def _reason(error: Exception, samples: str) -> str:

@@ -111,8 +111,14 @@ def trace(
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
-    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), opaque(blocks):
-        program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
+        try:
+            with opaque(blocks):
+                program = _export_as_freely_as_possible(flat, names, tensors, inputs, fixed)
+        except export_refusals():
+            # Outside, where blocks are themselves and can be run.
+            _run_with_other_batch(flat, names, tensors, inputs)
+            raise
     return _read(program, model, names, blocks)
 
 
@@ -137,11 +143,7 @@ def _export_as_freely_as_possible(
     except Exception:
         pass
     # Some models allow any batch size but compute with the other sizes in ways that export cannot follow.
-    try:
-        return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.STATIC)
-    except export_refusals():
-        _run_with_other_batch(flat, names, tensors, inputs)
-        raise
+    return _export(flat, names, tensors, inputs, fixed=fixed, other=Dim.STATIC)
 
 
 def _give_written_inputs_copies(program: ExportedProgram, inputs: Sequence[Node]) -> None:

@@ -10,11 +10,10 @@ or the time to move its three matrices through memory, if that is longer. So sma
 tensor-parallel size) are slow, and large ones approach `efficiency`.
 """
 
-import math
 from dataclasses import dataclass, fields
 
+from penstock.arguments import check_fields, number
 from penstock.errors import PlanError
-from penstock.values.documents import text_of
 
 __all__ = ["A100", "NUMBER_BYTES", "AcceleratorModel", "Precision"]
 
@@ -37,17 +36,10 @@ class AcceleratorModel:
     """g: the numbers of the output in half a wave of tiles."""
 
     def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            least = 0 if field.name == "half_wave" else math.ulp(0.0)
-            most = 1 if field.name == "efficiency" else math.inf
-            number = not isinstance(value, bool) and isinstance(value, int | float)
-            if not number or not least <= value <= most or value == math.inf:
-                raise PlanError(
-                    f"{field.name}: expected a finite number {'of 0 or more' if least == 0 else 'above 0'}"
-                    f"{' and at most 1' if most == 1 else ''}, found {text_of(value)}: measure it, or take it from "
-                    "the maker's data sheet"
-                )
+        rules = dict.fromkeys((field.name for field in fields(self)[1:]), number(above=0))
+        rules |= {"efficiency": number(above=0, most=1), "half_wave": number(0)}
+        sheet = "measure it, or take it from the maker's data sheet"
+        check_fields(self, {name: rule.but(sheet) for name, rule in rules.items()}, PlanError)
 
     def product_seconds(self, m: float, k: float, n: float, count: float = 1) -> float:
         """Seconds of `count` products of (m x k) and (k x n) in one kernel."""
@@ -70,13 +62,8 @@ class Precision:
     optimizer_bytes: float = 8
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise PlanError(
-                    f"{field.name}: expected a finite number of bytes, 0 or more, found {text_of(value)}: "
-                    "give the bytes per parameter"
-                )
+        size = number(0, unit="bytes").but("give the bytes per parameter")
+        check_fields(self, {field.name: size for field in fields(self)}, PlanError)
 
     @property
     def state_bytes(self) -> float:

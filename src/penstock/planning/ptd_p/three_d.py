@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 
+from penstock.arguments import FLAG, check_fields, integer
 from penstock.errors import PlanError
 from penstock.planning.ptd_p.accelerator_models import A100, AcceleratorModel, Precision
 from penstock.planning.ptd_p.config_tables import ranking_text
@@ -27,7 +28,6 @@ from penstock.planning.ptd_p.pipeline_simulations import simulate_pipeline
 from penstock.planning.ptd_p.ring_links import Ring, data_ring, pipeline_ring, tensor_ring
 from penstock.planning.ptd_p.transformer_costs import tensor_parallel_costs
 from penstock.values.clusters import Cluster
-from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Prediction, Stage
 from penstock.values.quantities import bytes_text
 from penstock.values.transformers import Transformer
@@ -68,12 +68,10 @@ class ThreeDRequest:
 
     def __post_init__(self) -> None:
         numbers = ("devices", "pipeline", "tensor", "data", "microbatch_size", "stages_per_rank", "checkpoints")
-        for name in ("batch_size", *numbers):
-            value = getattr(self, name)
-            if value is None and name != "batch_size":
-                continue
-            if not is_count(value, least=1):
-                raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
+        flags = {"recompute": FLAG.optional, "scatter_gather": FLAG, "overlap": FLAG}
+        check_fields(
+            self, {"batch_size": integer(1), **dict.fromkeys(numbers, integer(1).optional), **flags}, PlanError
+        )
         if self.batch_size > _LARGEST_BATCH:
             raise PlanError(
                 f"batch_size: expected at most {_LARGEST_BATCH}, found {self.batch_size}: give the samples of one "
@@ -96,8 +94,7 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[ConfigEsti
 
     Raises `PlanError` if the devices have no configuration, or if none fits; the error says what would be enough.
     """
-    if not is_count(simulated, least=0):
-        raise PlanError(f"simulated: expected a whole number, 0 or more, found {text_of(simulated)}: give one")
+    simulated = integer(0).check("simulated", simulated, PlanError)
     limit = request.cluster.memory_bytes
     found = [_estimate(request, config) for config in _fitting(request, inf if limit is None else limit)]
     if not found:

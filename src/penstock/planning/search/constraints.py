@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from penstock.arguments import FLAG, check_fields, integer, number, text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.costs import AllReduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -26,7 +27,6 @@ from penstock.scheduling.known_schedules import (
 from penstock.scheduling.orders import METHODS, SPP
 from penstock.scheduling.placements import StageLayout
 from penstock.values.clusters import Cluster
-from penstock.values.documents import is_count, text_of
 from penstock.values.profiles import Profile
 
 __all__ = ["PlanConstraints", "PlannerQuery"]
@@ -80,10 +80,10 @@ class PlanConstraints:
             if definition is None or has_taken_name(definition):
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
-        for name in ("microbatches", "batch_size", "stages", "stages_per_rank"):
-            value = getattr(self, name)
-            if value is not None and not is_count(value, least=1):
-                raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(value)}: give one")
+        counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), integer(1).optional)
+        flags = dict.fromkeys(("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards"), FLAG)
+        more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
+        check_fields(self, {**counts, **flags, **more}, PlanError)
         if self.microbatches is not None and self.batch_size is not None:
             raise PlanError(
                 f"microbatches and batch_size: expected one of them, found {self.microbatches} and {self.batch_size}: "

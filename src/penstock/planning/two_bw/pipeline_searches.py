@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
+from penstock.arguments import integer
 from penstock.errors import PlanError
 from penstock.planning.infeasibility import nothing_fits
 from penstock.planning.requests import Request
@@ -31,7 +32,6 @@ from penstock.planning.two_bw.repeated_blocks import cut_positions, find_blocks
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH, TWO_BW
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
-from penstock.values.documents import is_count, text_of
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
@@ -83,8 +83,7 @@ def rank_pipelines(
         *(("microbatch_sizes", size) for size in microbatch_sizes),
     ]
     for name, count in counts:
-        if not is_count(count, least=1):
-            raise PlanError(f"{name}: expected a whole number, 1 or more, found {text_of(count)}: give one")
+        integer(1).check(name, count, PlanError)
     sized = _profiles_by_size(measured, microbatch_sizes)
     search = _PipelineSearch(cluster, request, batch, _block_chains(sized, cluster, request))
     every = request.definition.flushes if every_size is None else every_size

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
-from penstock.errors import PenstockError
 from penstock.runtime.parameters.shards import whole
 from penstock.runtime.transport.worlds import World
 from penstock.values.stages import Stage
@@ -66,8 +66,8 @@ class HeldTensors:
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
         """Copies of all tensors on the CPU of process `rank` (all, if None); nothing elsewhere. Collective."""
         processes = self.world.processes
-        if rank is not None and not 0 <= rank < processes:
-            raise PenstockError(f"rank= is {rank}: expected None, or one of the {processes} rank(s) from 0")
+        one = integer(0, processes - 1).but("give the number of a process, or None for all").optional
+        rank = one.check("full_state_dict(rank=)", rank)
         found: dict[str, Tensor] = {}
         for names in shared_names(self.every):
             tensor = self.bring(names[0], self.every[names[0]].dtype, rank)

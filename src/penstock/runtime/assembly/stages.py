@@ -10,6 +10,7 @@ from functools import cache, partial
 
 from torch import nn
 
+from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain, StageModule
 from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import InPlace, sharded_modules
@@ -33,7 +34,7 @@ from penstock.scheduling.lowering import partners
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
-from penstock.values.documents import is_count
+from penstock.training.recipes import check_scaled_rates
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
@@ -67,14 +68,14 @@ def choose_plan(
     if plan is None:
         tensor_parallel_size = 1 if tensor_parallel is None else tensor_parallel
         ranks = max(1, processes // tensor_parallel_size) if is_count(tensor_parallel_size, least=1) else 1
-        definition = require_schedule(schedule or DEFAULT_SCHEDULE)
+        definition = require_schedule(DEFAULT_SCHEDULE if schedule is None else schedule)
         per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         balanced = Plan.balanced(
             weights,
             total,
             definition,
-            microbatches=microbatches or 1,
+            microbatches=1 if microbatches is None else microbatches,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
         )
@@ -303,7 +304,11 @@ def _evaluation(chain: LayerChain, start: int, stop: int) -> StageModule:
 
 
 def learning_rate_factors(schedule: Schedule, local: Iterable[int], scaled: bool) -> dict[int, float]:
-    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1."""
+    """By stage of the ranks `local`, r / r0 if rates are `scaled` with the microbatches of an update, else 1.
+
+    Raises `PlanError` if they are to be scaled under a schedule whose stages all update at once.
+    """
+    check_scaled_rates(scaled, schedule.definition.updates_per_microbatch, schedule.name)
     sizes = schedule.guarantees.microbatches_per_update
     stages = sorted({stage for rank in local for stage in schedule.stages_of(rank)})
     return {stage: sizes[stage] / sizes[0] if scaled else 1.0 for stage in stages}

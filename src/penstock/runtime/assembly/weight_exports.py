@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.arguments import PATH, Rule
 from penstock.capturing.weight_files import INDEX, SINGLE
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.assembly.gathered_tensors import HeldTensors, shared_names
@@ -39,12 +40,22 @@ _UNITS = {None: 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
+_DTYPE = Rule(
+    "a type of floating-point numbers",
+    lambda value: isinstance(value, torch.dtype) and value.is_floating_point,
+    lambda value: value,
+    "give one such as torch.bfloat16, or leave it out for that of the model",
+).optional
+
+
 def export_weights(
-    model: Any, held: HeldTensors, directory: Path, *, max_shard_size: int | str, dtype: torch.dtype | None
+    model: Any, held: HeldTensors, directory: str | Path, *, max_shard_size: int | str, dtype: torch.dtype | None
 ) -> None:
     """Writes the weights of `model` to `directory`, as `Pipeline.save_weights` describes. Collective."""
     world = held.world
     limit = _bytes_of(max_shard_size)
+    directory = Path(PATH.check("save_weights(directory=)", directory))
+    _DTYPE.check("save_weights(dtype=)", dtype)
     names, adapter = gather_results(world, "while it read the form of the model", lambda: _form(model, held))[0]
     form = HubForm(names, adapter)
     entries = _entries(form, held, dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.arguments import entries
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.samples import flatten
 from penstock.errors import PenstockError
@@ -37,7 +38,7 @@ class BatchSplitter:
         """The microbatches of a training step."""
         placement, count = self.schedule.placement, self.schedule.microbatches
         slices = max(map(len, placement.stages)) if placement.split else 1
-        if isinstance(inputs, Microbatches) and len(inputs.inputs) != count:
+        if isinstance(inputs, Microbatches) and len(entries("Microbatches(inputs=)", inputs.inputs)) != count:
             raise PenstockError(
                 f"Microbatches holds {len(inputs.inputs)} microbatch(es) and a step has {count}: pass as many, or "
                 f"build the Pipeline with microbatches={len(inputs.inputs)}"
@@ -151,6 +152,7 @@ def _as_given(inputs: Any, target: Any) -> list[tuple[Any, Any]]:
     if not isinstance(inputs, Microbatches):
         return [(inputs, target)]
     targets = [None] * len(inputs.inputs) if inputs.targets is None else inputs.targets
+    targets = entries("Microbatches(targets=)", targets)
     if target is not None or not inputs.inputs or len(targets) != len(inputs.inputs):
         raise PenstockError(
             f"Microbatches holds {len(inputs.inputs)} inputs and {len(targets)} targets"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.capturing.model_forms import ModelInputs
-from penstock.capturing.samples import check_leaves, flatten
+from penstock.capturing.samples import check_dense, check_leaves, flatten
 from penstock.errors import PenstockError
 from penstock.torch_internals import pytrees as pytree
 from penstock.training.losses import LossWeight, amount_of
@@ -177,6 +177,8 @@ def _join_leaf(column: tuple[Any, ...], sizes: Sequence[int]) -> Any:
 
 
 def _samples(spec: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
+    for name in spec.batched:
+        check_dense(name, tensors[name])
     counts = {name: tensors[name].shape[0] if tensors[name].ndim else 0 for name in tensors if name in spec.batched}
     if not counts:
         raise PenstockError(
@@ -196,11 +198,15 @@ def _samples(spec: ModelInputs, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _check_target(target: Any, samples: int) -> None:
-    if isinstance(target, Tensor) and _is_batched(target, samples):
-        return
+    if isinstance(target, Tensor):
+        check_dense("the target", target)
+        if _is_batched(target, samples):
+            return
     leaves, _ = flatten(target)
     check_leaves(("the target, or a part of it,", leaf) for leaf in leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        check_dense("the target", tensor)
     if tensors and not any(_is_batched(leaf, samples) for leaf in tensors):
         raise PenstockError(
             f"the target has dimension 0 of {[leaf.shape[0] if leaf.ndim else None for leaf in tensors]} and the "

@@ -145,6 +145,17 @@ class StepResult:
     """Holds the result of `Pipeline.step` or `Pipeline.evaluate`."""
 
     loss: Loss
+    rates: tuple[float | Tensor | None, ...] = ()
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rates by parameter group, as ``pipe.optimizers`` have them in order: of the last update of this
+        process in or before the step; before the first update, of that one. 0 for a group without a rate.
+
+        Under ``pipedream``, where a step makes several updates, these are the rates of its last one. It is empty on a
+        process that trains nothing, and for an evaluation. A rate that is a tensor on a GPU is waited for.
+        """
+        return tuple(0.0 if rate is None else float(rate) for rate in self.rates)
 
     @property
     def metrics(self) -> Metrics:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
@@ -28,7 +29,6 @@ from penstock.runtime.engine.engine import Engine, parameters_of
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.transport.worlds import World
 from penstock.training.recipes import Recipe
-from penstock.values.documents import is_count
 from penstock.values.plans import Plan
 
 __all__ = ["Checkpoints", "make_checkpoints"]

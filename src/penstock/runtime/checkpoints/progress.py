@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.arguments import is_count
 from penstock.errors import CheckpointError
-from penstock.values.documents import is_count
 
 __all__ = ["check_progress"]
 

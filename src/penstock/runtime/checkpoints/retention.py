@@ -4,9 +4,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.arguments import is_count
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.step_directories import remove, steps_in
-from penstock.values.documents import is_count
 
 __all__ = ["Retention"]
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from penstock.arguments import integer
 from penstock.capturing.chain import LayerChain
 from penstock.errors import ScheduleError
 from penstock.runtime.batches.batch_run import ActionTiming, BatchRun
@@ -132,6 +133,11 @@ class Engine:
         """The microbatches trained so far."""
         return self._microbatches_before + self.in_run
 
+    @property
+    def undrained(self) -> bool:
+        """Whether steps have left backwards and updates to a drain."""
+        return not self._schedule.flushes and self._minibatch > 0
+
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
         self._announce("step", microbatches)
@@ -167,7 +173,7 @@ class Engine:
         """
         self._announce("drain")
         self._follows = False
-        if not self._schedule.flushes and self._minibatch > 0:
+        if self.undrained:
             microbatches = self._minibatch * self._schedule.microbatches
             start = self._context.timer.now()
             timings = self._run(self._training_run(microbatches), (), 0, self._schedule, Drain(self._minibatch))
@@ -350,6 +356,8 @@ class Engine:
 
         `tensor_parallel_size` processes do the same; the first one of them contributes.
         """
+        rule = integer(1, KEPT_MINIBATCHES).but("give how many of the last steps to show; more are not kept")
+        minibatches = rule.check("timeline(minibatches=)", minibatches)
         kept = list(self._records)[-minibatches:] if world.rank % tensor_parallel_size == 0 else []
         own = [timing for record in kept for timing in record.timings]
         times = iter(self._context.timer.to_host_seconds([mark for *_, start, stop in own for mark in (start, stop)]))

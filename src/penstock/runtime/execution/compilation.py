@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from penstock.arguments import text_of
 from penstock.capturing.chain import Layer, LayerChain, LayerRunner, StageModule
 from penstock.capturing.randomness import seeded
 from penstock.errors import PlanError
@@ -62,8 +63,8 @@ def read_compilation(option: bool | Mapping[str, Any], parallelized: bool = Fals
         )
     if option is not True and not isinstance(option, Mapping):
         raise PlanError(
-            f"compile={option!r}: expected True, False or the arguments of torch.compile as a dict, such as "
-            '{"mode": "max-autotune-no-cudagraphs"}'
+            "compile=: expected True, False or the arguments of torch.compile as a dict, found "
+            f"{text_of(option)}: give one such as {{'mode': 'max-autotune-no-cudagraphs'}}"
         )
     options = {} if option is True else dict(option)
     known = set(inspect.signature(torch.compile).parameters) - {"model", "disable"}

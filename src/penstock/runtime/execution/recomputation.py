@@ -11,7 +11,7 @@ Laws of this file:
   3. It must read the same numbers as the first one: a batch that was overwritten in between is an error.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from penstock.arguments import entries, integer, text_of
 from penstock.capturing.chain import LayerRunner
 from penstock.capturing.writes import Place, find_writable
 from penstock.errors import PenstockError, PlanError
@@ -54,18 +55,20 @@ def _choose(recompute: Recompute, planned: bool, stages: int) -> dict[int, Granu
     if isinstance(recompute, str):
         if recompute != "layers":
             raise PlanError(
-                f'recompute={recompute!r}: expected True, False, "layers" or the numbers of the stages to recompute'
+                "recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
+                f"{recompute!r}: give one of these"
             )
         return dict.fromkeys(range(stages), "layers")
     if recompute is None or isinstance(recompute, bool):
         return dict.fromkeys(range(stages if (planned if recompute is None else recompute) else 0), "stage")
-    wrong = sorted(str(stage) for stage in recompute if stage not in range(stages))
-    if wrong:
+    if not isinstance(recompute, Collection) or isinstance(recompute, bytes | Mapping):
         raise PlanError(
-            f"recompute={sorted(recompute)!r} names stage(s) {', '.join(wrong)}: expected numbers from 0 to "
-            f"{stages - 1}, since the plan has {stages} stage(s)"
+            f"recompute=: expected True, False, 'layers' or the numbers of the stages to recompute, found "
+            f"{text_of(recompute)}: give a single stage as {{1}}"
         )
-    return dict.fromkeys(sorted(recompute), "stage")
+    rule = integer(0, stages - 1).but(f"give stages of the plan, which has {stages}")
+    given = entries("recompute=", recompute, PlanError)
+    return dict.fromkeys(sorted(rule.check("recompute=", stage, PlanError) for stage in given), "stage")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

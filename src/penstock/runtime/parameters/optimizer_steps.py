@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import PenstockError
 from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
-from penstock.training.optimizers import MakeScheduler
+from penstock.training.optimizers import MakeScheduler, make_scheduler
 from penstock.training.recipes import Recipe
 from penstock.training.update_hooks import HookStates, UpdateHook, WeightAverage
 
@@ -35,7 +35,7 @@ def choose_compute_weights(recipe: Recipe, delays: Iterable[int]) -> tuple[Compu
 class Updater:
     """Steps `optimizers` for the stages of a process.
 
-    `factors`: by stage, the factor on learning rates. `make_scheduler`: called with each optimizer; the scheduler that
+    `factors`: by stage, the factor on learning rates. `lr_scheduler`: called with each optimizer; the scheduler that
     it returns steps once with every update. `hooks`: called at every update. `delays`: by stage, how old its gradients
     are.
     """
@@ -44,7 +44,7 @@ class Updater:
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         factors: Mapping[int, float],
-        make_scheduler: MakeScheduler | None,
+        lr_scheduler: MakeScheduler | None,
         hooks: tuple[UpdateHook, ...],
         delays: tuple[int, ...],
     ) -> None:
@@ -52,9 +52,16 @@ class Updater:
         self._delays = delays
         self.optimizers = tuple(optimizers)
         self._factors = factors
-        self._lr_schedules = [_LrSchedule(make_scheduler(optimizer)) for optimizer in self.optimizers if make_scheduler]
+        self._lr_schedules = [
+            _LrSchedule(make_scheduler(lr_scheduler, optimizer)) for optimizer in self.optimizers if lr_scheduler
+        ]
         self._updates = dict.fromkeys(factors, 0)
         """By stage, the number of its updates."""
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(_scaled(optimizer, next(iter(factors.values()), 1.0)))
+            self.rates = self._present_rates()
+        """The learning rates of the last update, by parameter group; before the first one, those that it will have."""
 
     def step(self, stage: int, weights: VersionedWeights, others: Iterable[VersionedWeights]) -> dict[str, Tensor]:
         """Makes one update of `stage`, whose `weights` have their gradients. Returns the weights that forwards are to
@@ -73,6 +80,7 @@ class Updater:
             for optimizer in self.optimizers:
                 stack.enter_context(_scaled(optimizer, self._factors[stage]))
                 optimizer.step()
+            self.rates = self._present_rates()
         self._updates[stage] += 1
         # A user's autocast around the training loop would otherwise reuse casts of the weights before this update.
         torch.clear_autocast_cache()
@@ -82,6 +90,9 @@ class Updater:
     def schedulers(self) -> list[LRScheduler]:
         """The schedulers of the optimizers, in their order; none if the user makes none."""
         return [lr_schedule.scheduler for lr_schedule in self._lr_schedules]
+
+    def _present_rates(self) -> tuple[float | Tensor | None, ...]:
+        return tuple(_own(group.get("lr")) for each in self.optimizers for group in each.param_groups)
 
     def averages(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The averages of the first `WeightAverage` for the trained `parameters`; before an update, the weights."""

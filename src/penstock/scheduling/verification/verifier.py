@@ -8,6 +8,7 @@ see from inside a run, so nothing runs that is not proved first.
 from dataclasses import dataclass
 from typing import assert_never
 
+from penstock.arguments import instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Backward,
@@ -67,9 +68,10 @@ def verify(schedule: Schedule, minibatches: int | None = None) -> Verification:
 
     The default number is as many as fill the pipe, reach the steady state and reuse every weight version.
     """
-    if minibatches is None:
-        minibatches = enough_minibatches(schedule)
-    _check_minibatches(minibatches)
+    instance(Schedule, "a penstock.Schedule", "make it of a plan: penstock.schedule(plan)").check(
+        "verify(schedule=)", schedule, ScheduleError
+    )
+    minibatches = enough_minibatches(schedule) if minibatches is None else _check_minibatches(minibatches)
     segments: list[Segment] = [*(Step(minibatch) for minibatch in range(minibatches)), Drain(minibatches)]
     programs = [*(schedule.step(minibatch) for minibatch in range(minibatches)), schedule.drain(minibatches)]
     staged = collect(schedule, minibatches, segments, programs)
@@ -89,15 +91,16 @@ def verify_programs(programs: Programs, schedule: Schedule, minibatches: int) ->
     `programs`: one row of actions per rank, sends and receives included (see `lower` and `parse_programs`), for
     `minibatches` whole minibatches and their drain. `ScheduleError` shows the row that does not.
     """
-    _check_minibatches(minibatches)
+    minibatches = _check_minibatches(minibatches)
     return _examine(collect(schedule, minibatches, (), (programs,)))
 
 
-def _check_minibatches(minibatches: int) -> None:
-    if minibatches < 1:
-        raise ScheduleError(
-            f"verify: there is nothing to prove in {minibatches} minibatches; give minibatches=1 or more"
-        )
+def _check_minibatches(minibatches: int) -> int:
+    return (
+        integer(1)
+        .but("give 1 or more, since there is nothing to prove in none")
+        .check("verify(minibatches=)", minibatches, ScheduleError)
+    )
 
 
 def _examine(staged: StagedPrograms) -> Verification:

@@ -1,0 +1,74 @@
+"""Which objects are models that can be captured: modules and lists of layers, but no wrappers around a module.
+
+A wrapper that replicates, shards or compiles a module replaces its forward by something that cannot be cut into stages.
+It holds the module itself, which can be.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from penstock.arguments import text_of
+from penstock.errors import CaptureError
+from penstock.torch_internals.modules import compiled_from
+
+__all__ = ["check_model"]
+
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+
+
+def check_model(model: object, where: str = "capture") -> None:
+    """Raises `CaptureError` unless `model` is a module with all its shapes, or a list of layers. `where`: the function
+    that it was passed to.
+    """
+    if isinstance(model, nn.Module):
+        found = _refusal(model)
+    elif isinstance(model, list | tuple):
+        wrong = next((layer for layer in model if not callable(layer) or isinstance(layer, type)), None)
+        entry = None if wrong is None else ("a list of modules and functions", text_of(wrong), "make it a layer")
+        found = entry or next(filter(None, (_refusal(layer) for layer in model if isinstance(layer, nn.Module))), None)
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        found = "a module", f"the class {model.__name__}", f"call it to make one: {model.__name__}(...)"
+    elif isinstance(model, Mapping):
+        found = "a module", text_of(model), "load a state dict into the module that it is of, and pass that"
+    else:
+        found = "an nn.Module or a list of layers", text_of(model), "pass the module itself"
+    if found is not None:
+        expected, shown, fix = found
+        raise CaptureError(f"{where}(model=): expected {expected}, found {shown}: {fix}")
+
+
+def _refusal(model: nn.Module) -> tuple[str, str, str] | None:
+    """What was expected, what `model` is, and what to do; None for a module that can be captured."""
+    kind = type(model).__name__
+    if isinstance(model, _WRAPPERS):
+        return (
+            "the module itself",
+            f"{kind} around it",
+            "pass model.module; a plan with several ranks in a stage has replicas, and parallelize= shards modules",
+        )
+    if compiled_from(model) is not None:
+        return (
+            "the module itself",
+            f"what torch.compile made of {type(compiled_from(model)).__name__}",
+            "pass the module from before torch.compile; Pipeline(compile=True) compiles every stage",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        return (
+            "a module of Python",
+            f"{kind}, which torch.jit has made a program of",
+            "pass the module from before torch.jit.script or torch.jit.trace",
+        )
+    lazy = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        return (
+            "weights with shapes",
+            f"{lazy[0]} without one in {kind}",
+            "call the model once on a sample, which makes the weights of its lazy modules",
+        )
+    return None

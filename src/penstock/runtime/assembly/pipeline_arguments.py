@@ -1,0 +1,56 @@
+"""The rules of the arguments of `Pipeline` that are not of its recipe, checked before anything is built.
+
+Values that only make sense together are checked where they meet: a plan and a schedule in `choose_plan`, for one.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from penstock.arguments import FLAG, Rule, check_arguments, choice, function, instance, integer
+from penstock.capturing.model_kinds import check_model
+from penstock.errors import PenstockError, PlanError
+from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.skips import SkipChoice
+from penstock.values.plans import Plan, require_schedule
+
+__all__ = ["check_pipeline"]
+
+_PLAN_RULES: Mapping[str, Rule[Any]] = {
+    "plan": instance(
+        (Plan, str),
+        "a penstock.Plan or 'auto'",
+        "make one with penstock.plan or Plan.uniform, or read one with penstock.Plan.load(path)",
+    ).optional,
+    "schedule": instance(
+        (ScheduleDefinition, str),
+        "the name of a schedule or a ScheduleDefinition",
+        f"give one such as {DEFAULT_SCHEDULE}",
+    ).optional,
+    "microbatches": integer(1).optional,
+    "stages": integer(1).optional,
+    "tensor_parallel": integer(1).optional,
+    "vertical_sync": FLAG,
+    "skips": choice(get_args(SkipChoice)),
+}
+_RULES: Mapping[str, Rule[Any]] = {
+    "init_fn": function(
+        ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
+    ).optional,
+    "parallelize": function(
+        ("stage_module", "mesh"), "docs/composition.md shows one that applies tensor parallelism or fully_shard"
+    ).optional,
+    "seed": integer().but("give one such as 0, or None for PyTorch's own stream").optional,
+}
+
+
+def check_pipeline(given: Mapping[str, Any]) -> int | None:
+    """Checks the arguments `given` to `Pipeline` by name, and returns the seed. Raises `CaptureError` for what is no
+    model, and `PlanError` or `PenstockError` for other arguments.
+    """
+    check_model(given["model"], "Pipeline")
+    check_arguments("Pipeline", given, _PLAN_RULES, PlanError)
+    if given["schedule"] is not None:
+        require_schedule(given["schedule"])
+    seed: int | None = check_arguments("Pipeline", given, _RULES, PenstockError)["seed"]
+    return seed
