@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.doctor.replanning import recut
-from penstock.doctor.stragglers import Slow, find_slow_layers, find_stragglers, stage_seconds
+from penstock.doctor.stragglers import SlowPart, find_slow_layers, find_stragglers, stage_seconds
 from penstock.errors import PlanError
 from penstock.simulating import simulate
 from penstock.timelines import Timeline
@@ -44,7 +44,7 @@ def test_a_stage_is_compared_with_its_share_of_the_work() -> None:
     found = find_stragglers(measured(PLAN, SLOW_STAGE_2), PLAN, EVEN)
 
     (one,) = found.found
-    assert (one.kind, one.name) == (Slow.STAGE, "stage 2 on rank 2 (layers [4, 6))")
+    assert (one.kind, one.name) == (SlowPart.STAGE, "stage 2 on rank 2 (layers [4, 6))")
     assert one.factor == pytest.approx(2.0)
     assert "4 s, expected 2 s (2.00 times) by its share of the estimated work" in str(found)
     # The estimate knew it.
@@ -71,7 +71,7 @@ def test_a_replica_is_compared_with_the_others() -> None:
     )
     (one,) = find_stragglers(Timeline(late, 3), plan, EVEN).found
 
-    assert (one.kind, one.name) == (Slow.RANK, "rank 1")
+    assert (one.kind, one.name) == (SlowPart.RANK, "rank 1")
     assert one.factor == pytest.approx(2.0)
     assert one.compared == "the other replicas of its stages"
 
@@ -81,7 +81,7 @@ def test_a_rank_whose_stages_are_all_slow_is_the_straggler() -> None:
     seconds = tuple(2.0 if layer % 4 == 1 else 1.0 for layer in range(LAYERS))
     (one,) = find_stragglers(measured(plan, seconds), plan, EVEN).found
 
-    assert (one.kind, one.name) == (Slow.RANK, "rank 1")
+    assert (one.kind, one.name) == (SlowPart.RANK, "rank 1")
     assert one.seconds == pytest.approx(4.0)
 
 
@@ -105,7 +105,7 @@ def test_a_slow_link_is_compared_with_the_others() -> None:
     found = find_stragglers(measured(PLAN, EVEN, Cluster.from_matrix(rows)), PLAN, EVEN)
 
     assert {one.name for one in found.found} == {"link 1->2", "link 2->1"}
-    assert {one.kind for one in found.found} == {Slow.LINK}
+    assert {one.kind for one in found.found} == {SlowPart.LINK}
 
 
 def test_layers_are_compared_with_other_processes_or_a_profile() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.doctor.stragglers import Slow
+from penstock.doctor.stragglers import SlowPart
 from support.jobs.straggler_jobs import LAYERS, find_and_recut, train_with_cut
 from support.processes import Pool
 
@@ -12,7 +12,7 @@ def test_a_slow_stage_is_found_and_the_new_cut_trains_on_with_the_same_numbers(p
     plain = pool.run(2, train_with_cut)
 
     for (found, plan, losses, _), expected in zip(answers, plain, strict=True):
-        assert found.found[0].kind is Slow.STAGE
+        assert found.found[0].kind is SlowPart.STAGE
         assert found.found[0].name == "stage 1 on rank 1 (layers [4, 8))"
         assert found.found[0].factor > 2
         assert [rank for rank, *_ in found.work] == [0, 1]
@@ -30,4 +30,4 @@ def test_in_one_process_stages_are_compared_too(tmp_path: Path) -> None:
     assert plan.stages[0].stop > LAYERS // 2
     assert losses == train_with_cut()
     # A single process has no others to compare its layers with.
-    assert [one.kind for one in measured.found] == [Slow.STAGE]
+    assert [one.kind for one in measured.found] == [SlowPart.STAGE]

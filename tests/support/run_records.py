@@ -10,8 +10,8 @@ from penstock.doctor.records import (
     Frame,
     JobRecord,
     Memory,
-    ProcessIdentity,
     RankRecord,
+    RecordedProcess,
     RowRecord,
     ThreadRecord,
     WaitRecord,
@@ -37,7 +37,7 @@ def record_of(
     known = RankRecord(
         job="job",
         process=rank,
-        identity=ProcessIdentity("host", "machine", 100 + rank, 1),
+        identity=RecordedProcess("host", "machine", 100 + rank, 1),
         written_unix=1000.0,
         request="word",
         failure="",

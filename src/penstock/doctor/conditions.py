@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from penstock.doctor.records import Frame, JobRecord, ProcessIdentity, RankRecord, RowRecord
+from penstock.doctor.records import Frame, JobRecord, RankRecord, RecordedProcess, RowRecord
 from penstock.scheduling.actions import Action, Receive, ReceiveNorms, ReceiveTied, Reduce, parse
 from penstock.scheduling.lowering import peer
 from penstock.scheduling.placements import Placement
@@ -62,7 +62,7 @@ class Condition(StrEnum):
 class ProcessEvidence:
     """Holds what can be seen of one process."""
 
-    identity: ProcessIdentity
+    identity: RecordedProcess
     state: ProcessState
     answered: bool
     """Whether `record` is its answer to the present request."""

@@ -17,8 +17,8 @@ __all__ = [
     "Frame",
     "JobRecord",
     "Memory",
-    "ProcessIdentity",
     "RankRecord",
+    "RecordedProcess",
     "RowRecord",
     "ThreadRecord",
     "WaitRecord",
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessIdentity:
+class RecordedProcess:
     """Identifies a process: also after its number was given to another one, and among several machines."""
 
     host: str
@@ -52,7 +52,7 @@ class JobRecord:
     tensor_parallel: int
     plan: str
     """The text of the plan's file; empty for a schedule that is no one of Penstock's."""
-    processes: tuple[ProcessIdentity, ...]
+    processes: tuple[RecordedProcess, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class RankRecord:
 
     job: str
     process: int
-    identity: ProcessIdentity
+    identity: RecordedProcess
     written_unix: float
     request: str
     """The last request for records that the process has seen."""

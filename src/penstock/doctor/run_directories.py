@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.doctor.conditions import Evidence, ProcessEvidence, ProcessState
-from penstock.doctor.records import JobRecord, ProcessIdentity, RankRecord, dump_record, read_record
+from penstock.doctor.records import JobRecord, RankRecord, RecordedProcess, dump_record, read_record
 from penstock.errors import PenstockError
 from penstock.values.documents import read_json
 
@@ -101,10 +101,10 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def own_identity() -> ProcessIdentity:
+def own_identity() -> RecordedProcess:
     """The identity of this process."""
     pid = os.getpid()
-    return ProcessIdentity(socket.gethostname(), _machine(), pid, _status(pid)[1])
+    return RecordedProcess(socket.gethostname(), _machine(), pid, _status(pid)[1])
 
 
 def examine(
@@ -211,7 +211,7 @@ def catches(pid: int, number: int) -> bool | None:
     return None
 
 
-def _state(identity: ProcessIdentity) -> ProcessState:
+def _state(identity: RecordedProcess) -> ProcessState:
     if identity.machine != _machine():
         return ProcessState.UNKNOWN
     letter, born = _status(identity.pid)

@@ -24,7 +24,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text
 
-__all__ = ["Slow", "Straggler", "Stragglers", "find_slow_layers", "find_stragglers", "stage_seconds"]
+__all__ = ["SlowPart", "Straggler", "Stragglers", "find_slow_layers", "find_stragglers", "stage_seconds"]
 
 _LINK_FACTOR = 3.0
 """A link this many times as slow as the others is named, since messages differ in size."""
@@ -32,7 +32,7 @@ _LINK_SHARE = 0.02
 """The share of a step that a link must take at least, with all its messages."""
 
 
-class Slow(StrEnum):
+class SlowPart(StrEnum):
     """What is slow."""
 
     RANK = "rank"
@@ -47,7 +47,7 @@ class Straggler:
     message for a link.
     """
 
-    kind: Slow
+    kind: SlowPart
     name: str
     """``rank 1``, ``stage 2 on rank 1``, ``link 0->1``, ``layer 3 (blocks.3)``."""
     seconds: float
@@ -136,7 +136,7 @@ def find_slow_layers(
                 usual = profile.layers[index].seconds
             compared = "its profile" if profile is not None else "the other processes"
             text = f"layer {index} ({name}) in process {process}"
-            found.append(Straggler(Slow.LAYER, text, seconds, usual, compared))
+            found.append(Straggler(SlowPart.LAYER, text, seconds, usual, compared))
     slow = [one for one in found if one.seconds > tolerance * one.expected_seconds]
     return tuple(sorted(slow, key=lambda one: -one.factor))
 
@@ -207,14 +207,14 @@ def _of_rank(
     if all(len(seen) > 1 for seen in peers.values()):
         usual = sum(median_low(seen) for seen in peers.values())
         if total > tolerance * usual:
-            return [Straggler(Slow.RANK, f"rank {rank}", total, usual, "the other replicas of its stages")]
+            return [Straggler(SlowPart.RANK, f"rank {rank}", total, usual, "the other replicas of its stages")]
     if total > tolerance * sum(expected[stage] for stage in own) and len(own) > 1:
         slow = [stage for stage, seconds in own.items() if seconds > tolerance * expected[stage]]
         if len(slow) == len(own):
             usual = sum(expected[stage] for stage in own)
-            return [Straggler(Slow.RANK, f"rank {rank}", total, usual, compared)]
+            return [Straggler(SlowPart.RANK, f"rank {rank}", total, usual, compared)]
     return [
-        Straggler(Slow.STAGE, _stage_name(stage, rank, plan), seconds, expected[stage], compared)
+        Straggler(SlowPart.STAGE, _stage_name(stage, rank, plan), seconds, expected[stage], compared)
         for stage, seconds in sorted(own.items())
         if seconds > tolerance * expected[stage]
     ]
@@ -257,5 +257,5 @@ def _slow_links(links: Mapping[tuple[int, int], list[float]], timeline: Timeline
             continue
         usual = median_low(others)
         if seconds > _LINK_FACTOR * usual:
-            found.append(Straggler(Slow.LINK, f"link {source}->{target}", seconds, usual, "the other links"))
+            found.append(Straggler(SlowPart.LINK, f"link {source}->{target}", seconds, usual, "the other links"))
     return found

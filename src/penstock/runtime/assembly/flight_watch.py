@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from penstock.doctor.diagnosis import diagnose
-from penstock.doctor.records import JobRecord, Memory, ProcessIdentity, RankRecord, WaitRecord
+from penstock.doctor.records import JobRecord, Memory, RankRecord, RecordedProcess, WaitRecord
 from penstock.doctor.run_directories import RunDirectory, examine, own_identity
 from penstock.errors import PenstockError
 from penstock.runtime.assembly.failure_guard import FailureGuard
@@ -229,7 +229,7 @@ def watch_flight(
     if world.processes == 1 and not given:
         return lambda: None
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"penstock-run-{world.name}"
-    identities = [ProcessIdentity(*identity) for identity in world.gather(astuple(own_identity()))]
+    identities = [RecordedProcess(*identity) for identity in world.gather(astuple(own_identity()))]
     schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
     ranks = world.processes // plan.tensor_parallel
     job = JobRecord(world.name, schedule, ranks, plan.tensor_parallel, plan=str(plan), processes=tuple(identities))
