@@ -102,7 +102,8 @@ def compare(name: str, plan: penstock.Plan, base: dict[str, float]) -> Start:
     """Trains `plan` here and in the other processes, and in the oracle. `base`: seconds before. Collective."""
     depth, samples = 2 * plan.ranks, 2 * plan.microbatches
     generator = torch.Generator().manual_seed(1)
-    batches = list(torch.randn(STEPS, 2, samples, WIDTH, generator=generator, dtype=torch.float64))
+    drawn = torch.randn(STEPS, 2, samples, WIDTH, generator=generator, dtype=torch.float64)
+    batches = [(inputs, target) for inputs, target in drawn]
     options = {"sample": (batches[0][0][:2],), "loss_fn": F.mse_loss, "optimizer": sgd, "plan": plan}
     pipe, seconds = timed_start(lambda: penstock.Pipeline(deep_stack(depth), **options))
     losses = []

@@ -226,8 +226,8 @@ def pipeline(setting: Setting, **options: Any) -> penstock.Pipeline:
 
 
 def _fill(name: str, tensor: Tensor) -> None:
-    """Some weights."""
-    tensor.fill_(0.01)
+    """Some weights, small enough that the loss stays finite."""
+    tensor.fill_(0.001)
 
 
 def running_pipeline(pipe: penstock.Pipeline, setting: Setting) -> Running:

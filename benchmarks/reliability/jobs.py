@@ -87,6 +87,8 @@ def _attempt(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "PENSTOCK_SHARED_MEMORY": str(int(job.shared_memory)),
         "TMPDIR": str(directory / "temporary"),
+        # Flight records of a process that was killed stay for the doctor.
+        "PENSTOCK_RUN_DIR": str(directory / "flight"),
         FAULTS: "; ".join(map(str, faults)),
     }
     logs = [directory / f"attempt-{attempt}-rank-{rank}.log" for rank in range(job.ranks)]

@@ -76,7 +76,7 @@ def test_an_infinite_loss_scale() -> None:
     for wrong in (float("inf"), float("nan")):
         with pytest.raises(penstock.PenstockError, match="finite"):
             build(loss_scale=wrong)
-        with pytest.raises(penstock.PenstockError, match="both finite"):
+        with pytest.raises(penstock.PenstockError, match="expected a finite number"):
             LossScale(growth=wrong)
 
 

@@ -85,7 +85,7 @@ def test_all_processes_find_the_same_cluster(pool: Pool, ranks: int):
 def test_a_rank_that_cannot_probe_ends_the_others(pool: Pool, failing: int):
     answers = pool.run(3, probe_with_a_failing_rank, failing)
 
-    message = r"probe\(device=\): expected cpu, cuda or cuda:N that is there, found 'cuda:99'"
+    message = "probe(device=): expected cpu, cuda or cuda:N that is there, found 'cuda:99'"
     for rank, answer in enumerate(answers):
         where = "" if rank == failing else f"rank {failing}, while it looked for its device: "
         assert answer.startswith(f"ProfileError: {where}{message}")

@@ -27,7 +27,7 @@ def check_model(model: object, where: str = "capture") -> None:
     that it was passed to.
     """
     if isinstance(model, nn.Module):
-        found = _refusal(model)
+        found = _refusal(model) or _refusal_of_code(model)
     elif isinstance(model, list | tuple):
         wrong = next((layer for layer in model if not callable(layer) or isinstance(layer, type)), None)
         entry = None if wrong is None else ("a list of modules and functions", text_of(wrong), "make it a layer")
@@ -52,6 +52,19 @@ def _refusal(model: nn.Module) -> tuple[str, str, str] | None:
             f"{kind} around it",
             "pass model.module; a plan with several ranks in a stage has replicas, and parallelize= shards modules",
         )
+    lazy = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        return (
+            "weights with shapes",
+            f"{lazy[0]} without one in {kind}",
+            "call the model once on a sample, which makes the weights of its lazy modules",
+        )
+    return None
+
+
+def _refusal_of_code(model: nn.Module) -> tuple[str, str, str] | None:
+    """The same for a whole model without code between its modules that could be cut; as a layer it is one."""
+    kind = type(model).__name__
     if compiled_from(model) is not None:
         return (
             "the module itself",
@@ -63,12 +76,5 @@ def _refusal(model: nn.Module) -> tuple[str, str, str] | None:
             "a module of Python",
             f"{kind}, which torch.jit has made a program of",
             "pass the module from before torch.jit.script or torch.jit.trace",
-        )
-    lazy = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        return (
-            "weights with shapes",
-            f"{lazy[0]} without one in {kind}",
-            "call the model once on a sample, which makes the weights of its lazy modules",
         )
     return None

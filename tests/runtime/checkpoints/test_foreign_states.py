@@ -161,5 +161,5 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_optimizer_of_parameters_that_the_model_has_not_is_refused(frozen: bool) -> None:
     temperature = nn.Parameter(torch.ones(2, 5), requires_grad=not frozen)
-    with pytest.raises(PenstockError, match=r"gave SGD a parameter of the shape \(2, 5\)"):
+    with pytest.raises(PenstockError, match=r"found 1 other\(s\) in SGD, the first of shape \(2, 5\)"):
         make(optimizer=lambda params: torch.optim.SGD([*params, temperature], lr=0.1))

@@ -49,7 +49,10 @@ def check_pipeline(given: Mapping[str, Any]) -> int | None:
     model, and `PlanError` or `PenstockError` for other arguments.
     """
     check_model(given["model"], "Pipeline")
-    check_arguments("Pipeline", given, _PLAN_RULES, PlanError)
+    planned = given["plan"]
+    # A function makes the plan for the processes that are there.
+    makes = callable(planned) and not isinstance(planned, type)
+    check_arguments("Pipeline", {**given, "plan": None if makes else planned}, _PLAN_RULES, PlanError)
     if given["schedule"] is not None:
         require_schedule(given["schedule"])
     seed: int | None = check_arguments("Pipeline", given, _RULES, PenstockError)["seed"]

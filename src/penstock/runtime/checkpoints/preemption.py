@@ -43,12 +43,13 @@ class Preemption:
     """
 
     def __init__(self, world: World, training: _Saved, directory: str | Path | None, timeout_seconds: float) -> None:
-        self._training, self._directory = training, directory
+        self._directory = directory
         self._rank, self._timeout_seconds = world.rank, timeout_seconds
         self._replaced: dict[signal.Signals, Any] = {}
         self._agreement: StopAgreement | None = None
         if directory is None:
             return
+        self._training = training
         # Also where no handler is set: another process may have one.
         self._agreement = StopAgreement(world.watch, world.rank, world.processes, training.steps)
         # Python sets handlers in the main thread only.
