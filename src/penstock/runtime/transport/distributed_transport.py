@@ -123,6 +123,8 @@ class DistributedTransport:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        # Python would end this thread within a call of the store, which aborts the process.
+        self._timeout.board.watch.stop()
 
     def _end(self) -> bool:
         """Ends the threads and the communicators between devices. Returns False if a thread cannot be ended."""
