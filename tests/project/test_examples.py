@@ -55,7 +55,6 @@ def train(fork_server: ForkServer) -> Train:
     return lambda processes, arguments: once(processes, tuple(arguments))
 
 
-@pytest.mark.xfail(strict=False, reason="processes may abort at their exit: an open defect")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_gpt(train: Train, processes: int) -> None:
     printed = train(processes, [*GPT, "--steps", "20"])

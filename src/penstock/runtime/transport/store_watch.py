@@ -11,7 +11,6 @@ Invariants of this file:
      warning at every call.
 """
 
-import atexit
 import queue
 import threading
 import time
@@ -69,8 +68,6 @@ class StoreWatch:
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="penstock store", daemon=True)
         self._thread.start()
-        # Python would end this thread within a call of the store, which aborts the process.
-        atexit.register(self.stop)
 
     @property
     def silent_seconds(self) -> float:
@@ -116,7 +113,6 @@ class StoreWatch:
 
     def stop(self) -> None:
         """Ends the thread. A thread that the store does not answer stays, and ends with the process."""
-        atexit.unregister(self.stop)
         self._requests.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
