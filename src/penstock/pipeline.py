@@ -26,7 +26,7 @@ from penstock.reporting.stats import Stats, StatsSource
 from penstock.reporting.straggler_source import StragglerSource
 from penstock.runtime.assembly.agreement import check_agreement, check_optimizers, check_options
 from penstock.runtime.assembly.captured_models import capture_for_training
-from penstock.runtime.assembly.connections import buffered_stages, connect
+from penstock.runtime.assembly.checked_schedules import check_schedule
 from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.flight_watch import watch_flight
 from penstock.runtime.assembly.gathered_tensors import hold
@@ -35,15 +35,9 @@ from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
 from penstock.runtime.assembly.pipeline_arguments import check_pipeline
-from penstock.runtime.assembly.restrictions import check_split_backwards, needs_whole_backwards
-from penstock.runtime.assembly.stages import (
-    build_stages,
-    check_plan,
-    choose_plan,
-    counted_parameters,
-    learning_rate_factors,
-    make_schedule,
-)
+from penstock.runtime.assembly.restrictions import needs_whole_backwards
+from penstock.runtime.assembly.stages import choose_plan
+from penstock.runtime.assembly.started_engines import start_engine
 from penstock.runtime.assembly.step_conditions import StepConditions
 from penstock.runtime.assembly.weight_exports import export_weights
 from penstock.runtime.batches.batch_splitter import BatchSplitter
@@ -54,24 +48,19 @@ from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
-from penstock.runtime.devices.device_context import make_device_context
-from penstock.runtime.engine.engine import Engine, LocalStages, make_workers, parameters_of
-from penstock.runtime.engine.prediction_check import make_prediction_check
-from penstock.runtime.execution.recomputation import Granularity, Recompute, choose_granularities
-from penstock.runtime.parameters.optimizer_steps import Updater, choose_compute_weights, replaced_parameters
+from penstock.runtime.engine.engine import parameters_of
+from penstock.runtime.execution.recomputation import Recompute
+from penstock.runtime.parameters.optimizer_steps import replaced_parameters
 from penstock.runtime.transport.collective_errors import agreed
 from penstock.runtime.transport.timeouts import check_timeout
-from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.worlds import World, join_world
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
-from penstock.scheduling.verification.verifier import verify
 from penstock.testing.faults import inject_here
 from penstock.timelines.timelines import Timeline
 from penstock.training.losses import LossFunction, LossWeight
 from penstock.training.nonfinite import OnNonfinite
-from penstock.training.optimizers import MakeOptimizer, MakeScheduler, make_optimizers
+from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
@@ -196,7 +185,7 @@ class Pipeline:
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
-        self._guarded, self._model, self._sample = FailureGuard(self._world), model, sample
+        self._guarded, self._recipe, self._model, self._sample = FailureGuard(self._world), recipe, model, sample
         self._opened = open_resources(self, self._world)
         with self._guarded("building the pipeline"):
             alike = {"seed": seed, "compile": compile, "recompute": recompute, "balance": balance}
@@ -240,20 +229,17 @@ class Pipeline:
                     vertical_sync=vertical_sync,
                     tensor_parallel=tensor_parallel,
                 )
-                self.plan, granularities = choose_granularities(chosen, recompute)
-                """The plan that runs."""
-                check_plan(self.plan, self._chain)
-                self.schedule: Schedule = make_schedule(self.plan, self._chain, recipe.needs_norms, skips)
-                """The schedule that runs."""
-                verify(self.schedule)
-                check_split_backwards(self.schedule, compiled, granularities)
+                self.plan, granularities, self.schedule = check_schedule(
+                    chosen, self._chain, recompute=recompute, norms=recipe.needs_norms, skips=skips, compiled=compiled
+                )
+                """The plan and the schedule that run."""
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
             check_agreement(self._world, self.plan, self._chain, self.schedule)
             if plan is None and self._world.rank == 0:
                 log_shares(self.plan, weights, balance)
             self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
-            self._parallel_stages = parallelize_stages(
+            self._parallel_stages = parallel = parallelize_stages(
                 parallelize,
                 self._world,
                 chain=self._chain,
@@ -262,22 +248,34 @@ class Pipeline:
                 timeout_seconds=timeout_seconds,
                 masters=recipe.keeps_masters(self.schedule.guarantees.delays),
             )
-            self._chain = captured.compile(self._parallel_stages.chain, self.plan, self.schedule, granularities)
-            transport = self._connect(timeout_seconds)
-            self._opened.callback(transport.close)
-            self._opened.callback(self._world.announce_leave)
-            self._stages = self._build(recipe, transport, granularities)
-            self._recipe, self._engine = recipe, self._start(recipe, transport, seed)
+            self._chain = captured.compile(parallel.chain, self.plan, self.schedule, granularities)
+            self._splitter = BatchSplitter(self._chain, self.schedule, self.required_inputs, recipe, parallel.in_step)
+            self._engine, self._updater = start_engine(
+                self._world,
+                self.plan,
+                self._chain,
+                self.schedule,
+                recipe,
+                ranks=self._ranks,
+                parallel=parallel,
+                granularities=granularities,
+                device=self._device,
+                seed=seed,
+                timeout_seconds=timeout_seconds,
+                opened=self._opened,
+            )
+            self.optimizers = self._updater.optimizers
+            """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
             # What closes the pipeline must not keep it alive.
             guarded, engine = self._guarded, self._engine
             self._checkpoints = checkpoints = make_checkpoints(
                 self._world,
-                self._engine,
+                engine,
                 recipe,
                 self._updater,
                 plan=self.plan,
                 chain=self._chain,
-                drain=partial(_drain, guarded, engine),
+                drain=partial(guarded.run, "in a drain", engine.drain),
                 parallelized=parallelized,
                 timeout_seconds=timeout_seconds,
             )
@@ -293,64 +291,13 @@ class Pipeline:
             self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=sample)
             give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
-            self._opened.callback(
-                watch_flight(self._world, self.plan, self._engine.recorder, self._guarded, self._device)
-            )
+            self._opened.callback(watch_flight(self._world, self.plan, engine.recorder, guarded, self._device))
             known = self.auto_plan.profile if self.auto_plan else None
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         self._preemption = resume_training(self, resume, self._world, timeout_seconds)
         if resume is not None:
             self._opened.callback(self._preemption.close)
-
-    def _connect(self, timeout_seconds: float) -> Transport:
-        parallel = self._parallel_stages
-        return connect(
-            self._world,
-            self.schedule,
-            buffered=buffered_stages(self._world, self.plan, self._chain, self.schedule, parallel.modules),
-            device=self._device,
-            timeout_seconds=timeout_seconds,
-            tp_group=parallel.tp_group,
-        )
-
-    def _build(self, recipe: Recipe, transport: Transport, granularities: Mapping[int, Granularity]) -> LocalStages:
-        """The stages of this process."""
-        self._context = make_device_context(self._device, self._ranks, transport.check)
-        return build_stages(
-            self.plan,
-            self._chain,
-            self.schedule,
-            ranks=self._ranks,
-            transport=transport,
-            granularities=granularities,
-            modules=self._parallel_stages.modules,
-            compute_weights=choose_compute_weights(recipe, self.schedule.guarantees.delays),
-            context=self._context,
-        )
-
-    def _start(self, recipe: Recipe, transport: Transport, seed: int | None) -> Engine:
-        """A worker for each rank of this process, and the engine over them."""
-        schedule, chain = self.schedule, self._chain
-        self.optimizers = make_optimizers(recipe.optimizer, self._parameters())
-        """The optimizers that `optimizer` returned; empty if this process trains no parameter."""
-        factors = learning_rate_factors(schedule, self._stages, recipe.scale_learning_rates)
-        self._updater = Updater(self.optimizers, factors, recipe.lr_scheduler, recipe.hooks, schedule.guarantees.delays)
-        in_step = self._parallel_stages.in_step
-        self._splitter = BatchSplitter(chain, schedule, self.required_inputs, recipe, in_step)
-        context = self._context
-        workers = make_workers(
-            recipe,
-            schedule,
-            chain,
-            self._stages,
-            counted=counted_parameters(self.plan, chain),
-            updater=self._updater,
-            transport=transport,
-            context=context,
-        )
-        check = make_prediction_check(self.plan, schedule.flushes, self._world, context.timer)
-        return Engine(schedule, self._stages, workers, transport, check=check, context=context, seed=seed)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -407,7 +354,7 @@ class Pipeline:
         the buffers of the first one (each has seen only its own microbatches, for BatchNorm's statistics). All messages
         of this rank have been sent when this returns, so that its process may leave the process group.
         """
-        _drain(self._guarded, self._engine)
+        self._guarded.run("in a drain", self._engine.drain)
 
     def evaluate(self, inputs: Any, target: Any = None) -> StepResult:
         """The loss in evaluation mode with the newest weights, without gradients, for a batch of any size.
@@ -648,9 +595,4 @@ class Pipeline:
             self.close()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return parameters_of(self._stages)
-
-
-def _drain(guarded: FailureGuard, engine: Engine) -> None:
-    with guarded("in a drain"):
-        engine.drain()
+        return parameters_of(self._engine.stages)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.errors import PenstockError
 from penstock.scan.counts import Method, count
 
-__all__ = ["MACHINES", "Estimate", "Machine", "estimate"]
+__all__ = ["MACHINES", "Estimate", "Machine", "estimate", "machine_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ _CALLS_PER_LEVEL = 6
 """Batched operations of a level: copies of the pairs, the product, what enters, and where it is written."""
 
 
+def machine_of(device: str) -> Machine:
+    """The machine that a kind of device stands for; an unknown one counts as a GPU."""
+    return MACHINES.get(device, MACHINES["cuda"])
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What a backward is predicted to take."""
@@ -65,7 +70,7 @@ def estimate(steps: int, batch: int, width: int, *, machine: Machine | None = No
         raise PenstockError(
             f"steps={steps}, batch={batch}, width={width}: expected whole numbers of at least 1 for each"
         )
-    known = machine or MACHINES.get(device, MACHINES["cuda"])
+    known = machine or machine_of(device)
     size = 4.0 * batch * width
     found: dict[str, float] = {}
     methods: tuple[Method, ...] = ("linear", "blelloch", "chunked")

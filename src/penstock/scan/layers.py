@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from penstock.errors import PenstockError
 from penstock.scan.cells import CELLS, Weights
-from penstock.scan.estimates import MACHINES, estimate
+from penstock.scan.estimates import estimate, machine_of
 from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
 from penstock.scan.scans import blelloch, chunked, linear
 
@@ -107,7 +107,7 @@ def _scanned(gradient: Tensor, jacobians: Tensor, how: _How) -> tuple[Tensor, Te
         case "blelloch":
             found = blelloch(last, reversed_jacobians, before_each)
         case "chunked":
-            workers = MACHINES["cpu" if gradient.device.type == "cpu" else "cuda"].matrix_workers
+            workers = machine_of(gradient.device.type).matrix_workers
             found = chunked(last, reversed_jacobians, before_each, workers=workers)
         case _:
             found = linear(last, reversed_jacobians, before_each)

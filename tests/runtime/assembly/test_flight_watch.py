@@ -131,6 +131,8 @@ def test_only_waits_of_the_thread_that_trains_count(tmp_path: Path) -> None:
     other = threading.Thread(target=lambda: watch.waiting("a message of a device", (1,)))
     other.start()
     other.join()
+    # The watch's own thread describes the run.
+    assert eventually((tmp_path / "job.json").exists)
     examine(RunDirectory(tmp_path), 60.0)
     ignored = RunDirectory(tmp_path).read(0)
     watch.waiting("the sum over ranks [0, 1]", (1,))

@@ -133,7 +133,7 @@ def _observe(setting: Setting, steps: int) -> Observed:
     peak.clear()
     held.clear()
     executors.clear()
-    for stages in pipe._stages.values():
+    for stages in pipe._engine.stages.values():
         for index, stage in stages.items():
             executors[index, stage.weights.buffers[0].data_ptr()] = stage.executor
     live: list[int] = []

@@ -74,6 +74,11 @@ class FailureGuard:
             if not harmless:
                 self._running.release()
 
+    def run(self, place: str, work: Callable[[], object]) -> None:
+        """Calls `work` in such a block."""
+        with self(place):
+            work()
+
     def check_open(self) -> None:
         """Raises `PenstockError` if the pipeline has failed, was closed, or is used by another call."""
         if self._lost_state and self._failed:
