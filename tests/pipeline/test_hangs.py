@@ -83,7 +83,7 @@ def test_a_rank_asleep_between_steps_is_in_the_users_code(hang: Hang) -> None:
     _, found = hang("sleep between steps", 2, "pipedream", 3, 3).wait_for(Verdict.USER_CODE)
 
     assert (found.verdict, found.rank) == (Verdict.USER_CODE, 2), found
-    assert "outside of the pipeline" in found.sentence
+    assert "after 2 steps; others are in step 2" in found.sentence
     assert "in train: time.sleep(600)" in found.sentence
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_never_calls_step_is_named(hang: Hang) -> None:
     _, found = hang("never step", 0, "1f1b-flush", 2, 2).wait_for(Verdict.USER_CODE)
 
     assert (found.verdict, found.rank) == (Verdict.USER_CODE, 0), found
-    assert "outside of the pipeline" in found.sentence
+    assert "has never called step" in found.sentence
 
 
 def test_a_stopped_rank_is_named(hang: Hang) -> None:

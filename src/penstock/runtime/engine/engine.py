@@ -140,6 +140,7 @@ class Engine:
 
     def train(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one training step on a minibatch. Returns its loss, which may still be in flight."""
+        self.recorder.enter_step()
         self._announce("step", microbatches)
         if self._late is not None:
             self._late.check()

@@ -61,12 +61,20 @@ class FlightRecorder:
     def __init__(self) -> None:
         self._flights: deque[_Flight] = deque(maxlen=_KEPT_SEGMENTS)
         self._steps = 0
+        self._entered = False
+        """Whether the last step was called and its segment has not begun."""
+
+    def enter_step(self) -> None:
+        """Counts a step that is called. Its segment begins when the ranks have compared their calls."""
+        if not self._entered:
+            self._entered, self._steps = True, self._steps + 1
 
     def begin(self, kind: str, placement: Placement, rows: Sequence[FlightRow]) -> None:
         """Begins a segment of `kind`: ``step``, ``drain`` or ``evaluation``."""
         name = kind
         if kind == "step":
-            name, self._steps = f"step {self._steps}", self._steps + 1
+            self.enter_step()
+            name, self._entered = f"step {self._steps - 1}", False
         self._flights.append(_Flight(name, placement, time.perf_counter(), tuple(rows)))
 
     def position(self) -> Position:
