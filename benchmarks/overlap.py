@@ -53,7 +53,7 @@ def replicated(name: str, overlaps: bool) -> Entry:
         plan = penstock.Plan((penstock.Stage(0, layers, tuple(range(RANKS))),), "1f1b-flush", setting.microbatches)
         pipe = pipeline(setting, plan=plan)
         if not overlaps:
-            for stages in pipe._stages.values():
+            for stages in pipe._engine.stages.values():
                 for stage in stages.values():
                     assert stage.reducer is not None
                     # Without its hooks everything leaves when the backward is over.

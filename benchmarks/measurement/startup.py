@@ -1,29 +1,31 @@
 """How long a pipeline takes until it has made its first step, part by part.
 
-The parts are the calls that `Pipeline` makes while it is built, each timed where `penstock.pipeline` calls it. What is
-left over is the rest: agreements between the processes mostly, in which a process also waits for slower ones.
+The parts are the calls that `Pipeline` makes while it is built, each timed in the module that calls it. What is left
+over is the rest: agreements between the processes mostly, in which a process also waits for slower ones.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import penstock
 from penstock import pipeline
+from penstock.runtime.assembly import checked_schedules, started_engines
 
-PARTS = {
-    "capture_for_training": "capture",
-    "make_schedule": "schedule",
-    "verify": "verify",
-    "check_agreement": "agreement",
-    "buffered_stages": "buffers",
-    "connect": "connections",
-    "build_stages": "stages",
-    "make_workers": "workers",
+PARTS: dict[tuple[ModuleType, str], str] = {
+    (pipeline, "capture_for_training"): "capture",
+    (checked_schedules, "make_schedule"): "schedule",
+    (checked_schedules, "verify"): "verify",
+    (pipeline, "check_agreement"): "agreement",
+    (started_engines, "buffered_stages"): "buffers",
+    (started_engines, "connect"): "connections",
+    (started_engines, "build_stages"): "stages",
+    (started_engines, "make_workers"): "workers",
 }
-"""By the name of a function in `penstock.pipeline`: what it is called here."""
+"""By the module that calls a function and the function's name there: what it is called here."""
 
 
 def timed_start(build: Callable[[], penstock.Pipeline]) -> tuple[penstock.Pipeline, dict[str, float]]:
@@ -39,14 +41,14 @@ def timed_start(build: Callable[[], penstock.Pipeline]) -> tuple[penstock.Pipeli
 @contextmanager
 def _watched(seconds: dict[str, float]) -> Iterator[None]:
     """In its body the calls of PARTS add what they take to `seconds`."""
-    watched = {name: getattr(pipeline, name) for name in PARTS}
-    for name, function in watched.items():
-        setattr(pipeline, name, _timed(function, PARTS[name], seconds))
+    watched = {place: getattr(*place) for place in PARTS}
+    for (module, name), function in watched.items():
+        setattr(module, name, _timed(function, PARTS[module, name], seconds))
     try:
         yield
     finally:
-        for name, function in watched.items():
-            setattr(pipeline, name, function)
+        for (module, name), function in watched.items():
+            setattr(module, name, function)
 
 
 def _timed(function: Callable[..., Any], part: str, seconds: dict[str, float]) -> Callable[..., Any]:
