@@ -238,4 +238,5 @@ def test_a_rank_that_fails_ends_the_others_in_a_save(fork_server: ForkServer, tm
 
     assert all(code not in (0, None) for code, _ in ended), ended
     assert "this rank fails" in ended[0][1]
-    assert penstock.latest_checkpoint(tmp_path / "run") is None
+    # Rank 1 had made all its versions: the save may have ended before the others noticed. It is never half there.
+    assert penstock.latest_checkpoint(tmp_path / "run") in (None, tmp_path / "run" / "step-000003")

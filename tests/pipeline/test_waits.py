@@ -64,7 +64,7 @@ def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(
 def test_a_rank_that_never_builds_is_named(fork_server: ForkServer, failing: int) -> None:
     [(code, errors)] = survivors(fork_server, "never build", failing)
 
-    assert code == 1
+    assert code == 1, errors
     assert f"expected rank {failing}" in errors
     assert "within 6 s, and it did not come" in errors
 
