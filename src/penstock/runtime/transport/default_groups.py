@@ -51,7 +51,9 @@ def make_default_group(timeout_seconds: float) -> None:
         return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
     holder = "torchrun" if shares_store() else "rank 0, which holds the store"
-    store: Store = call_at_meeting(connect, deadline, timeout_seconds, lambda: f"{holder} at {host}:{port}")
+    # The connection has the same time limit. If both ended at once, the thread of the call could come back while the
+    # interpreter ends, and torch would abort the process.
+    store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, lambda: f"{holder} at {host}:{port}")
     if shares_store():
         shared = store
         store = call_at_meeting(
