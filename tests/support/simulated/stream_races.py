@@ -153,7 +153,6 @@ class RacingDevice:
         return stop.at - start.at
 
     def wait(self, stream: RacingStream, event: RacingEvent) -> None:
-        self._sweep()
         stream.merge(event.clock)
 
     def host_memory(self, layout: Layout) -> Tensor:
@@ -176,13 +175,11 @@ class RacingDevice:
 
     def make(self, tensors: list[Tensor]) -> None:
         """Allocates memory for `tensors` on the current stream."""
-        self._sweep()
         for tensor in tensors:
             self._memory(tensor)
 
     def access(self, doing: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Checks and records accesses by the current stream."""
-        self._sweep()
         self._doing, stream = doing, self.current()
         number = stream.step()
         for tensor in reads:
@@ -197,7 +194,6 @@ class RacingDevice:
 
     def finish(self) -> list[str]:
         """Returns all races."""
-        self._sweep()
         return self.races
 
     def _memory(self, tensor: Tensor) -> _Memory:
@@ -215,12 +211,14 @@ class RacingDevice:
 
     def _sweep(self) -> None:
         """Frees memory that is not referenced any more."""
-        for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
+        expired = torch.UntypedStorage._expired
+        for key in [key for key, memory in self._memories.items() if expired(memory.alive.cdata)]:
             memory = self._memories.pop(key)
             self._given_back[memory.made_on.number].append(memory)
 
     def _lend(self, stream: RacingStream) -> None:
         """Allocates memory on `stream`, which may be any that was freed."""
+        self._sweep()
         for memory in self._given_back.pop(stream.number, ()):
             for accesses in (memory.reads, memory.writes):
                 unknown = {other: number for other, number in accesses.items() if other not in memory.kept}
