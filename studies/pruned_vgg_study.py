@@ -193,10 +193,19 @@ def plain_backward(model: nn.Sequential, image: Tensor, *, pruned: bool) -> Coun
         # A ReLU passes on or not; a pooling writes zeros, and each gradient to one place.
         flops = size if isinstance(layer, nn.ReLU) else size + made
         if isinstance(layer, nn.Conv2d):
-            flops = 2 * layer_jacobian(layer, tuple(inputs.shape[1:]), pruned=pruned).pattern.entries
+            flops = 2 * entries_of(layer, tuple(inputs.shape[1:]), pruned=pruned)
         products.append(Product("mv", size * made, flops, critical=True))
         inputs = outputs
     return Count(f"backpropagation, {'pruned' if pruned else 'dense'} weights", tuple(products))
+
+
+def entries_of(layer: nn.Conv2d, shape: tuple[int, ...], *, pruned: bool) -> int:
+    """Of the Jacobian of a convolution of one group."""
+    if pruned:
+        return layer_jacobian(layer, shape, pruned=True).pattern.entries
+    # Every pair of channels has as many.
+    one = nn.Conv2d(1, 1, layer.kernel_size, layer.stride, layer.padding)
+    return layer_jacobian(one, (1, *shape[1:])).pattern.entries * layer.in_channels * layer.out_channels
 
 
 def counts_of(patterns: Sequence[Pattern], most_levels: int | None = None) -> list[Count]:
