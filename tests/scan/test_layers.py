@@ -156,10 +156,11 @@ def test_bfloat16_is_scanned_in_single_precision() -> None:
 
 
 def test_auto_takes_what_is_estimated() -> None:
-    layer = ScanRNN(3, 512)
-    assert layer.chosen_method(torch.empty(10, 2, 3)) == "linear"
+    assert ScanRNN(3, 512).chosen_method(torch.empty(10, 64, 3)) == "torch"
+    assert ScanRNN(3, 64).chosen_method(torch.empty(1000, 16, 3)) == "linear"
+    assert ScanRNN(3, 4).chosen_method(torch.empty(1000, 1, 3)) == "blelloch"
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(PenstockError, match="expected 'auto', 'linear', 'blelloch' or 'chunked'"):
+    with pytest.raises(PenstockError, match="expected one of 'auto', 'torch', 'linear'"):
         ScanGRU(3, 6, method="fast")  # type: ignore[arg-type]
