@@ -27,7 +27,8 @@ IMAGE = (3, 32, 32)
 PRUNED = 0.97
 PAPERS_LEVELS = 3
 """Levels of the up-sweep of the paper's hybrid, from L0 to L2."""
-_PAIRS_AT_ONCE = 2**23
+PAIRS_AT_ONCE = 2**23
+"""Pairs of entries that meet, of rows whose product is found at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,13 @@ def meeting(left: Pattern, right: Pattern) -> int:
     return 2 * int(right.starts.diff()[left.columns].sum())
 
 
-def product_pattern(left: Pattern, right: Pattern) -> Pattern:
+def product_pattern(left: Pattern, right: Pattern, pairs_at_once: int = PAIRS_AT_ONCE) -> Pattern:
     """Where the product may have entries. It is found for some rows at a time, which takes little memory."""
     meets = torch.cat([torch.zeros(1, dtype=torch.long), right.starts.diff()[left.columns].cumsum(0)])[left.starts]
     rows, columns, first = [], [], 0
     dense = dense_ones(right) if int(meets[-1]) > left.shape[0] * right.entries // 8 else None
     while first < left.shape[0]:
-        last = int(torch.searchsorted(meets, meets[first] + _PAIRS_AT_ONCE, right=True)) - 1
+        last = int(torch.searchsorted(meets, meets[first] + pairs_at_once, right=True)) - 1
         last = min(max(last, first + 1), left.shape[0]) if dense is None else min(first + 512, left.shape[0])
         entries = slice(int(left.starts[first]), int(left.starts[last]))
         own = Pattern((last - first, left.shape[1]), left.rows[entries] - first, left.columns[entries])

@@ -45,13 +45,14 @@ class Pattern:
     def dense(self, values: Tensor) -> Tensor:
         """The matrices (..., rows, columns) with `values` (..., entries)."""
         found = values.new_zeros(*values.shape[:-1], *self.shape)
-        found[..., self.rows, self.columns] = values
+        found[..., self.rows.to(values.device), self.columns.to(values.device)] = values
         return found
 
     def apply(self, values: Tensor, vectors: Tensor) -> Tensor:
         """The products with `vectors` (B, columns); `values` are (entries) or (B, entries)."""
         found = vectors.new_zeros(len(vectors), self.shape[0])
-        return found.index_add_(1, self.rows, values * vectors[:, self.columns])
+        rows, columns = self.rows.to(vectors.device), self.columns.to(vectors.device)
+        return found.index_add_(1, rows, values * vectors[:, columns])
 
 
 class SymbolicProduct:
@@ -81,9 +82,9 @@ class SymbolicProduct:
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
         """The values of the product; those of the factors are (entries) or (B, entries)."""
-        products = left[..., self._left] * right[..., self._right]
+        products = left[..., self._left.to(left.device)] * right[..., self._right.to(right.device)]
         found = products.new_zeros(*products.shape[:-1], self.pattern.entries)
-        return found.index_add_(-1, self._target, products)
+        return found.index_add_(-1, self._target.to(products.device), products)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ class LayerJacobian:
         match layer:
             case nn.Conv2d() | nn.Linear():
                 assert self._weights is not None
-                return layer.weight.detach().flatten()[self._weights]
+                return layer.weight.detach().flatten()[self._weights.to(layer.weight.device)]
             case nn.ReLU():
                 return (flat > 0).to(flat.dtype)
             case nn.Tanh():
@@ -116,8 +117,9 @@ class LayerJacobian:
                     inputs, layer.kernel_size, layer.stride, layer.padding, return_indices=True
                 )
                 area = inputs.shape[-1] * inputs.shape[-2]
-                channels = torch.arange(inputs.shape[1]).view(-1, 1, 1) * area
-                return ((chosen + channels).flatten(1)[:, self.pattern.columns] == self.pattern.rows).to(flat.dtype)
+                channels = torch.arange(inputs.shape[1], device=inputs.device).view(-1, 1, 1) * area
+                rows, columns = self.pattern.rows.to(inputs.device), self.pattern.columns.to(inputs.device)
+                return ((chosen + channels).flatten(1)[:, columns] == rows).to(flat.dtype)
         raise AssertionError("layer_jacobian knows the layer")
 
 
