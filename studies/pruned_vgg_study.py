@@ -25,8 +25,8 @@ VGG_11: tuple[int | str, ...] = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M"
 """The channels of each convolution; M is a maximum pooling."""
 IMAGE = (3, 32, 32)
 PRUNED = 0.97
-PAPERS_LEVELS = 3
-"""Levels of the up-sweep of the paper's hybrid, from L0 to L2."""
+DRAWN = (1, 2)
+"""Levels of the pictures. The hybrid of the authors' code has two."""
 PAIRS_AT_ONCE = 2**23
 """Pairs of entries that meet, of rows whose product is found at once."""
 
@@ -271,11 +271,7 @@ def main() -> None:
         print(*lines[-len(counts[of_image]) - 7 :], sep="\n", flush=True)
     options.results.parent.mkdir(exist_ok=True)
     options.results.write_text("\n".join(lines))
-    panels = {
-        f"{levels} levels{', as in the paper' if levels == PAPERS_LEVELS else ''}": counts[True][levels]
-        for levels in (PAPERS_LEVELS - 1, PAPERS_LEVELS)
-        if levels < len(counts[True])
-    }
+    panels = {f"{levels} level{'s'[: levels > 1]}": counts[True][levels] for levels in DRAWN}
     (options.pictures / "scan-pruned-vgg.svg").write_text(picture(panels, plain[0]))
 
 

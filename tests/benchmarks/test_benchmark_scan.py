@@ -1,22 +1,61 @@
-"""The benchmark of scans runs; what it measures is not tested."""
+"""The benchmark of scans runs, and what it recorded agrees with what is estimated."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from penstock.scan import estimate
 from support.paths import ROOT
+
+AT_WORST = 1.5
+"""What ``method="auto"`` may take, in times of the fastest method that was measured."""
 
 
 def test_every_contender_has_a_row(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/scan.py", "--lengths", "10", "--widths", "4", "--rounds", "1"]
+    command = [sys.executable, "benchmarks/scan.py", "--lengths", "10", "--widths", "4", "--batches", "2"]
     done = subprocess.run(
-        [*command, "--save", str(tmp_path / "scan.txt")], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*command, "--rounds", "1", "--save", str(tmp_path / "scan.txt")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "scan.txt").read_text().splitlines()
+    own = [f"{kind}, {method}" for kind in ("rnn", "gru") for method in ("linear", "blelloch", "chunked")]
     for name in (
-        *("torch rnn", "loop in Python", "rnn, blelloch", "rnn, chunked", "torch gru", "gru, blelloch", "gru, chunked"),
+        *("torch rnn", "loop in Python", "torch gru", *own),
         *("loop in Python, diagonal", "scan, diagonal", "associative_scan, diagonal"),
     ):
         assert any(row.startswith(f"     10 {name:28}") and row.endswith("x") for row in rows), name
-    assert any(row.startswith("     10 estimate: linear") for row in rows)
+    assert sum(row.startswith("     10 auto for") for row in rows) == 2
+    assert rows[-1].startswith("auto takes")
+
+
+def recorded() -> dict[tuple[int, int, int, str], dict[str, float]]:
+    """By steps, samples, hidden values and kind, the milliseconds of each method's backward that were measured."""
+    found: dict[tuple[int, int, int, str], dict[str, float]] = {}
+    width = batch = 0
+    for row in (ROOT / "benchmarks/results/scan.txt").read_text().splitlines():
+        if head := re.match(r"(\d+) hidden values, (\d+) sample", row):
+            width, batch = map(int, head.groups())
+        if row_of := re.match(r" *(\d+) (?:(torch) (rnn|gru)|(rnn|gru), (\w+)) +[\d.]+ +([\d.]+)", row):
+            steps, torch_name, torch_kind, kind, method, milliseconds = row_of.groups()
+            key = int(steps), batch, width, torch_kind or kind
+            found.setdefault(key, {})[torch_name or method] = float(milliseconds)
+    return found
+
+
+def test_auto_takes_what_was_fastest_or_nearly() -> None:
+    """On the CPU that was measured. Estimates follow sizes alone, so this holds or not on every machine alike."""
+    cases = recorded()
+    lost = {}
+    for (steps, batch, width, kind), measured in cases.items():
+        predicted = estimate(steps, batch, width, gates=3 if kind == "gru" else 1).seconds
+        chosen = min((name for name in predicted if name in measured), key=predicted.__getitem__)
+        lost[steps, batch, width, kind] = measured[chosen] / min(measured.values())
+
+    assert len(cases) == 2 * 8 * 4
+    assert {key: times for key, times in lost.items() if times > AT_WORST} == {}
+    assert sum(lost.values()) / len(lost) < 1.1

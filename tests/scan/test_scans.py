@@ -77,8 +77,8 @@ def algorithm_1(gradient: Tensor, jacobians: Tensor, fault: str = "") -> Tensor:
     for level in reversed(range(levels)):
         for left, right in pairs(level):
             kept, places[left] = places[left], places[right]
-            exchanged = fault != "operands of the textbook" or places[right] is None or level == levels - 1
-            places[right] = then(places[right], kept) if exchanged else then(kept, places[right])
+            operands = (places[right], kept)
+            places[right] = then(*reversed(operands)) if fault == "operands of the textbook" else then(*operands)
     found = [each for each in places[1:] if each is not None]
     if fault != "without the input":
         found.append(jacobians[-1] @ found[-1])
