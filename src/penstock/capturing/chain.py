@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from penstock.capturing.model_forms import ModelInputs, ModelOutput
 from penstock.capturing.operators import OperatorCall
 from penstock.capturing.randomness import seeded
+from penstock.torch_internals.modules import runs_plainly
 
 __all__ = ["Layer", "LayerChain", "LayerRunner", "StageModule"]
 
@@ -117,6 +118,9 @@ class StageModule(nn.Module):
         self._results = tuple(places[name] for name in self.sent)
         self._copied = tuple(places[name] for name in self.sent if name in self._volatile)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if runs_plainly(self) else super().__call__(*args, **kwargs)
+
     def forward(
         self,
         received: Sequence[Tensor],
@@ -141,7 +145,8 @@ class StageModule(nn.Module):
                     values[place] = tensor
                 results = results[:returned]
             elif seed is None or not self.random[index]:
-                results = layer(*arguments)
+                # Layers are modules of ours around the user's: a plain one need not look for hooks.
+                results = layer.forward(*arguments) if runs_plainly(layer) else layer(*arguments)
             else:
                 results = self._run(index, layer, seed, arguments)
             for place in dead:
