@@ -179,7 +179,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--widths", type=int, nargs="*", default=[4, 20], help="hidden values")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="samples")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender, four times as many where they are short")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns of each contender, four times as many where they are short"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, help="a file for the table")
     wish = parser.parse_args()

@@ -59,3 +59,26 @@ def test_auto_takes_what_was_fastest_or_nearly() -> None:
     assert len(cases) == 2 * 8 * 4
     assert {key: times for key, times in lost.items() if times > AT_WORST} == {}
     assert sum(lost.values()) / len(lost) < 1.1
+
+
+def rows_of_the_page() -> list[str]:
+    """A table of Markdown: times as fast as PyTorch's backward."""
+    names = {"linear": '`"linear"`', "blelloch": '`"blelloch"`', "chunked": '`"chunked"`'}
+    rows = [
+        f"| module | hidden values | samples | length | {' | '.join(names.values())} |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (steps, batch, width, kind), measured in sorted(
+        recorded().items(), key=lambda case: (case[0][3], case[0][2], case[0][1], case[0][0])
+    ):
+        if steps in (100, 1000, 10000):
+            ratios = [measured["torch"] / measured[name] if name in measured else None for name in names]
+            text = " | ".join("" if ratio is None else f"{ratio:.1f}" for ratio in ratios)
+            rows.append(f"| {kind.upper()} | {width} | {batch} | {steps:,} | {text} |")
+    return rows
+
+
+def test_the_page_shows_the_record() -> None:
+    document = (ROOT / "docs/scan.md").read_text()
+
+    assert [row for row in rows_of_the_page() if row not in document] == []

@@ -48,7 +48,7 @@ MACHINES: Mapping[str, Machine] = {
     "cuda": Machine(1e-5, 1.37e-5, 0.0, 5e12, 0.0, 2e11, 5e11, 1024),
 }
 """By kind of device. ``method="auto"`` follows these and no measurement, so that all runs choose alike."""
-_CALLS_ONCE = 60
+_CALLS_ONCE = 70
 """Operations of a backward of ours that are done once: what the cell prepares, and the gradients of the parameters."""
 _CALLS_PER_LEVEL = 12
 """Operations of a level of a scan: slices, the product, what enters, and where it is written."""
