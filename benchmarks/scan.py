@@ -2,11 +2,11 @@
 
     python benchmarks/scan.py --save benchmarks/results/scan.txt
 
-The task is that of Wang, Bai and Pekhimenko (MLSys 2020, section 4.1): samples of a bit stream, a few hidden values, and
-a loss on the last ones; the paper has 16 samples and 20 hidden values. All contenders take turns in one launch, and each
-ratio is to the first row of its kind. Forwards and backwards are timed apart. A contender that would take too long or
-too much memory at a length is left out there. On one thread of a CPU the processor's time is taken, which other programs
-disturb less. The last lines say what ``method="auto"`` would have lost against the fastest method.
+The task is that of Wang, Bai and Pekhimenko (MLSys 2020, section 4.1): samples of a bit stream, a few hidden values,
+and a loss on the last ones; the paper has 16 samples and 20 hidden values. All contenders take turns in one launch, and
+each ratio is to the first row of its kind. Forwards and backwards are timed apart. A contender that would take too long
+or too much memory at a length is left out there. On one thread of a CPU the processor's time is taken, which other
+programs disturb less. The last lines say what ``method="auto"`` would have lost against the fastest method.
 """
 
 import argparse
@@ -179,9 +179,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument("--widths", type=int, nargs="*", default=[4, 20], help="hidden values")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="samples")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of each contender, four times as many where they are short"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender; four times as many if short")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, help="a file for the table")
     wish = parser.parse_args()

@@ -242,7 +242,7 @@ def picture(panels: dict[str, Count], plain: Count) -> str:
                 for chosen in [partial(_is, kind, critical)]
             ),
         ]
-        rows.append(Panel(title, tuple(curves), "m × n × k", "FLOP", log_x=True, log_y=True))
+        rows.append(Panel(title, tuple(curves), "m n k", "FLOP", log_x=True, log_y=True))
     return draw([rows], "Operations of each product of a backward by scan through a pruned VGG-11")
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PenstockError
 from penstock.scan import blelloch, chunked, count, estimate, linear
-from penstock.scan.estimates import MACHINES, Machine
+from penstock.scan.estimates import MACHINES
 
 WIDTH = 3
 
@@ -89,9 +90,10 @@ def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
 
 
 def test_the_estimate_follows_the_machine() -> None:
-    slow = Machine(1.0, 1.0, 1e12, 1e12, 4)
+    slow_calls = replace(MACHINES["cpu"], call_seconds=1.0, torch_step_seconds=20.0)
 
-    assert estimate(100, 1, 4, machine=slow).method == "blelloch"
+    assert estimate(100, 1, 4, machine=slow_calls).method == "torch"
+    assert estimate(1000, 1, 4, machine=slow_calls).method == "blelloch"
     assert set(MACHINES) == {"cpu", "cuda"}
 
 

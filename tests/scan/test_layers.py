@@ -92,11 +92,11 @@ def test_single_precision_is_as_good_as_that_of_pytorch(
 
 
 def test_products_that_leave_the_range_do_no_harm() -> None:
-    """At zero the Jacobian of each step is the weight, and 1.2 ** 2000 is no float32. The loss reads the other value."""
+    """At zero the Jacobian of each step is the weight, and 1.2 ** 2000 is no float32. The loss reads the other."""
     layer = ScanRNN(1, 2, bias=False, method="blelloch")
     with torch.no_grad():
-        layer.weight_hh_l0.copy_(torch.diag(torch.tensor([1.0, 1.2])))
-        layer.weight_ih_l0.fill_(1.0)
+        layer.get_parameter("weight_hh_l0").copy_(torch.diag(torch.tensor([1.0, 1.2])))
+        layer.get_parameter("weight_ih_l0").fill_(1.0)
     inputs = torch.zeros(2000, 1, 1, requires_grad=True)
     (found,) = torch.autograd.grad(layer(inputs)[1][0, 0, 0], inputs)
 

@@ -81,7 +81,7 @@ def test_both_ways_to_the_pattern_of_a_product_agree() -> None:
     for share in (0.1, 0.9):
         masks = [torch.rand(shape, generator=generator) < share for shape in ((9, 7), (7, 8))]
         patterns = [Pattern((len(mask), mask.shape[1]), *mask.nonzero().unbind(1)) for mask in masks]
-        found = study.product_pattern(*patterns, pairs_at_once=7)
+        found = study.product_pattern(patterns[0], patterns[1], pairs_at_once=7)
         assert torch.equal(study.dense_ones(found), ((masks[0].float() @ masks[1].float()) > 0).float())
 
 

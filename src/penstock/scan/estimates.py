@@ -43,9 +43,28 @@ class Machine:
 
 MACHINES: Mapping[str, Machine] = {
     # Fitted to the backwards of 95 recurrences of 10 to 3,000 steps on one thread of an x86 server.
-    "cpu": Machine(3.2e-6, 2.7e-5, 2.6e-5, 4e10, 1.2e-7, 1.1e11, 2.3e9, 64),
-    # From Wang, Bai and Pekhimenko, table 4 (V100, 16 samples of 1,000 steps with 20 hidden values).
-    "cuda": Machine(1e-5, 1.37e-5, 0.0, 5e12, 0.0, 2e11, 5e11, 1024),
+    "cpu": Machine(
+        call_seconds=3.2e-6,
+        torch_step_seconds=2.7e-5,
+        torch_gate_seconds=2.6e-5,
+        flops_per_second=4e10,
+        product_seconds=1.2e-7,
+        product_flops_per_second=1.1e11,
+        bytes_per_second=2.3e9,
+        matrix_workers=64,
+    ),
+    # A step of PyTorch is that of Wang, Bai and Pekhimenko, table 4 (V100, 16 samples of 1,000 steps with 20 hidden
+    # values). The rest is assumed for a card of that kind.
+    "cuda": Machine(
+        call_seconds=1e-5,
+        torch_step_seconds=1.37e-5,
+        torch_gate_seconds=0.0,
+        flops_per_second=5e12,
+        product_seconds=0.0,
+        product_flops_per_second=2e11,
+        bytes_per_second=5e11,
+        matrix_workers=1024,
+    ),
 }
 """By kind of device. ``method="auto"`` follows these and no measurement, so that all runs choose alike."""
 _CALLS_ONCE = 70
