@@ -85,14 +85,16 @@ def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
     wide = estimate(1000, 16, 512, device="cuda")
 
     assert paper.method == "blelloch" and "instead of 1000" in paper.reason
-    assert wide.method == "linear" and "512 x 512" in str(wide)
-    assert estimate(10, 16, 20).method == "linear"
+    assert wide.method == "torch" and "512 x 512" in str(wide)
+    assert estimate(10, 16, 20).method == "torch"
+    assert estimate(1000, 16, 20).method == "linear"
+    assert estimate(1000, 1, 20, gates=3).method == "blelloch"
 
 
 def test_the_estimate_follows_the_machine() -> None:
-    slow_calls = replace(MACHINES["cpu"], call_seconds=1.0, torch_step_seconds=20.0)
+    slow_calls = replace(MACHINES["cpu"], call_seconds=1.0, torch_step_seconds=5.0)
 
-    assert estimate(100, 1, 4, machine=slow_calls).method == "torch"
+    assert estimate(10, 1, 4, machine=slow_calls).method == "torch"
     assert estimate(1000, 1, 4, machine=slow_calls).method == "blelloch"
     assert set(MACHINES) == {"cpu", "cuda"}
 
