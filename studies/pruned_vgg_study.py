@@ -25,6 +25,8 @@ VGG_11: tuple[int | str, ...] = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M"
 """The channels of each convolution; M is a maximum pooling."""
 IMAGE = (3, 32, 32)
 PRUNED = 0.97
+LEVELS = {False: 3, True: 2}
+"""Without and with the zeros of an image, the most levels that are counted. A fourth joins nothing but the gradient."""
 DRAWN = (1, 2)
 """Levels of the pictures. The hybrid of the authors' code has two."""
 PAIRS_AT_ONCE = 2**23
@@ -259,14 +261,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "studies/results/pruned_vgg.md")
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs/pictures", help="the folder for the picture")
-    parser.add_argument("--levels", type=int, help="the most levels that are counted; all by default")
     options = parser.parse_args()
     torch.manual_seed(0)
     model, image = build(), torch.randn(IMAGE)
     plain = [plain_backward(model, image, pruned=pruned) for pruned in (False, True)]
     lines, counts = [], {}
     for of_image, title in ((False, "All entries that may differ from zero"), (True, "Entries for one image")):
-        counts[of_image] = counts_of(patterns_of(model, image, of_image=of_image), options.levels)
+        counts[of_image] = counts_of(patterns_of(model, image, of_image=of_image), LEVELS[of_image])
         lines += [f"{title}:", "", *table([*plain, *counts[of_image]]), ""]
         print(*lines[-len(counts[of_image]) - 7 :], sep="\n", flush=True)
     options.results.parent.mkdir(exist_ok=True)
