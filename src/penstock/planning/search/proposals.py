@@ -62,24 +62,30 @@ class Proposer:
                 raise AssertionError(f"constraints: unknown planner {other}")
 
     def _propose_pipedream(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """Proposes PipeDream's plans; links carry both directions at once, as in the simulator."""
-        duplex = replace(request, full_duplex=True)
-        found = list(self._with_buffers(partial(self._find_pipedream, profile), profile, duplex))
+        """Proposes PipeDream's plans: with links that carry both directions at once, as in the simulator, and with the
+        sum of both, as in the paper. Few microbatches hide few messages, and then the sum is often the better guide.
+        """
+        found: list[Plan] = []
+        for duplex in (True,) if request.definition.layout.has_several else (True, False):
+            wished = replace(request, full_duplex=duplex)
+            found += self._with_buffers(partial(self._find_pipedream, profile), profile, wished)
         yield from found or _require(None)
 
     def _propose_two_bw(self, query: PlannerQuery) -> Iterator[Plan]:
         for buffers in (0,) if self._limit is None else (0, _BUFFERS):
             ranked = rank_pipelines(query.profile, self._cluster, replace(query.request, buffers=buffers))
             allowed = [candidate for candidate in ranked if query.may_recompute or not candidate.recompute]
-            yield from (candidate.plan(self._cluster) for candidate in allowed[:_PROPOSED])
+            alone = [candidate for candidate in allowed if candidate.replicas == 1]
+            chosen = [*allowed[:_PROPOSED], *alone[:_PROPOSED]]
+            yield from (candidate.plan(self._cluster) for candidate in chosen)
 
     def _propose_interleaved(self, profile: Profile, request: Request) -> Iterator[Plan]:
-        """Proposes d equal pipelines of several stages per rank, on all devices, for every possible d of 2 or more."""
-        devices = self._cluster.devices
-        for replicas in range(2, devices + 1):
-            length = devices // replicas
+        """Proposes d equal pipelines of several stages per rank for every possible d of 2 or more: on all devices, or
+        with the number of stages that is fixed.
+        """
+        for length, replicas in self._shapes(request):
             stages = length * request.stages_per_rank
-            if devices % replicas or length < 2 or request.microbatches % replicas or stages > len(profile):
+            if length < 2 or request.microbatches % replicas or stages > len(profile):
                 continue
             if not request.can_run(length, replicas=replicas):
                 continue
@@ -87,6 +93,15 @@ class Proposer:
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
             for narrow in self._with_buffers(partial(find_pipedream, profile, one), profile, alone):
                 yield widen(narrow, replicas, profile, self._cluster, request)
+
+    def _shapes(self, request: Request) -> Iterator[tuple[int, int]]:
+        """(Ranks in a row, pipelines) to propose; two pipelines or more."""
+        devices = self._cluster.devices
+        if request.stages is None:
+            yield from ((devices // count, count) for count in range(2, devices + 1) if devices % count == 0)
+        else:
+            length = request.stages // request.stages_per_rank
+            yield from ((length, count) for count in range(2, devices // length + 1))
 
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
         if request.definition.layout.has_several:

@@ -1,0 +1,304 @@
+"""Local search: small changes of a proposed plan, judged by the simulator's times.
+
+A planner's closed form leaves out what only the whole schedule shows, so its best plan is seldom the best of its
+neighborhood. The moves are:
+
+  1. one cut to any place between its neighbors, or adjacent cuts by the same few layers. `PlanVariants` times all of
+     these in one pass, so that all are tried in every round;
+  2. other replicas: one moves to another stage, two stages become one, a stage becomes two, one device more or fewer is
+     used. Each needs a simulation of its own. They are ordered by the closed form of their best cuts, and the first few
+     are timed.
+
+The result is the same in every run: effort is counted in simulated actions, not in seconds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.errors import PlanError, ScheduleError
+from penstock.planning.costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
+from penstock.planning.predictions import rounds
+from penstock.scheduling.definitions import PipelineShape
+from penstock.simulating.assumptions import Assumptions
+from penstock.simulating.variants import LayerSums, PlanVariants
+from penstock.values.chain_cuts import cut_evenly, least_bottleneck
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan, Stage
+from penstock.values.profiles import Profile
+
+__all__ = ["Effort", "LocalSearch", "Timed"]
+
+_PLACES = 400
+"""The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
+
+_SORTING = 4
+"""Sorting the actions of a new structure costs as much as so many passes over them."""
+
+_TRIED = 4
+"""How many structures are timed before the search goes on from the best of them."""
+
+_BETTER = 1 - 1e-6
+"""A smaller gain is not worth another round."""
+
+
+@dataclass(slots=True)
+class Effort:
+    """The simulated actions that a search may still spend."""
+
+    actions: float
+
+    def spend(self, actions: float) -> bool:
+        """Whether any effort was left; takes `actions` of it."""
+        left = self.actions > 0
+        self.actions -= actions
+        return left
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timed:
+    """A plan with its simulated seconds for one sample, and what times its variants."""
+
+    plan: Plan
+    seconds: float
+    variants: PlanVariants
+
+
+class LocalSearch:
+    """Searches around plans for one profile on one cluster."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        costs: ChainCosts,
+        cluster: Cluster,
+        allreduce: AllReduce,
+        assumptions: Assumptions,
+    ) -> None:
+        self._profile = profile
+        self._costs = costs
+        self._cluster = cluster
+        self._allreduce = allreduce
+        self._assumptions = assumptions
+        self._sums = LayerSums.of(profile)
+
+    def time(self, plan: Plan, effort: Effort) -> Timed | None:
+        """`plan` with the best of its own cuts and those that balance it; None if there is no effort left, or if
+        nothing fits.
+        """
+        if effort.actions <= 0:
+            return None
+        try:
+            variants = PlanVariants(plan, self._cluster, self._assumptions)
+        except (PlanError, ScheduleError):
+            return None
+        effort.spend(_SORTING * variants.actions)
+        return self._best(plan, variants, [_cuts(plan), *self._balanced(plan)], effort, np.inf)
+
+    def move_cuts(self, timed: Timed, effort: Effort) -> Timed:
+        """The plan after moves of cuts, as long as they make it faster."""
+        while effort.actions > 0:
+            moves = _moves(np.array(_cuts(timed.plan)))
+            found = self._best(timed.plan, timed.variants, moves, effort, timed.seconds)
+            if found is None or found.seconds >= timed.seconds * _BETTER:
+                break
+            timed = found
+        return timed
+
+    def move_replicas(self, timed: Timed, effort: Effort, *, straight: bool, stages: int | None = None) -> Timed:
+        """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages`."""
+        tried: set[tuple[tuple[int, ...], ...]] = set()
+        while effort.actions > 0:
+            changed = [each for each in self._structures(timed.plan, straight) if stages in (None, len(each.stages))]
+            fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
+            tried.update(map(_shape, fresh))
+            timings = [found for each in fresh if (found := self.time(each, effort)) is not None]
+            if not timings:
+                break
+            best = min(timings, key=lambda found: found.seconds)
+            if best.seconds < 1.15 * timed.seconds:
+                best = self.move_cuts(best, effort)
+            if best.seconds < timed.seconds * _BETTER:
+                timed = best
+        return timed
+
+    def _best(
+        self, plan: Plan, variants: PlanVariants, cuts: Sequence[Sequence[int]], effort: Effort, before: float
+    ) -> Timed | None:
+        """The fastest of `cuts` that fits; of equally fast ones that with the most equal stages."""
+        table = np.array(sorted(set(map(tuple, cuts))), dtype=np.int64)
+        table = table[self._fit(plan, table)]
+        if not len(table):
+            return None
+        effort.spend(variants.actions * (1 + len(table) / 500))
+        seconds = variants.minibatch_seconds(self._sums, table)
+        work = self._costs.seconds[table[:, :-1], table[:, 1:]] / np.array(plan.replicas)
+        near = seconds <= seconds.min() * (1 + 1e-9)
+        best = int(np.where(near, (work**2).sum(axis=1), np.inf).argmin())
+        if seconds[best] > before:
+            return None
+        return Timed(_moved(plan, table[best]), float(seconds[best]) / _samples(plan, self._profile), variants)
+
+    def _fit(self, plan: Plan, cuts: Counts) -> Counts:
+        """The indices of the cuts with which every rank has enough memory, by the planners' formula."""
+        limit = self._cluster.memory_bytes
+        if limit is None:
+            return np.arange(len(cuts))
+        placement = plan.placement
+        guarantees = plan.definition.guarantees(PipelineShape(placement, plan.microbatches, plan.vertical_sync))
+        fitting = np.ones(len(cuts), dtype=bool)
+        starts, stops = cuts[:, :-1], cuts[:, 1:]
+        saved, working = self._costs.saved_bytes[starts, stops], self._costs.working_bytes[starts, stops]
+        weights = self._costs.parameter_bytes[starts, stops]
+        sharers = np.array(plan.replicas) if placement.split else np.ones(len(plan.stages))
+        for ranks in dict.fromkeys(placement.stages):
+            held = list(placement.stages_of(ranks[0]))
+            own = guarantees.in_flight_of_rank[ranks[0]] * (saved / sharers)[:, held].max(axis=1)
+            copies = max(guarantees.versions[stage] for stage in held) + 1 + self._assumptions.optimizer_copies
+            own = own + (working / sharers)[:, held].max(axis=1) + copies * weights[:, held].sum(axis=1)
+            fitting &= own <= limit
+        return np.flatnonzero(fitting)
+
+    def _balanced(self, plan: Plan) -> list[tuple[int, ...]]:
+        """The cuts with the fastest slowest part, where a cut counts not at all, one way, and both ways."""
+        if plan.definition.layout.has_several:
+            return []
+        found = [self._balance(plan, ways)[1] for ways in (0.0, 1.0, 2.0)]
+        return [cuts for cuts in found if cuts]
+
+    def _balance(self, plan: Plan, ways: float) -> tuple[float, tuple[int, ...]]:
+        """The seconds per microbatch of the slowest part, and the cuts with which it is fastest."""
+        replicas = plan.replicas
+        split = plan.placement.split
+        links = [self._link(one, other) for one, other in pairwise(plan.stages)]
+        crossing = self._sums.crossing
+        exchange = []
+        for bandwidth, (one, other) in zip(links, pairwise(replicas), strict=True):
+            shares = one * other if split else max(one, other)
+            exchange.append(np.append(crossing[:-1], np.inf) * (ways / bandwidth / shares))
+        inner = [self._link(stage, stage) for stage in plan.stages]
+        updates = plan.definition.updates_per_microbatch
+        tables: dict[tuple[int, float], Matrix] = {}
+
+        def seconds(stage: int, starts: Counts) -> Matrix:
+            key = replicas[stage], inner[stage]
+            if key not in tables:
+                # A stage sums its gradients once for all microbatches of an update.
+                turns = 1 if updates else plan.microbatches / (1 if split else replicas[stage])
+                weights = self._costs.parameter_bytes / max(1, turns)
+                tables[key] = replicated_seconds(self._costs.seconds, weights, *key, self._allreduce)
+            return tables[key][starts]
+
+        limit = least_bottleneck(seconds, exchange)
+        return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
+
+    def _link(self, one: Stage, other: Stage) -> float:
+        """The bandwidth of the slowest link between neighboring ranks of two stages."""
+        ends = [(a, b) for a in (one.ranks[0], one.ranks[-1]) for b in (other.ranks[0], other.ranks[-1]) if a != b]
+        return min((min(self._cluster.bandwidth(a, b), self._cluster.bandwidth(b, a)) for a, b in ends), default=np.inf)
+
+    def _structures(self, plan: Plan, straight: bool) -> list[Plan]:
+        """Plans with other replicas, the fastest by closed form first, each with its best cuts by that form."""
+        if plan.definition.layout.has_several:
+            return []
+        scored = []
+        devices = self._cluster.devices
+        for replicas in dict.fromkeys(_neighbors(plan.replicas, devices, straight)):
+            changed = self._arrange(plan, replicas)
+            if changed is None:
+                continue
+            limit, cuts = self._balance(changed, 1.0)
+            if cuts:
+                scored.append((rounds(changed) * limit, _moved(changed, cuts)))
+        scored.sort(key=lambda pair: pair[0])
+        return [changed for _, changed in scored]
+
+    def _arrange(self, plan: Plan, replicas: Sequence[int]) -> Plan | None:
+        """`plan` with other replicas, on ranks in the same order; None if its schedule cannot run them."""
+        if len(replicas) > len(self._profile):
+            return None
+        if plan.routing == "split" and any(self._profile.microbatch_size % count for count in replicas):
+            return None
+        order = [rank for stage in plan.stages for rank in stage.ranks]
+        order += [rank for rank in range(self._cluster.devices) if rank not in set(order)]
+        if sorted(order[: sum(replicas)]) != list(range(sum(replicas))):
+            order = list(range(self._cluster.devices))
+        ends = np.cumsum((0, *replicas)).tolist()
+        ranks = [tuple(sorted(order[start:stop])) for start, stop in pairwise(ends)]
+        stages = tuple(Stage(index, index + 1, own) for index, own in enumerate(ranks))
+        stages = (*stages[:-1], replace(stages[-1], stop=len(self._profile)))
+        try:
+            changed = replace(plan, stages=stages, predicted=None)
+            changed.definition.check(PipelineShape(changed.placement, plan.microbatches, plan.vertical_sync))
+        except (PlanError, ScheduleError):
+            return None
+        return changed
+
+
+def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Iterator[tuple[int, ...]]:
+    """Replicas that differ from `replicas` by one move."""
+    count = len(replicas)
+    for stage in range(count - 1):
+        both = 1 if straight else replicas[stage] + replicas[stage + 1]
+        yield (*replicas[:stage], both, *replicas[stage + 2 :])
+    if sum(replicas) < devices:
+        yield (*replicas, 1)
+        yield (1, *replicas)
+    if straight:
+        return
+    for stage, own in enumerate(replicas):
+        for first in {1, own // 2, own - 1} - {0, own}:
+            yield (*replicas[:stage], first, own - first, *replicas[stage + 1 :])
+        if sum(replicas) < devices:
+            yield (*replicas[:stage], own + 1, *replicas[stage + 1 :])
+        for other in range(count):
+            if own > 1 and other != stage:
+                changed = list(replicas)
+                changed[stage], changed[other] = own - 1, replicas[other] + 1
+                yield tuple(changed)
+    for width in range(1, devices + 1):
+        for depth in {devices // width, count} - {0}:
+            if width * depth <= devices:
+                yield (width,) * depth
+
+
+def _moves(cuts: Counts) -> list[tuple[int, ...]]:
+    """The cuts and all that differ by one move."""
+    count, layers = len(cuts) - 2, int(cuts[-1])
+    rows = [tuple(cuts.tolist())]
+    far = max(1, _PLACES // max(1, count) // 2)
+    for cut in range(1, count + 1):
+        low, high = int(cuts[cut - 1]) + 1, int(cuts[cut + 1])
+        here = int(cuts[cut])
+        for place in range(max(low, here - far), min(high, here + far + 1)):
+            if place != here:
+                rows.append((*rows[0][:cut], place, *rows[0][cut + 1 :]))
+    for length in range(2, count + 1):
+        for first in range(1, count - length + 2):
+            for step in (-2, -1, 1, 2):
+                moved = cuts.copy()
+                moved[first : first + length] += step
+                if (np.diff(moved) > 0).all() and moved[0] == 0 and moved[-1] == layers:
+                    rows.append(tuple(moved.tolist()))
+    return rows
+
+
+def _cuts(plan: Plan) -> tuple[int, ...]:
+    return (0, *(stage.stop for stage in plan.stages))
+
+
+def _shape(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return tuple(stage.ranks for stage in plan.stages)
+
+
+def _moved(plan: Plan, cuts: Sequence[int] | Counts) -> Plan:
+    """`plan` with other cuts and without a prediction."""
+    ends = [int(cut) for cut in cuts]
+    stages = tuple(Stage(*own, stage.ranks) for stage, own in zip(plan.stages, pairwise(ends), strict=True))
+    return replace(plan, stages=stages, predicted=None)
+
+
+def _samples(plan: Plan, profile: Profile) -> int:
+    return plan.microbatches * profile.microbatch_size
