@@ -57,7 +57,7 @@ def share_stages(
     shared: list[Plan] = []
     kinds = {(plan.stages, plan.recompute): plan for plan in plans if plan.stages_per_rank == 1}
     slowest: dict[tuple[object, bool], float] = {}
-    for (stages, recompute), plan in kinds.items():
+    for stages, recompute in kinds:
         slowest[stages, recompute] = slowest_seconds(stages, costs[recompute], cluster, allreduce)
     for definition in METHODS:
         name = definition.name

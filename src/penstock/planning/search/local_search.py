@@ -12,7 +12,7 @@ neighborhood. The moves are:
 The result is the same in every run: effort is counted in simulated actions, not in seconds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -83,6 +83,7 @@ class LocalSearch:
         self._allreduce = allreduce
         self._assumptions = assumptions
         self._sums = LayerSums.of(profile)
+        self._links: dict[tuple[int, int], float] = {}
 
     def time(self, plan: Plan, effort: Effort) -> Timed | None:
         """`plan` with the best of its own cuts and those that balance it; None if there is no effort left, or if
@@ -96,6 +97,19 @@ class LocalSearch:
             return None
         effort.spend(_SORTING * variants.actions)
         return self._best(plan, variants, [_cuts(plan), *self._balanced(plan)], effort, np.inf)
+
+    def slowest_seconds(self, plan: Plan) -> float:
+        """The seconds per microbatch of the slowest rank or link, where links carry both directions at once."""
+        ranks: dict[tuple[int, ...], float] = {}
+        links: dict[tuple[int, int], float] = {}
+        for stage in plan.stages:
+            ranks[stage.ranks] = ranks.get(stage.ranks, 0.0) + float(self._costs.seconds[stage.start, stage.stop])
+        for one, other in pairwise(plan.stages):
+            pair = one.ranks[-1], other.ranks[0]
+            if pair[0] != pair[1]:
+                sent = float(self._sums.crossing[other.start]) / self._bandwidth(pair)
+                links[pair] = links.get(pair, 0.0) + sent
+        return max(*ranks.values(), *links.values(), 0.0)
 
     def move_cuts(self, timed: Timed, effort: Effort) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""
@@ -177,7 +191,7 @@ class LocalSearch:
         exchange = []
         for bandwidth, (one, other) in zip(links, pairwise(replicas), strict=True):
             shares = one * other if split else max(one, other)
-            exchange.append(np.append(crossing[:-1], np.inf) * (ways / bandwidth / shares))
+            exchange.append(np.append(crossing[:-1] * (ways / bandwidth / shares), np.inf))
         inner = [self._link(stage, stage) for stage in plan.stages]
         updates = plan.definition.updates_per_microbatch
         tables: dict[tuple[int, float], Matrix] = {}
@@ -195,9 +209,15 @@ class LocalSearch:
         return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
 
     def _link(self, one: Stage, other: Stage) -> float:
-        """The bandwidth of the slowest link between neighboring ranks of two stages."""
+        """The bandwidth of the slowest link between the first and last ranks of two stages."""
         ends = [(a, b) for a in (one.ranks[0], one.ranks[-1]) for b in (other.ranks[0], other.ranks[-1]) if a != b]
-        return min((min(self._cluster.bandwidth(a, b), self._cluster.bandwidth(b, a)) for a, b in ends), default=np.inf)
+        return min(map(self._bandwidth, ends), default=np.inf)
+
+    def _bandwidth(self, pair: tuple[int, int]) -> float:
+        if pair not in self._links:
+            here, there = pair
+            self._links[pair] = min(self._cluster.bandwidth(here, there), self._cluster.bandwidth(there, here))
+        return self._links[pair]
 
     def _structures(self, plan: Plan, straight: bool) -> list[Plan]:
         """Plans with other replicas, the fastest by closed form first, each with its best cuts by that form."""
@@ -241,8 +261,9 @@ def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Itera
     """Replicas that differ from `replicas` by one move."""
     count = len(replicas)
     for stage in range(count - 1):
-        both = 1 if straight else replicas[stage] + replicas[stage + 1]
-        yield (*replicas[:stage], both, *replicas[stage + 2 :])
+        before, behind = replicas[stage : stage + 2]
+        for both in (1,) if straight else dict.fromkeys((before + behind, before, behind)):
+            yield (*replicas[:stage], both, *replicas[stage + 2 :])
     if sum(replicas) < devices:
         yield (*replicas, 1)
         yield (1, *replicas)
@@ -251,8 +272,9 @@ def _neighbors(replicas: tuple[int, ...], devices: int, straight: bool) -> Itera
     for stage, own in enumerate(replicas):
         for first in {1, own // 2, own - 1} - {0, own}:
             yield (*replicas[:stage], first, own - first, *replicas[stage + 1 :])
-        if sum(replicas) < devices:
-            yield (*replicas[:stage], own + 1, *replicas[stage + 1 :])
+        for other in (own + 1, own - 1):
+            if other and sum(replicas) - own + other <= devices:
+                yield (*replicas[:stage], other, *replicas[stage + 1 :])
         for other in range(count):
             if own > 1 and other != stage:
                 changed = list(replicas)

@@ -1,6 +1,7 @@
 """Refinement: from the proposals of the planners to the best plan of every family, by local search."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from penstock.planning.costs import chain_costs, simulator_options
 from penstock.planning.search.constraints import PlanConstraints
@@ -16,14 +17,20 @@ from penstock.values.profiles import Profile
 
 __all__ = ["Refiner"]
 
-_QUICK = 8_000
+_QUICK = 5_000
 """Simulated actions for every device that the first look at a family may spend."""
 
-_DEEP = 12_000
+_DEEP = 10_000
 """Simulated actions for every device that the search around the best plan of a family may spend."""
 
 _SEEDS = 4
 """How many proposals of a family are looked at, if the effort lasts."""
+
+_HOPELESS = 2.0
+"""A family whose first proposals take this many times as long as the best plan so far is not improved."""
+
+_RANKED = 12
+"""How many families are simulated in the end."""
 
 _NEAR = 1.2
 """A family that takes this many times as long as the best one after the first look is not searched further."""
@@ -59,30 +66,49 @@ class Refiner:
         return families
 
     def search(self, families: Mapping[Family, Sequence[Plan]], progress: bool | None) -> list[list[Plan]]:
-        """For every family its best plan and, in case that this does not fit in the end, others."""
-        looked = {
-            family: self._look(family, plans)
-            for family, plans in progress_line(list(families.items()), _name, "comparing", progress)
-        }
-        best = min((timed.seconds for own in looked.values() for timed in own[:1]), default=0.0)
+        """For the fastest families the best plan and, in case that this does not fit in the end, others."""
+        looked: dict[Family, list[Timed]] = {}
+        best = inf
+        bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}
+        order = sorted(families, key=bounds.__getitem__)
+        for family in progress_line(order, lambda family: str(family.schedule), "comparing", progress):
+            looked[family] = self._look(family, families[family], best)
+            best = min([best, *(timed.seconds for timed in looked[family][:1])])
+        order.sort(key=lambda family: looked[family][0].seconds if looked[family] else inf)
         found = []
-        for family, own in progress_line(list(looked.items()), _name, "improving", progress):
-            seeds = fastest(families[family], 2)
+        for family in progress_line(order[:_RANKED], lambda family: str(family.schedule), "improving", progress):
+            own = looked[family]
             if own and own[0].seconds <= _NEAR * best:
                 own = [self._improve(family, own[0]), *own]
-            found.append(list(dict.fromkeys([*(timed.plan for timed in own), *seeds])))
+            found.append(list(dict.fromkeys([*(timed.plan for timed in own), *fastest(families[family], 2)])))
         return found
 
-    def _look(self, family: Family, plans: Sequence[Plan]) -> list[Timed]:
-        """The first proposals of a family, timed, with the best of them improved a little; fastest first."""
+    def _least_seconds(self, plan: Plan) -> float:
+        """The least seconds for a sample that any cuts of `plan` can take; without replicas, that is what the slowest
+        stage or link takes, if `plan` has the cuts that make this least.
+        """
+        profile = self._profiles[plan.microbatch_size or 0]
+        if max(plan.replicas) > 1:
+            return profile.seconds / plan.ranks / profile.microbatch_size
+        return self._search(family_of(plan)).slowest_seconds(plan) / profile.microbatch_size
+
+    def _look(self, family: Family, plans: Sequence[Plan], best: float) -> list[Timed]:
+        """The first proposals of a family, timed, with the best of them improved a little; fastest first.
+
+        Those that cannot be as fast as `best` seconds a sample are left out, unless there are no others.
+        """
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
         shapes: dict[object, Plan] = {}
         for plan in fastest(plans, len(plans)):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), plan)
-        timed = [found for plan in list(shapes.values())[:_SEEDS] if (found := search.time(plan, effort)) is not None]
+        seeds = list(shapes.values())
+        seeds = [plan for plan in seeds if self._least_seconds(plan) <= best] or seeds[:1]
+        timed = [found for plan in seeds[:_SEEDS] if (found := search.time(plan, effort)) is not None]
         timed.sort(key=lambda found: found.seconds)
-        return [search.move_cuts(timed[0], effort), *timed] if timed else []
+        if not timed or timed[0].seconds > _HOPELESS * best:
+            return timed
+        return [search.move_cuts(timed[0], effort), *timed]
 
     def _improve(self, family: Family, timed: Timed) -> Timed:
         search = self._search(family)
@@ -108,7 +134,3 @@ class Refiner:
             if microbatches and definition.name in self._constraints.opened().schedules:
                 counts[definition.name] = microbatches
         return counts
-
-
-def _name(entry: tuple[Family, object]) -> str:
-    return str(entry[0].schedule)
