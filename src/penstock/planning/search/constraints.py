@@ -35,9 +35,6 @@ __all__ = ["PlanConstraints", "PlannerQuery"]
 _MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
 
-_MOST_ORDERED = 32
-"""With more devices the planner `spp`, whose time grows with their fourth power, runs only if it is named."""
-
 _MOST_FLAT = 128
 """With more devices the planner `pipedream` runs only if it or the number of stages is given."""
 
@@ -55,6 +52,8 @@ class PlannerQuery:
     request: Request
     may_recompute: bool
     """Whether a planner that chooses recomputation itself may use it. If the request requires it, it must."""
+    named: bool = False
+    """Whether the user named the planner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,8 @@ class PlanConstraints:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
                             # Without a memory limit recomputation gains nothing.
                             tries = self.recompute is None and cluster.memory_bytes is not None
-                            yield PlannerQuery(planner, profile, request, tries or self.recompute is True)
+                            allowed = tries or self.recompute is True
+                            yield PlannerQuery(planner, profile, request, allowed, self.planner is not None)
 
     def opened(self) -> "PlanConstraints":
         """These constraints without those that only choose among plans: `accepts` applies them to the proposals.
@@ -201,7 +201,7 @@ class PlanConstraints:
         if not self.vertical_sync:
             yield PlannerName.TWO_BW.value
             if not self.straight:
-                yield from [PlannerName.SPP.value] if cluster.devices <= _MOST_ORDERED else []
+                yield PlannerName.SPP.value
                 yield PlannerName.INTERLEAVED.value
 
     def _requests(

@@ -17,6 +17,7 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
 from penstock.planning.search.constraints import PlannerQuery
+from penstock.planning.spp.device_groups import MOST_ORDERED, propose_grouped
 from penstock.planning.spp.spp_search import find_spp
 from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
@@ -53,7 +54,10 @@ class Proposer:
             case PlannerName.TWO_BW:
                 yield from self._propose_two_bw(query)
             case PlannerName.SPP:
-                yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
+                if query.named or self._cluster.devices <= MOST_ORDERED:
+                    yield from _require(find_spp(profile, self._cluster, request, whole_samples=True))
+                else:
+                    yield from propose_grouped(profile, self._cluster, request)
             case PlannerName.INTERLEAVED:
                 yield from self._propose_interleaved(profile, request)
             case PlannerName.UNIFORM:
