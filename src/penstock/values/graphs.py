@@ -108,8 +108,8 @@ def linearize(graph: Graph, most_choices: int = _MOST) -> tuple[tuple[int, float
             raise ValueError("the graph has a cycle")
         if spent > most_choices:
             raise ValueError(
-                f"the graph of {count} operators is too wide to be made a chain: expected at most {most_choices:.0e} choices "
-                f"of a next operator, found more after {size} operators: join operators that belong together"
+                f"the graph of {count} operators is too wide to be made a chain: expected at most {most_choices:.0e} "
+                f"choices of a next operator, found more after {size} operators: join operators that belong together"
             )
         # What each kept down-set costs, as seen so far, and how many of these the remaining effort allows.
         each = max(1.0, examined / len(level))
