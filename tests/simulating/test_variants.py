@@ -46,7 +46,7 @@ def arrange(cuts: tuple[int, ...], replicas: tuple[int, ...], method: str, recom
     return Plan(stages, method, 1 if method == "pipedream" else 12, 4, recompute=recompute, routing=routing)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(profiles(), st.data())
 def test_each_variant_takes_as_long_as_its_simulation(profile: Profile, data: st.DataObject) -> None:
     replicas = data.draw(st.sampled_from([(1, 1, 1, 1), (2, 2, 2), (3, 1, 2), (6,), (2, 1), (3, 3)]))
