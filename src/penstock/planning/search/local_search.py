@@ -85,9 +85,9 @@ class LocalSearch:
         self._sums = LayerSums.of(profile)
         self._links: dict[tuple[int, int], float] = {}
 
-    def time(self, plan: Plan, effort: Effort) -> Timed | None:
-        """`plan` with the best of its own cuts and those that balance it; None if there is no effort left, or if
-        nothing fits.
+    def time(self, plan: Plan, *alike: Plan, effort: Effort) -> Timed | None:
+        """`plan` with the best of its own cuts, those of plans that are `alike` but for the cuts, and those that
+        balance it; None if there is no effort left, or if nothing fits.
         """
         if effort.actions <= 0:
             return None
@@ -96,7 +96,7 @@ class LocalSearch:
         except (PlanError, ScheduleError):
             return None
         effort.spend(_SORTING * variants.actions)
-        return self._best(plan, variants, [_cuts(plan), *self._balanced(plan)], effort, np.inf)
+        return self._best(plan, variants, [*map(_cuts, (plan, *alike)), *self._balanced(plan)], effort, np.inf)
 
     def slowest_seconds(self, plan: Plan) -> float:
         """The seconds per microbatch of the slowest rank or link, where links carry both directions at once."""
@@ -128,7 +128,7 @@ class LocalSearch:
             changed = [each for each in self._structures(timed.plan, straight) if stages in (None, len(each.stages))]
             fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
             tried.update(map(_shape, fresh))
-            timings = [found for each in fresh if (found := self.time(each, effort)) is not None]
+            timings = [found for each in fresh if (found := self.time(each, effort=effort)) is not None]
             if not timings:
                 break
             best = min(timings, key=lambda found: found.seconds)

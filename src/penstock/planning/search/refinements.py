@@ -32,6 +32,12 @@ _HOPELESS = 2.0
 _RANKED = 12
 """How many families are simulated in the end."""
 
+_ATTEMPTS = 16
+"""How many plans of a family are simulated until one fits in memory."""
+
+_BUFFERS = 2
+"""Messages on either side of a stage that memory is reserved for, where it is limited."""
+
 _NEAR = 1.2
 """A family that takes this many times as long as the best one after the first look is not searched further."""
 
@@ -48,7 +54,8 @@ class Refiner:
         self._assumptions = Assumptions(**options, shared_nic=constraints.shared_nic)
         self._searches: dict[tuple[int, bool], LocalSearch] = {}
         self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
-        """Whether the times of the local search are those of the simulator."""
+        """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
+        self.exact = self.exact and cluster.memory_bytes is None
 
     def families(self, proposals: Sequence[Plan]) -> dict[Family, list[Plan]]:
         """The accepted plans of every family: the proposals, and their stages under the other schedules."""
@@ -80,7 +87,8 @@ class Refiner:
             own = looked[family]
             if own and own[0].seconds <= _NEAR * best:
                 own = [self._improve(family, own[0]), *own]
-            found.append(list(dict.fromkeys([*(timed.plan for timed in own), *fastest(families[family], 2)])))
+            others = fastest(families[family], _ATTEMPTS if self._cluster.memory_bytes is not None else 2)
+            found.append(list(dict.fromkeys([*(timed.plan for timed in own), *others])))
         return found
 
     def _least_seconds(self, plan: Plan) -> float:
@@ -99,12 +107,12 @@ class Refiner:
         """
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
-        shapes: dict[object, Plan] = {}
+        shapes: dict[object, list[Plan]] = {}
         for plan in fastest(plans, len(plans)):
-            shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), plan)
+            shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
-        seeds = [plan for plan in seeds if self._least_seconds(plan) <= best] or seeds[:1]
-        timed = [found for plan in seeds[:_SEEDS] if (found := search.time(plan, effort)) is not None]
+        seeds = [alike for alike in seeds if min(map(self._least_seconds, alike)) <= best] or seeds[:1]
+        timed = [found for alike in seeds[:_SEEDS] if (found := search.time(*alike, effort=effort)) is not None]
         timed.sort(key=lambda found: found.seconds)
         if not timed or timed[0].seconds > _HOPELESS * best:
             return timed
@@ -120,7 +128,9 @@ class Refiner:
         profile = self._profiles[family.microbatch_size or 0]
         key = profile.microbatch_size, family.recompute
         if key not in self._searches:
-            costs = chain_costs(profile, recompute=family.recompute)
+            # Moves leave room for messages, which the proposals do not.
+            buffers = 0 if self._cluster.memory_bytes is None else _BUFFERS
+            costs = chain_costs(profile, recompute=family.recompute, buffers=buffers)
             allreduce = self._constraints.allreduce
             self._searches[key] = LocalSearch(profile, costs, self._cluster, allreduce, self._assumptions)
         return self._searches[key]

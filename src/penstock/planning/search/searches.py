@@ -34,6 +34,9 @@ __all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
 
+_COMPARED = 4
+"""How many plans of a family are simulated where the local search does not know the times or the memory exactly."""
+
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
 
@@ -75,10 +78,12 @@ def compare_plans(
     proposals = _propose(profiles, cluster, constraints, rejections, progress)
     if constraints.planner is None and refine:
         return _refine(proposals, profiles, cluster, constraints, rejections, progress)
-    chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)])
+    chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.memory_bytes is not None)
     sizes = {profile.microbatch_size: profile for profile in profiles}
-    simulated = []
+    simulated: list[Plan] = []
     for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
+        if len(simulated) >= _SHORTLIST and plan.schedule in {other.schedule for other in simulated}:
+            continue
         try:
             simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
@@ -136,7 +141,7 @@ def _refine(
                 found.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
             except (PlanError, ScheduleError) as error:
                 rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
-            if found and refiner.exact:
+            if found and (refiner.exact or len(found) == _COMPARED):
                 break
         simulated += [max(found, key=_speed)] if found else []
     others = sum(map(len, families.values())) - len(simulated)
@@ -154,14 +159,16 @@ def _is_pointless(plan: Plan) -> bool:
     return len(plan.stages) == 1 and same and plan.routing != "split"
 
 
-def _shorten(plans: list[Plan]) -> list[Plan]:
-    """The plans that are worth a simulation, the fastest by closed form first."""
+def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
+    """The plans that are worth a simulation, the fastest by closed form first; all of them where memory is `limited`,
+    since the first ones may not fit with their messages.
+    """
     plans.sort(key=_speed, reverse=True)
     kinds: set[tuple[str, str]] = set()
     chosen = []
     for position, plan in enumerate(plans):
         kind = plan.planner, str(plan.schedule)
-        if position < _SHORTLIST or kind not in kinds:
+        if limited or position < _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
