@@ -151,9 +151,8 @@ class LocalSearch:
         work = self._costs.seconds[table[:, :-1], table[:, 1:]] / np.array(plan.replicas)
         near = seconds <= seconds.min() * (1 + 1e-9)
         best = int(np.where(near, (work**2).sum(axis=1), np.inf).argmin())
-        if seconds[best] > before:
-            return None
-        return Timed(_moved(plan, table[best]), float(seconds[best]) / _samples(plan, self._profile), variants)
+        each = float(seconds[best]) / (plan.microbatches * self._profile.microbatch_size)
+        return Timed(_moved(plan, table[best]), each, variants) if each <= before else None
 
     def _fit(self, plan: Plan, cuts: Counts) -> Counts:
         """The indices of the cuts with which every rank has enough memory, by the planners' formula."""
@@ -184,29 +183,45 @@ class LocalSearch:
 
     def _balance(self, plan: Plan, ways: float) -> tuple[float, tuple[int, ...]]:
         """The seconds per microbatch of the slowest part, and the cuts with which it is fastest."""
-        replicas = plan.replicas
-        split = plan.placement.split
-        links = [self._link(one, other) for one, other in pairwise(plan.stages)]
-        crossing = self._sums.crossing
-        exchange = []
-        for bandwidth, (one, other) in zip(links, pairwise(replicas), strict=True):
-            shares = one * other if split else max(one, other)
-            exchange.append(np.append(crossing[:-1] * (ways / bandwidth / shares), np.inf))
-        inner = [self._link(stage, stage) for stage in plan.stages]
-        updates = plan.definition.updates_per_microbatch
-        tables: dict[tuple[int, float], Matrix] = {}
+        exchange = self._exchange(plan, ways)
 
         def seconds(stage: int, starts: Counts) -> Matrix:
-            key = replicas[stage], inner[stage]
-            if key not in tables:
-                # A stage sums its gradients once for all microbatches of an update.
-                turns = 1 if updates else plan.microbatches / (1 if split else replicas[stage])
-                weights = self._costs.parameter_bytes / max(1, turns)
-                tables[key] = replicated_seconds(self._costs.seconds, weights, *key, self._allreduce)
-            return tables[key][starts]
+            return self._stage_seconds(plan, stage, starts)
 
         limit = least_bottleneck(seconds, exchange)
         return limit, cut_evenly(seconds, exchange, limit) if limit < np.inf else ()
+
+    def _exchange(self, plan: Plan, ways: float) -> list[Matrix]:
+        """By cut: the seconds that it takes at each position, over the links of all replicas."""
+        exchange = []
+        for one, other in pairwise(plan.stages):
+            counts = len(one.ranks), len(other.ranks)
+            links = counts[0] * counts[1] if plan.placement.split else max(counts)
+            exchange.append(np.append(self._sums.crossing[:-1] * (ways / self._link(one, other) / links), np.inf))
+        return exchange
+
+    def _stage_seconds(self, plan: Plan, stage: int, starts: Counts) -> Matrix:
+        """The seconds per microbatch of a stage from each of `starts` up to every layer."""
+        own = plan.stages[stage]
+        replicas = len(own.ranks)
+        # A stage sums its gradients once for all microbatches of an update.
+        turns = plan.microbatches / (1 if plan.placement.split else replicas)
+        shared = 1.0 if plan.definition.updates_per_microbatch else max(1.0, turns)
+        weights = self._costs.parameter_bytes[starts] / shared
+        return replicated_seconds(self._costs.seconds[starts], weights, replicas, self._link(own, own), self._allreduce)
+
+    def estimate_seconds(self, plan: Plan) -> float:
+        """The seconds for a sample by closed form, where messages of replicas have links of their own."""
+        if plan.definition.layout.has_several:
+            slowest = self.slowest_seconds(plan) / max(plan.replicas)
+        else:
+            parts = [
+                float(self._stage_seconds(plan, index, np.array([stage.start]))[0, stage.stop])
+                for index, stage in enumerate(plan.stages)
+            ]
+            sent = zip(self._exchange(plan, 1.0), plan.stages[1:], strict=True)
+            slowest = max(*parts, *(float(seconds[stage.start]) for seconds, stage in sent), 0.0)
+        return slowest * rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
 
     def _link(self, one: Stage, other: Stage) -> float:
         """The bandwidth of the slowest link between the first and last ranks of two stages."""
@@ -320,7 +335,3 @@ def _moved(plan: Plan, cuts: Sequence[int] | Counts) -> Plan:
     ends = [int(cut) for cut in cuts]
     stages = tuple(Stage(*own, stage.ranks) for stage, own in zip(plan.stages, pairwise(ends), strict=True))
     return replace(plan, stages=stages, predicted=None)
-
-
-def _samples(plan: Plan, profile: Profile) -> int:
-    return plan.microbatches * profile.microbatch_size

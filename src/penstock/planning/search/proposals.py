@@ -6,10 +6,12 @@ its schedules in `constraints`.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
 from penstock.planning.pipedream.partitions import find_pipedream
@@ -23,7 +25,7 @@ from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.values.clusters import Cluster
+from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -44,9 +46,27 @@ class Proposer:
         self._limit = cluster.memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
+        self._parts: tuple[Proposer, ...] | None = None
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
-        """The plans of one query. Raises `PlanError` if there are none."""
+        """The plans of one query, also on half and on a quarter of the devices where the planner would use all: on
+        slow links fewer are faster. Raises `PlanError` if there are none.
+        """
+        yield from self._propose(query)
+        uses_all = query.planner == PlannerName.SPP or (
+            query.planner == PlannerName.PIPEDREAM
+            and not query.request.straight
+            and query.request.stages is None
+            and not query.request.definition.layout.has_several
+        )
+        if uses_all and not query.named:
+            if self._parts is None:
+                self._parts = tuple(map(Proposer, _parts(self._cluster)))
+            for part in self._parts:
+                with suppress(PlanError, ScheduleError):
+                    yield from part._propose(query)
+
+    def _propose(self, query: PlannerQuery) -> Iterator[Plan]:
         profile, request = query.profile, query.request
         match query.planner:
             case PlannerName.PIPEDREAM:
@@ -136,6 +156,31 @@ class Proposer:
             if max(peak_bytes(plan, buffered, request.optimizer_copies)) > self._limit:
                 other = find(replace(request, buffers=_BUFFERS))
                 yield from () if other is None else (other,)
+
+
+def _parts(cluster: Cluster) -> Iterator[Cluster]:
+    """The first half and the first quarter of the devices, if those are two or more."""
+    for count in (cluster.devices // 2, cluster.devices // 4):
+        if count < 2:
+            return
+        match cluster.links:
+            case LinkLevels(levels, latencies):
+                kept, left = [], count
+                for (size, bandwidth), latency in zip(levels, latencies, strict=True):
+                    own = min(size, left)
+                    kept.append((own, bandwidth, latency))
+                    left //= own
+                links: LinkLevels | LinkMatrix = LinkLevels(
+                    tuple((size, bandwidth) for size, bandwidth, _ in kept), tuple(latency for _, _, latency in kept)
+                )
+            case LinkMatrix(rows, delays):
+                links = LinkMatrix(
+                    tuple(row[:count] for row in rows[:count]), tuple(row[:count] for row in delays[:count])
+                )
+            case _:
+                assert_never(cluster.links)
+        if links.devices <= cluster.devices // 2:
+            yield replace(cluster, links=links)
 
 
 def _require(found: Plan | None) -> tuple[Plan]:

@@ -108,7 +108,7 @@ class Refiner:
         search = self._search(family)
         effort = Effort(_QUICK * self._cluster.devices)
         shapes: dict[object, list[Plan]] = {}
-        for plan in fastest(plans, len(plans)):
+        for plan in sorted(plans, key=search.estimate_seconds):
             shapes.setdefault((tuple(stage.ranks for stage in plan.stages), plan.microbatches), []).append(plan)
         seeds = list(shapes.values())
         seeds = [alike for alike in seeds if min(map(self._least_seconds, alike)) <= best] or seeds[:1]
