@@ -12,7 +12,7 @@ from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.outcomes import evaluate
 from penstock.simulating.variants import LayerSums, PlanVariants
 from penstock.values import Cluster, LayerProfile, Plan, Profile
-from penstock.values.plans import Stage
+from penstock.values.plans import Routing, Stage
 
 LAYERS = 12
 METHODS = ("1f1b-flush", "gpipe", "spp", "zb-h1", "2bw", "pipedream")
@@ -42,7 +42,7 @@ def arrange(cuts: tuple[int, ...], replicas: tuple[int, ...], method: str, recom
     ends = np.cumsum((0, *replicas)).tolist()
     ranks = [tuple(range(*part)) for part in pairwise(ends)]
     stages = tuple(Stage(*cut, own) for cut, own in zip(pairwise(cuts), ranks, strict=True))
-    routing = "split" if method == "spp" else "round-robin"
+    routing: Routing = "split" if method == "spp" else "round-robin"
     return Plan(stages, method, 1 if method == "pipedream" else 12, 4, recompute=recompute, routing=routing)
 
 

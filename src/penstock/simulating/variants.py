@@ -78,8 +78,13 @@ class LayerSums:
             return np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in profile.layers])])
 
         crossing = np.array([0.0, *(layer.cut_bytes for layer in profile.layers)])
-        names = ("forward_seconds", "backward_seconds", "weight_part_seconds", "parameter_bytes")
-        return cls(*map(sums, names), crossing)
+        return cls(
+            sums("forward_seconds"),
+            sums("backward_seconds"),
+            sums("weight_part_seconds"),
+            sums("parameter_bytes"),
+            crossing,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +222,7 @@ class _Sorter:
         waiting: dict[int, int] = {}
         arrived: dict[tuple[int, int], list[tuple[int, int]]] = {}
         position, passed = dict.fromkeys(self.written, 0), dict.fromkeys(self.written, 0)
-        ready, sent = list(reversed(self.written)), 0
+        ready, sent = list(self.written)[::-1], 0
         while ready:
             rank = ready.pop()
             own, place = self.written[rank], places[rank]
@@ -297,7 +302,8 @@ def _play(run: _Run, table: _Matrix) -> _Matrix:
             now[place] = now[place] + rows[node[2]]
         else:
             _reduce(place, rows[node[2]], now, ring, marks)
-    return np.maximum.reduce(now)
+    ends: _Matrix = np.maximum.reduce(now)
+    return ends
 
 
 def _reduce(

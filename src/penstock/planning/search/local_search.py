@@ -40,6 +40,14 @@ _SORTING = 4
 _TRIED = 4
 """How many structures are timed before the search goes on from the best of them."""
 
+_ROUNDS = 2
+"""Rounds of moves of cuts before structures are compared."""
+
+_MOST_ROUNDS = 100
+
+_PROMISING = 1.1
+"""A structure that takes this many times as long as the best one is not searched further."""
+
 _BETTER = 1 - 1e-6
 """A smaller gain is not worth another round."""
 
@@ -111,9 +119,11 @@ class LocalSearch:
                 links[pair] = links.get(pair, 0.0) + sent
         return max(*ranks.values(), *links.values(), 0.0)
 
-    def move_cuts(self, timed: Timed, effort: Effort) -> Timed:
+    def move_cuts(self, timed: Timed, effort: Effort, most_rounds: int = _MOST_ROUNDS) -> Timed:
         """The plan after moves of cuts, as long as they make it faster."""
-        while effort.actions > 0:
+        for _ in range(most_rounds):
+            if effort.actions <= 0:
+                break
             moves = _moves(np.array(_cuts(timed.plan)))
             found = self._best(timed.plan, timed.variants, moves, effort, timed.seconds)
             if found is None or found.seconds >= timed.seconds * _BETTER:
@@ -124,18 +134,23 @@ class LocalSearch:
     def move_replicas(self, timed: Timed, effort: Effort, *, straight: bool, stages: int | None = None) -> Timed:
         """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages`."""
         tried: set[tuple[tuple[int, ...], ...]] = set()
+        here = timed
         while effort.actions > 0:
-            changed = [each for each in self._structures(timed.plan, straight) if stages in (None, len(each.stages))]
+            changed = [each for each in self._structures(here.plan, straight) if stages in (None, len(each.stages))]
             fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
             tried.update(map(_shape, fresh))
             timings = [found for each in fresh if (found := self.time(each, effort=effort)) is not None]
             if not timings:
                 break
-            best = min(timings, key=lambda found: found.seconds)
-            if best.seconds < 1.15 * timed.seconds:
-                best = self.move_cuts(best, effort)
-            if best.seconds < timed.seconds * _BETTER:
-                timed = best
+            # The closed form's cuts may be far from the best, so each is improved before they are compared.
+            here = min((self.move_cuts(each, effort, _ROUNDS) for each in timings), key=lambda found: found.seconds)
+            if here.seconds < _PROMISING * timed.seconds:
+                here = self.move_cuts(here, effort)
+            # Two moves may gain what the first of them loses.
+            if here.seconds > _PROMISING * timed.seconds:
+                here = timed
+            if here.seconds < timed.seconds * _BETTER:
+                timed = here
         return timed
 
     def _best(

@@ -23,6 +23,9 @@ _QUICK = 5_000
 _DEEP = 10_000
 """Simulated actions for every device that the search around the best plan of a family may spend."""
 
+_LEAST = 200_000
+"""What it may spend at least, on machines of few devices."""
+
 _SEEDS = 4
 """How many proposals of a family are looked at, if the effort lasts."""
 
@@ -51,7 +54,8 @@ class Refiner:
         self._cluster = cluster
         self._constraints = constraints
         options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
-        self._assumptions = Assumptions(**options, shared_nic=constraints.shared_nic)
+        options["shared_nic"] = constraints.shared_nic
+        self._assumptions = Assumptions(**options)
         self._searches: dict[tuple[int, bool], LocalSearch] = {}
         self.exact = not constraints.shared_nic and not any(profile.crossings for profile in profiles)
         """Whether the times of the local search are those of the simulator, and there is enough memory for all."""
@@ -120,7 +124,7 @@ class Refiner:
 
     def _improve(self, family: Family, timed: Timed) -> Timed:
         search = self._search(family)
-        effort = Effort(_DEEP * self._cluster.devices)
+        effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
         timed = search.move_cuts(timed, effort)
         return search.move_replicas(timed, effort, straight=family.straight, stages=self._constraints.stages)
 
