@@ -219,7 +219,8 @@ class PlanConstraints:
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
-                for stages, straight in self._depths(planner, schedule, profile, cluster, per_rank, microbatches):
+                depths = self._depths(planner, schedule, profile, cluster, per_rank=per_rank, microbatches=microbatches)
+                for stages, straight in depths:
                     yield Request(
                         schedule=identify(schedule),
                         microbatches=microbatches,
@@ -238,6 +239,7 @@ class PlanConstraints:
         schedule: ScheduleDefinition,
         profile: Profile,
         cluster: Cluster,
+        *,
         per_rank: int,
         microbatches: int,
     ) -> Iterator[tuple[int | None, bool]]:

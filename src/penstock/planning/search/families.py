@@ -21,7 +21,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["Family", "family_of", "share_stages"]
+__all__ = ["Family", "family_of", "fastest", "share_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ def share_stages(
     plans: Iterable[Plan],
     microbatches: Mapping[ScheduleDefinition | str, int],
     profile: Profile,
+    *,
     costs: Mapping[bool, ChainCosts],
     cluster: Cluster,
     allreduce: AllReduce,

@@ -68,7 +68,10 @@ class Refiner:
             costs = {again: chain_costs(profile, recompute=again, full_duplex=True) for again in (False, True)}
             own = [plan for plan in proposals if plan.microbatch_size == size]
             allreduce = self._constraints.allreduce
-            for plan in share_stages(own, self._microbatches(profile), profile, costs, self._cluster, allreduce):
+            shared = share_stages(
+                own, self._microbatches(profile), profile, costs=costs, cluster=self._cluster, allreduce=allreduce
+            )
+            for plan in shared:
                 every.setdefault(plan, plan)
         families: dict[Family, list[Plan]] = {}
         for plan in every:

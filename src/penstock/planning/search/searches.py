@@ -77,7 +77,7 @@ def compare_plans(
     rejections: list[Rejection] = []
     proposals = _propose(profiles, cluster, constraints, rejections, progress)
     if constraints.planner is None and refine:
-        return _refine(proposals, profiles, cluster, constraints, rejections, progress)
+        return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
     chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.memory_bytes is not None)
     sizes = {profile.microbatch_size: profile for profile in profiles}
     simulated: list[Plan] = []
@@ -125,6 +125,7 @@ def _refine(
     profiles: Sequence[Profile],
     cluster: Cluster,
     constraints: PlanConstraints,
+    *,
     rejections: list[Rejection],
     progress: bool | None,
 ) -> SearchResult:
