@@ -27,7 +27,7 @@ FLOW = {
     "errors": "",
     "arguments": "errors",
     "torch_internals": "errors",
-    "values": "errors arguments scheduling scheduling.orders",
+    "values": "errors arguments progress scheduling scheduling.orders",
     "timelines": "errors arguments values",
     "progress": "errors",
     "planning": "errors arguments values scheduling scheduling.orders simulating planning.search",

@@ -40,7 +40,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--schedule", str, "NAME", names_of(lambda each: True, " or ")),
         ("--microbatches", parse_count, "M", "in one minibatch, over all replicas"),
         ("--batch-size", parse_count, "SAMPLES", "in one minibatch, instead of --microbatches"),
-        ("--stages", parse_count, "P", "exactly this many stages, on all ranks together"),
+        ("--stages", parse_count, "P", "exactly this many stages, on all ranks together; they may have replicas"),
         ("--stages-per-rank", parse_count, "V", f"with the schedule {looping}; 2 with {folded}"),
         ("--allreduce", str, "MODEL", "what replicas' gradients cost: ring, or shared as in the paper"),
         ("--optimizer-copies", float, "X", "optimizer state in units of the weights: 2 for Adam"),
@@ -67,7 +67,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
     made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
-    deliver(made, f"{made.explain()}\n{_next_steps(arguments)}", arguments)
+    text = f"{made.explain()}\n{_next_steps(arguments)}"
+    if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
+        text = f"No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.\n{text}"
+    deliver(made, text, arguments)
 
 
 def _next_steps(arguments: argparse.Namespace) -> str:

@@ -81,7 +81,8 @@ def _run(arguments: argparse.Namespace) -> None:
     options = given(arguments, *_OPTIONS)
     timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
     outcome = evaluate(plan, profile, cluster, **options)
-    critical = critical_path(timeline) if arguments.svg or arguments.html else ()
+    shared = cluster.levels[0][0] if options.get("shared_nic") else 1
+    critical = critical_path(timeline, shared) if arguments.svg or arguments.html else ()
     if arguments.trace:
         timeline.save_trace(arguments.trace)
     if arguments.svg:

@@ -60,8 +60,8 @@ def plan(
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
-    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`: their
-    number, on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both
+    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`:
+    exactly so many, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
     default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on
@@ -96,7 +96,8 @@ def plan(
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    return replace(found.ranked[0], explanation=explain_search(found))
+    names = tuple(layer.name for layer in profiles[0].layers)
+    return replace(found.ranked[0], explanation=explain_search(found, cluster.memory_bytes), layer_names=names)
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:

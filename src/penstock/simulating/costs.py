@@ -18,7 +18,7 @@ from penstock.values.crossings import find_traffic
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "plan_costs", "require_fit"]
+__all__ = ["Costs", "plan_costs", "reduce_seconds", "require_fit"]
 
 _DEFAULT = Assumptions()
 
@@ -122,7 +122,7 @@ def plan_costs(
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
             max(
-                _reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
+                reduce_seconds(size, ranks[tp_rank::parallel], cluster, assumptions.allreduce)
                 for tp_rank in range(parallel)
             )
             for size, ranks in zip(parameters, groups, strict=True)
@@ -165,7 +165,7 @@ def _workspace(layers: Sequence[LayerProfile], recompute: bool) -> float:
     return most
 
 
-def _reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
+def reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, allreduce: AllReduce) -> float:
     """[SPP 2022, equation 1] with 2(r-1) latencies for the messages of a ring; 0 for one rank."""
     replicas = len(ranks)
     if replicas == 1:

@@ -14,6 +14,7 @@ from penstock.timelines.drawings import timeline_svg
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.pages import timeline_page
 from penstock.timelines.panels import Panel
+from penstock.timelines.reasons import explain_spans
 from penstock.timelines.spans import Span
 from penstock.timelines.traces import read_trace, trace_json
 from penstock.values.documents import write_text
@@ -91,6 +92,10 @@ class Timeline:
     def busy_seconds(self, rank: int) -> float:
         """The seconds during which `rank` computes."""
         return _covered(span for span in self.spans if span.rank == rank)
+
+    def explain(self) -> str:
+        """Where the time goes, in words: each rank's shares, the longest wait, and a stage that computes longest."""
+        return explain_spans(self.spans, self.ranks, self.seconds)
 
     def save_trace(self, path: str | Path) -> None:
         """Writes Chrome's trace JSON, for ui.perfetto.dev or chrome://tracing, with the memory as counters."""
