@@ -102,6 +102,8 @@ def _propose(
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
     opened = constraints.opened()
+    # Raises an error for numbers that no query has, which other schedules than the wished one may have.
+    constraints.trials(profiles, cluster)
     allowed = set(constraints.schedules)
     for query in progress_line(opened.trials(profiles, cluster), _title, "planning", progress):
         wished = query.request.schedule in allowed
