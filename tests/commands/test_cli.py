@@ -97,7 +97,7 @@ def printed(capsys, *argv: str) -> str:
     ("text", "bandwidth"),
     [
         ("12e9", 12e9),
-        ("1000", 1000.0),
+        ("10000", 1e4),
         ("12GB/s", 12e9),
         ("12 GB/s", 12e9),
         ("12GBps", 12e9),
@@ -120,7 +120,10 @@ def test_memory_sizes(text, size):
 
 @pytest.mark.parametrize(
     ("parse", "text"),
-    [(parse_bandwidth, text) for text in ("", "fast", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s")]
+    [
+        (parse_bandwidth, text)
+        for text in ("", "fast", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s", "10", "1000")
+    ]
     + [(parse_bytes, text) for text in ("", "16G", "16Gb", "0", "16GB/s", "-1")]
     + [(parse_count, text) for text in ("0", "-1", "1.5", "two", "")],
 )
