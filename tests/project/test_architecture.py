@@ -342,7 +342,6 @@ PLANNERS = {
     "penstock.planning.pipedream.partitions": "PIPEDREAM",
     "penstock.planning.ptd_p.parallel_configs": "INTERLEAVED ONE_F_ONE_B_FLUSH",
     "penstock.planning.search.constraints": "SPP",
-    "penstock.planning.search.families": "SPP",
     "penstock.planning.spp.spp_search": "SPP",
     "penstock.planning.two_bw.pipeline_searches": "GPIPE ONE_F_ONE_B_FLUSH TWO_BW",
 }
