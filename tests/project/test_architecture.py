@@ -93,9 +93,9 @@ ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
     CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
-    PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
-    Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
-    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile
+    PenstockError Pipeline Plan PlanError Profile ProfileError RowInt8 Schedule ScheduleDefinition ScheduleError Stage
+    Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate WireCodec
+    capture initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile
     reference_train render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
@@ -103,7 +103,7 @@ METHODS = {
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, skips='auto', seed=0, resume=None, timeout_seconds=600.0)",
+    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, resume=None, timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",
