@@ -227,7 +227,7 @@ class Pipeline:
                     tensor_parallel=tensor_parallel,
                 )
                 self.plan, granularities, self.schedule = check_schedule(
-                    chosen, self._chain, recompute=recompute, norms=recipe.needs_norms, skips=skips, compiled=compiled
+                    chosen, self._chain, recompute=recompute, recipe=recipe, skips=skips, compiled=compiled
                 )
                 """The plan and the schedule that run."""
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)

@@ -141,17 +141,17 @@ def read_wire_dtype(given: WireDtype | None, where: str = "wire_dtype") -> WireC
     return _DtypeCast(found) if isinstance(found, torch.dtype) else found
 
 
-def sent_bytes(codec: WireCodec | None, tensor: Tensor) -> int:
-    """The bytes that `tensor` is sent in."""
-    whole = tensor.numel() * tensor.element_size()
-    if codec is None or not tensor.is_floating_point():
+def sent_bytes(codec: WireCodec | None, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The bytes that a tensor of this shape and type is sent in."""
+    whole = math.prod(shape) * dtype.itemsize
+    if codec is None or not dtype.is_floating_point:
         return whole
-    return min(whole, codec.sent_bytes(tensor.shape, tensor.dtype))
+    return min(whole, codec.sent_bytes(shape, dtype))
 
 
 def encodes(codec: WireCodec, tensor: Tensor) -> bool:
     """Whether `tensor` is sent encoded."""
-    return sent_bytes(codec, tensor) < tensor.numel() * tensor.element_size()
+    return sent_bytes(codec, tensor.shape, tensor.dtype) < tensor.numel() * tensor.element_size()
 
 
 def decode(codec: WireCodec, parts: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
