@@ -27,6 +27,7 @@ from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.plans import Plan, Prediction, require_schedule
@@ -48,6 +49,8 @@ class Choices:
     """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
     """The type that the model will compute in under autocast."""
+    wire_dtype: WireDtype | None = None
+    """How stages will send each other tensors."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], whole_backwards: bool) -> "Choices":
@@ -96,7 +99,7 @@ def plan_automatically(
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
-        profile = measure(chain, sample, autocast=choices.autocast)
+        profile = measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype)
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.

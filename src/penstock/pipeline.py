@@ -304,10 +304,8 @@ class Pipeline:
         """
         if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        autocast = self._recipe.autocast
-        return profile_layers(
-            self._chain, self._sample, autocast=autocast, iterations=iterations, warmup=warmup, progress=progress
-        )
+        measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
+        return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def profile(self) -> NoReturn:

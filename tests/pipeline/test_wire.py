@@ -121,6 +121,7 @@ def test_gradients_that_overflow_on_the_way_are_seen() -> None:
 def test_evaluations_and_predictions_round_as_training_does() -> None:
     subject = models.SUBJECTS["perceptron"]
     model = subject.build()
+    assert isinstance(model, models.Perceptron)
     pipe = penstock.Pipeline(
         model, subject.sample, F.cross_entropy, models.momentum, stages=4, balance="layers", wire_dtype=RowInt8()
     )
@@ -147,7 +148,7 @@ def spy_on(pipe: penstock.Pipeline) -> list[torch.Tensor]:
             sent.extend(tensor for tensor in message if tensor is not None)
         send(edge, kind, message)
 
-    transport.send = note
+    setattr(transport, "send", note)  # noqa: B010
     return sent
 
 
@@ -212,3 +213,32 @@ def test_a_type_that_makes_nothing_smaller_is_refused() -> None:
     build(model, stages=1, wire_dtype=torch.float32).close()
     with pytest.raises(penstock.PenstockError, match=r"wire_dtype: expected torch\.bfloat16"):
         build(model, stages=2, wire_dtype="half")
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS.values()], ids=str)
+def test_the_simulator_counts_the_bytes_that_the_transport_carries(kind: Any) -> None:
+    case = Case("skipping", "1f1b-flush", 4, 4)
+    x, y = case.batches[0]
+    samples = len(x) // 4
+    for skips in ("relayed", "direct"):
+        pipe = penstock.Pipeline(
+            case.build(), **{**case.options, "sample": (x[:samples],)}, wire_dtype=kind, skips=skips
+        )
+        sent = spy_on(pipe)
+        pipe.step(x, y)
+        profile = pipe.measure(iterations=1, warmup=1)
+        timeline = penstock.simulate(pipe.schedule, profile, penstock.Cluster.uniform(4, 1e9))
+        sends = [span.size_bytes or 0.0 for span in timeline.spans if "S" in span.action]
+
+        assert sum(sends) == sum(tensor.nbytes for tensor in sent) > 0
+
+
+def test_the_automatic_plan_knows_what_links_carry() -> None:
+    subject = models.SUBJECTS["perceptron"]
+    pipe = penstock.Pipeline(
+        subject.build(), subject.sample, F.cross_entropy, models.momentum, plan="auto", stages=2, wire_dtype=RowInt8()
+    )
+
+    assert pipe.auto_plan is not None
+    assert {layer.wire_bytes for layer in pipe.auto_plan.profile.layers[:-1]} == {len(subject.sample[0]) * (6 + 2)}
+    assert "Links carry" in pipe.auto_plan.plan.explain()

@@ -63,7 +63,7 @@ FLOW = {
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
         runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
-        runtime.transport runtime.assembly""",
+        training runtime.transport runtime.assembly""",
     "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
         runtime.batches runtime.engine""",
     "layer_weights": "errors arguments values capturing profiling runtime.transport",
@@ -71,7 +71,8 @@ FLOW = {
     "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "commands": "errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling",
+    "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
+        training""",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",

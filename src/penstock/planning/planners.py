@@ -10,7 +10,7 @@ from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.explanations import explain_search
+from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.searches import compare_plans
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -96,7 +96,7 @@ def plan(
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    return replace(found.ranked[0], explanation=explain_search(found))
+    return replace(found.ranked[0], explanation=explain_search(found) + wire_note(profiles[0]))
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:
