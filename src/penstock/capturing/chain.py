@@ -58,7 +58,7 @@ class Layer:
 
     @property
     def output_bytes(self) -> tuple[float, ...]:
-        """Of each of `outputs`, for the captured sample; empty where this is not known."""
+        """The sizes of `outputs` for the captured sample; empty where they are not known."""
         return tuple(float(math.prod(shape) * dtype.itemsize) for shape, dtype in self.output_kinds)
 
 
