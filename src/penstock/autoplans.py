@@ -7,6 +7,7 @@ model with BatchNorm, whose statistics would be those of a share of the microbat
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -26,6 +27,7 @@ from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
 from penstock.values.plans import Plan, Prediction, require_schedule
@@ -47,6 +49,14 @@ class Choices:
     """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
     """The type that the model will compute in under autocast."""
+    wire_dtype: WireDtype | None = None
+    """How stages will send each other tensors."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], whole_backwards: bool) -> "Choices":
+        """The choices among the arguments `given` by name (``locals()``)."""
+        named = (field.name for field in fields(cls) if field.name != "whole_backwards")
+        return cls(**{name: given[name] for name in named}, whole_backwards=whole_backwards)
 
     def stages_per_rank(self, ranks: int) -> int:
         """The stages that each of `ranks` ranks is to hold."""
@@ -89,7 +99,7 @@ def plan_automatically(
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
-        profile = measure(chain, sample, autocast=choices.autocast)
+        profile = measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype)
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.

@@ -64,6 +64,7 @@ from penstock.training.optimizers import MakeOptimizer, MakeScheduler
 from penstock.training.recipes import Recipe
 from penstock.training.scaling import LossScale
 from penstock.training.update_hooks import UpdateHook
+from penstock.training.wire_codecs import WireDtype
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -129,6 +130,8 @@ class Pipeline:
         tensor_parallel: the number of consecutive processes that hold one replica together; by default the plan's.
         skips: ``"auto"`` sends values directly past stages that do not read them where that costs less;
             ``"relayed"`` and ``"direct"`` decide for all: docs/semantics.md.
+        wire_dtype: where links are slow, ``torch.bfloat16`` or another type that activations and their gradients are
+            rounded to at every cut between stages, for fewer bytes; or a `WireCodec` such as `RowInt8`: docs/wire.md.
         seed: seeds dropout and other random layers, whose numbers depend on it, the microbatch and the layer only.
             None leaves them to PyTorch's own stream.
         resume: a directory of checkpoints. The training goes on from the newest whole one, under any plan, or starts if
@@ -177,6 +180,7 @@ class Pipeline:
         parallelize: Parallelize | None = None,
         tensor_parallel: int | None = None,
         skips: SkipChoice = "auto",
+        wire_dtype: WireDtype | None = None,
         seed: int | None = 0,
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
@@ -206,14 +210,7 @@ class Pipeline:
                 autocast=autocast,
             )
             if isinstance(plan, str):
-                choices = Choices(
-                    schedule=schedule,
-                    microbatches=microbatches,
-                    stages=stages,
-                    vertical_sync=vertical_sync,
-                    whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
-                    autocast=autocast,
-                )
+                choices = Choices.of(locals(), needs_whole_backwards(compiled, parallelized, recompute))
                 self.auto_plan = plan_automatically(
                     plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
                 )
@@ -230,7 +227,7 @@ class Pipeline:
                     tensor_parallel=tensor_parallel,
                 )
                 self.plan, granularities, self.schedule = check_schedule(
-                    chosen, self._chain, recompute=recompute, norms=recipe.needs_norms, skips=skips, compiled=compiled
+                    chosen, self._chain, recompute=recompute, recipe=recipe, skips=skips, compiled=compiled
                 )
                 """The plan and the schedule that run."""
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
@@ -307,10 +304,8 @@ class Pipeline:
         """
         if self._parallel_stages.modules:
             raise PenstockError("the layers are spread over processes: measure before, penstock.profile(model, sample)")
-        autocast = self._recipe.autocast
-        return profile_layers(
-            self._chain, self._sample, autocast=autocast, iterations=iterations, warmup=warmup, progress=progress
-        )
+        measured = partial(profile_layers, autocast=self._recipe.autocast, wire_dtype=self._recipe.wire_dtype)
+        return measured(self._chain, self._sample, iterations=iterations, warmup=warmup, progress=progress)
 
     @property
     def profile(self) -> NoReturn:

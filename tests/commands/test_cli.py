@@ -254,6 +254,15 @@ def test_profile_under_autocast(here, capsys):
     assert 2 * half["layers"][0]["cut_bytes"] == whole["layers"][0]["cut_bytes"]
 
 
+def test_profile_of_what_links_carry(here, capsys):
+    options = ["model.py:make", "--iterations", "1", "--warmup", "1", "--wire-dtype"]
+    half = json.loads(printed(capsys, "profile", *options, "bf16", "--json"))
+    rows = printed(capsys, "profile", *options, "int8")
+
+    assert [layer["wire_bytes"] for layer in half["layers"]] == [layer["cut_bytes"] / 2 for layer in half["layers"]]
+    assert ["128 B  40 B" in line for line in rows.splitlines()[2:5]] == [True, True, False]
+
+
 def test_profile_for_machines(here, capsys):
     out = json.loads(printed(capsys, "profile", "model.py:make", "--json", "--iterations", "1", "--name", "given"))
 
@@ -367,6 +376,16 @@ def test_simulate_says_what_the_function_says_and_writes_the_files(here, capsys)
     assert Path("timeline.svg").read_text().startswith("<svg")
     machine = json.loads(printed(capsys, *argv, "--json"))
     assert (machine["seconds"], machine["bubble"], machine["ranks"]) == (timeline.seconds, timeline.bubble, 2)
+
+
+def test_links_that_carry_a_share(here, capsys):
+    """Half of the bytes at half of the bandwidth take as long."""
+    half = ["profile.json", "--bandwidth", "1MB/s", "--wire-share", "0.5"]
+    whole = ["profile.json", "--bandwidth", "2MB/s"]
+
+    assert len({printed(capsys, "simulate", "plan.yaml", *options) for options in (half, whole)}) == 1
+    explained = printed(capsys, "plan", *half, "--devices", "2", "--straight", "--stages", "2")
+    assert "Links carry 50% of what crosses cuts, as with wire_dtype=" in explained
 
 
 def test_a_file_that_cannot_be_written_is_one_line(here, capsys):

@@ -63,7 +63,7 @@ FLOW = {
     "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
         runtime.devices runtime.transport runtime.parameters runtime.engine runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
-        runtime.transport runtime.assembly""",
+        training runtime.transport runtime.assembly""",
     "reporting": """errors arguments values doctor timelines scheduling simulating capturing runtime.transport
         runtime.batches runtime.engine""",
     "layer_weights": "errors arguments values capturing profiling runtime.transport",
@@ -71,7 +71,8 @@ FLOW = {
     "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "commands": "errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling",
+    "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
+        training""",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",
@@ -92,18 +93,18 @@ PURE = (
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
-    PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
-    Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
-    initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile
-    reference_train render reset_parameters schedule shapes_of simulate token_count verify
+        CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
+    PenstockError Pipeline Plan PlanError Profile ProfileError RowInt8 Schedule ScheduleDefinition ScheduleError Stage
+    Stats Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate WireCodec
+    capture initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe
+    profile     reference_train render reset_parameters schedule shapes_of simulate token_count verify
 """
 METHODS = {
     "__init__": "(self, model, sample, loss_fn, optimizer, *, schedule=None, microbatches=None, stages=None, "
     "plan=None, balance='work', vertical_sync=False, autocast=None, version_dtype=None, loss_weight=None, "
     "loss_scale=None, clip_grad_norm=None, lr_scheduler=None, update_hooks=(), on_nonfinite='raise', "
     "scale_learning_rates=False, recompute=None, compile=False, init_fn=None, parallelize=None, "
-    "tensor_parallel=None, skips='auto', seed=0, resume=None, timeout_seconds=600.0)",
+    "tensor_parallel=None, skips='auto', wire_dtype=None, seed=0, resume=None, timeout_seconds=600.0)",
     "auto_plan": "attribute",
     "averaged": "(self)",
     "averages": "(self)",

@@ -25,6 +25,8 @@ def describe_profile(profile: "Profile") -> str:
         _summed(layers, "parameters", lambda layer: layer.parameter_bytes, bytes_text),
         ("workspace", lambda layer: bytes_text(layer.workspace_bytes), ""),
     ]
+    if any(layer.wire_bytes is not None for layer in layers):
+        columns.insert(4, ("sent", lambda layer: bytes_text(_sent_bytes(layer)), ""))
     if any(layer.weight_seconds is not None for layer in layers):
         columns.insert(3, _summed(layers, "its weight part", lambda layer: layer.weight_part_seconds, seconds_text))
     rows = [(str(index), *(cell(layer) for _, cell, _ in columns)) for index, layer in enumerate(layers)]
@@ -33,6 +35,10 @@ def describe_profile(profile: "Profile") -> str:
     title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
     table = _table([head, *rows, total], names=1)
     return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
+
+
+def _sent_bytes(layer: "LayerProfile") -> float:
+    return layer.cut_bytes if layer.wire_bytes is None else layer.wire_bytes
 
 
 def _beside(profile: "Profile") -> str:

@@ -10,7 +10,7 @@ from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.explanations import explain_search
+from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
 from penstock.planning.search.searches import compare_plans
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -97,7 +97,8 @@ def plan(
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
     names = tuple(layer.name for layer in profiles[0].layers)
-    return replace(found.ranked[0], explanation=explain_search(found, cluster.memory_bytes), layer_names=names)
+    explanation = explain_search(found, cluster.memory_bytes) + wire_note(profiles[0])
+    return replace(found.ranked[0], explanation=explanation, layer_names=names)
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:

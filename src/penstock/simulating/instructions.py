@@ -141,7 +141,7 @@ class Writer:
         """By link and the two stages of a cut or skip: the seconds that one message occupies the link."""
         self._placement = placement
         self._costs = costs
-        self._skips = dict(costs.skips)
+        self._skips = dict(costs.wire_skips)
         self._stages = len(placement.stages)
         self._compute = SHARED_COMPUTE if costs.assumptions.slowdowns else COMPUTE
         self._routes: dict[tuple[int, int, int, int], MessagePath] = {}
@@ -268,7 +268,7 @@ class Writer:
             senders = stages[stage] if split else (rank,)
             receivers = stages[target] if split else (peer,)
             low, high = sorted((stage, target))
-            size = self._costs.cut_bytes[low] if high == low + 1 else self._skips.get((low, high), 0.0)
+            size = self._costs.wire_bytes[low] if high == low + 1 else self._skips.get((low, high), 0.0)
             self._routes[key] = self._number(rank, peer, self._route(size, senders, receivers), (low, high))
         return self._routes[key]
 

@@ -5,9 +5,10 @@ from itertools import groupby
 
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.values.plans import Plan, Prediction
+from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["explain_search", "rate_text", "shape_text"]
+__all__ = ["explain_search", "rate_text", "shape_text", "wire_note"]
 
 _ROWS = 10
 """Plans in the table."""
@@ -32,6 +33,14 @@ def explain_search(search: SearchResult, memory_bytes: float | None) -> str:
     lines += _advise(search.ranked)
     lines += _list(search.rejections)
     return "\n".join(lines)
+
+
+def wire_note(profile: Profile) -> str:
+    """A line that says how much of what crosses cuts links carry; nothing if they carry it as it is."""
+    crossing, sent = (sum(layer.cut_bytes for layer in each.layers[:-1]) for each in (profile, profile.on_wire))
+    if profile.on_wire is profile or not crossing:
+        return ""
+    return f"\nLinks carry {sent / crossing:.0%} of what crosses cuts, as with wire_dtype= of the pipeline."
 
 
 def shape_text(plan: Plan) -> str:
