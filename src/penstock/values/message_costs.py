@@ -29,7 +29,7 @@ class MessageCosts:
     """Of each byte: copies, and what the kernel does for a connection between hosts."""
 
     def __post_init__(self) -> None:
-        check_fields(self, _RULES, PlanError, " of the costs of a message")
+        check_fields(self, _RULES, PlanError, " in the costs of a message")
 
     def text(self) -> str:
         """The fields that are not zero, as they stand in the line of a level."""
