@@ -33,7 +33,9 @@ def run_everywhere(
             "OMP_NUM_THREADS": "1",
         }
         command = host.command([sys.executable, *arguments])
-        processes.append(subprocess.Popen(command, env={**os.environ, **place, **host.environment, **(environment or {})}))
+        processes.append(
+            subprocess.Popen(command, env={**os.environ, **place, **host.environment, **(environment or {})})
+        )
     deadline = time.monotonic() + seconds
     try:
         while any(process.poll() is None for process in processes):

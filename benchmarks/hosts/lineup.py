@@ -18,7 +18,9 @@ def lineup(setting: Setting, words: Sequence[str] | None = None) -> list[Entry |
     known = [entry for entry in entries_of(setting) if not entry.name.endswith(GLOO)]
     known += [_replicas(REPLICAS, "round-robin", setting), _replicas(SPLIT, "split", setting), Entry(AUTO, _automatic)]
     kept = (known[0].name, AUTO)
-    return [entry for entry in known if words is None or entry.name in kept or any(word in entry.name for word in words)]
+    return [
+        entry for entry in known if words is None or entry.name in kept or any(word in entry.name for word in words)
+    ]
 
 
 def _replicas(name: str, routing: str, setting: Setting) -> Entry | Absent:

@@ -58,7 +58,8 @@ RankPair: TypeAlias = tuple[int, int]
 
 SIZES = (2**16, 2**18, 2**20, 2**22)
 """The sizes of the measured messages in bytes: those between stages."""
-_SMALLEST = 1
+_SMALLEST = 8
+"""The bytes of the smallest message that a receiver sees arrive without a thread, as it sees those between stages."""
 _MOST_CALLS = 50
 """The number of messages in one series, whose median is taken."""
 _SERIES_SECONDS = 0.05
