@@ -7,8 +7,8 @@ end gives each host the rate; both directions are independent, as on a real card
 
 All hosts share the machine's cores: a rate that takes a core of its own is more than two busy processes reach.
 
-Names begin with `PREFIX` and the process that made them. A child process removes them when that process has closed the
-network or has ended, in whatever way.
+Names begin with `PREFIX` and the process that made them. A child process removes them, with all processes in them, when
+that process has closed the network or has ended, in whatever way.
 """
 
 import os
@@ -139,8 +139,10 @@ def _pair(here: str, interface: str, there: str, other: str) -> None:
 
 @contextmanager
 def _removed(names: Sequence[str]) -> Iterator[None]:
-    """Removes the namespaces `names` afterwards, also if this process is killed: its child reads until then."""
-    commands = "; ".join(f"ip netns delete {name}" for name in names)
+    """Ends what runs in the namespaces `names` and removes them afterwards, also if this process is killed: its child
+    reads until then.
+    """
+    commands = "; ".join(f"kill -9 $(ip netns pids {name}); ip netns delete {name}" for name in names)
     waiting = ["sh", "-c", f"read -r end; {commands}"]
     try:
         keeper = subprocess.Popen(

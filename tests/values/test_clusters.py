@@ -195,7 +195,10 @@ def test_one_number_in_a_file_stands_for_the_costs_of_all_links(tmp_path):
     ("lines", "words"),
     [
         ("matrix: [[0, 1], [1, 0]]\nmessage_seconds: [[0, 1]]\n", "message_seconds: expected 2 rows of 2 numbers"),
-        ("matrix: [[0, 1], [1, 0]]\nmessage_seconds: -1\n", "seconds: expected a finite number, 0 or more, found -1 in the costs of a message"),
+        (
+            "matrix: [[0, 1], [1, 0]]\nmessage_seconds: -1\n",
+            "seconds: expected a finite number, 0 or more, found -1 in the costs of a message",
+        ),
         ("levels: [{count: 2, bytes_per_second: 1}]\nmessage_seconds: 1\n", "write message_seconds inside each level"),
         ("levels: [{count: 2, bytes_per_second: 1}]\naction_seconds: -1\n", "action_seconds: expected"),
     ],
