@@ -87,7 +87,7 @@ def _plain_loop(chain: LayerChain, inputs: Tensor, target: Tensor) -> Callable[[
 
 def _stepper(chain: LayerChain, inputs: Tensor, target: Tensor, count: int, opened: ExitStack) -> Callable[[], object]:
     """A step of `count` microbatches."""
-    plan = Plan.uniform(len(chain.layers), 1, schedule="1f1b-flush", microbatches=count)
+    plan = Plan.uniform(len(chain.layers), 1, microbatches=count)
     engine = _engine(plan, chain, opened)
     batch = split(chain.inputs, inputs.repeat(count, 1), target.repeat(count, 1), count)
     return lambda: float(engine.train(batch))

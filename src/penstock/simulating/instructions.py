@@ -304,10 +304,15 @@ class Writer:
         for link, seconds in legs:
             if cut is not None:
                 self.cuts[link, cut] = seconds
-        link = legs[0][0] if len(legs) == 1 else -1
-        longest = max(seconds for _, seconds in legs)
-        handling, copying = route.handling_seconds, route.copying_seconds
-        return MessagePath(edge, link, longest, route.latency_seconds, handling, copying, legs)
+        return MessagePath(
+            edge=edge,
+            link=legs[0][0] if len(legs) == 1 else -1,
+            seconds=max(seconds for _, seconds in legs),
+            latency_seconds=route.latency_seconds,
+            handling_seconds=route.handling_seconds,
+            copying_seconds=route.copying_seconds,
+            legs=legs,
+        )
 
     def _direct(self, rank: int, peer: int, size_bytes: float) -> MessagePath:
         """The path of a message that crosses no cut. Tied gradients have no bytes: a profile does not have them."""
