@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
+from penstock.simulating.losses import Losses
 from penstock.values.plans import Plan, Prediction
 from penstock.values.quantities import bytes_text, seconds_text
 
@@ -16,13 +17,16 @@ _REASON = 160
 """Characters of the reason of a rejection."""
 
 
-def explain_search(search: SearchResult) -> str:
-    """The best plan, the ranked table, why the runner-up is not the best, and what could not be planned."""
+def explain_search(search: SearchResult, losses: Losses) -> str:
+    """The best plan, the ranked table, where the time of the best goes, why the runner-up is not the best, and what
+    could not be planned.
+    """
     best, *others = search.ranked
     lines = [str(best), "", *_table(search.ranked[:_ROWS])]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
+    lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
     lines += _list(search.rejections)
