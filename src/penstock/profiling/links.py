@@ -18,8 +18,8 @@ same time.
 
 A host takes part in one pair at a time, since pairs that share cores or a network card slow each other down. Pairs of
 different hosts are measured at once. So p ranks on hosts of their own take p - 1 rounds (p, if p is odd), and p ranks
-on one host p (p - 1) / 2, of about 0.1 s each, or 1 s if NCCL connects them. Each pair has connections of its own,
-which end with its round.
+on one host p (p - 1) / 2, of about half a second each on CPUs (more on slow links), 0.1 s on GPUs, or 1 s if NCCL
+connects them. Each pair has connections of its own, which end with its round.
 """
 
 import socket
@@ -74,8 +74,8 @@ _SEGMENTS = 100
 def probe(
     *, device: torch.device | str | None = None, progress: bool | None = None, timeout_seconds: float = 60.0
 ) -> Cluster:
-    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways.
-    Collective.
+    """Measures the cluster that this process group runs on: latency and bandwidth between all ranks, both ways, and on
+    CPUs what messages and actions take from the ranks themselves. Collective.
 
     Works under ``torchrun`` or in an initialized ``torch.distributed`` group, and returns the same cluster on every
     rank. `device`: where this rank's tensors are (default: its GPU if there are GPUs, else the CPU). ``memory_bytes``

@@ -21,7 +21,7 @@ from penstock.values.quantities import seconds_text
 __all__ = ["Losses", "find_losses"]
 
 _LEAST_SHARE = 0.0005
-"""Smaller parts are not told."""
+"""Smaller parts are left out of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Losses:
         whole = self.seconds
         if not whole:
             return "a minibatch takes no time"
-        told = [
+        shown = [
             f"{name.replace('_', '-')} {seconds_text(part)} ({part / whole:.1%})"
             for name, part in self.parts.items()
             if part >= _LEAST_SHARE * whole
         ]
-        return f"{seconds_text(whole)} of a minibatch: {', '.join(told)}"
+        return f"{seconds_text(whole)} of a minibatch: {', '.join(shown)}"
 
 
 def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpack[Options]) -> Losses:
