@@ -1,11 +1,12 @@
 """``plan="auto"``: measures the model and the links, plans, and gives every rank the same plan.
 
 All processes measure the model at the same time, since those of one host share its caches, memory and clock, and will
-train at the same time, too. Rank 0 plans by its own measurement, and sends the plan to all: two profiles never agree
-exactly. The plan uses all
-ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that flushes, since a
-planner must not change which gradients a step applies. For the same reason replicas do not split microbatches of a
-model with BatchNorm, whose statistics would be those of a share of the microbatch.
+train at the same time, too. The seconds are scaled to what layers take together. Rank 0 plans by its own measurement,
+and sends the plan to all: two profiles never agree exactly.
+
+The plan uses all ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that
+flushes, since a planner must not change which gradients a step applies. For the same reason replicas do not split
+microbatches of a model with BatchNorm, whose statistics would be those of a share of the microbatch.
 """
 
 import math
@@ -23,6 +24,7 @@ from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
+from penstock.profiling.training_loops import as_in_training
 from penstock.runtime.assembly.stages import make_schedule
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
@@ -90,6 +92,7 @@ def plan_automatically(
 
     def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         profile = measure(chain, sample, autocast=choices.autocast)
+        profile = as_in_training(profile, chain, sample, choices.autocast)
         if world.rank != 0:
             return None
         made = fastest_plan(profile, cluster, chain, choices)

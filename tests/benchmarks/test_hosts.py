@@ -48,8 +48,14 @@ def test_hosts_are_removed_with_their_processes_when_their_maker_is_killed() -> 
         "    print(running.pid, flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT / "benchmarks", **pipes) as maker:
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "benchmarks",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as maker:
+        assert maker.stdout is not None
         inside = int(maker.stdout.readline())
         assert len(namespaces(maker.pid)) == 2
         maker.send_signal(signal.SIGKILL)
