@@ -22,7 +22,7 @@ from penstock.profiling.profiler import without_gradients
 from penstock.training.precisions import autocasting
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["as_in_training", "scaled"]
+__all__ = ["as_in_training", "scale_profile"]
 
 _MOST_BYTES = 2**28
 """Of the activations and gradients of the layers that run together: many times a cache, and little of a host."""
@@ -46,10 +46,10 @@ def as_in_training(profile: Profile, chain: LayerChain, sample: Sample, autocast
     modules = [layer.module for layer in chain.layers]
     with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         together = _seconds(chain.stage(0, count), inputs, autocast)
-    return scaled(profile, together / apart)
+    return scale_profile(profile, together / apart)
 
 
-def scaled(profile: Profile, factor: float) -> Profile:
+def scale_profile(profile: Profile, factor: float) -> Profile:
     """`profile` with `factor` times the seconds of every layer."""
 
     def scale(layer: LayerProfile) -> LayerProfile:
