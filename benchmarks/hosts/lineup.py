@@ -6,6 +6,7 @@ import penstock
 from contenders.contenders import GLOO, Absent, Entry, Running, pipeline, running_pipeline
 from contenders.jobs import Setting
 from contenders.lineup import entries_of
+from penstock.values.plans import Routing
 
 AUTO, REPLICAS, SPLIT = 'penstock plan="auto"', "penstock replicas", "penstock split replicas"
 
@@ -23,7 +24,7 @@ def lineup(setting: Setting, words: Sequence[str] | None = None) -> list[Entry |
     ]
 
 
-def _replicas(name: str, routing: str, setting: Setting) -> Entry | Absent:
+def _replicas(name: str, routing: Routing, setting: Setting) -> Entry | Absent:
     """The whole model on every host: data parallelism by Penstock's own all-reduce."""
     layers = setting.job.cuts(1)[-1]
     stage = penstock.Stage(0, layers, tuple(range(setting.processes)))

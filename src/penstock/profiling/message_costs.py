@@ -82,7 +82,7 @@ def measure_message_costs(partner: Partner, latency_seconds: float, bandwidth: f
 
 
 def _exchange(partner: Partner, size: int, times: int, compute: Callable[[int], None]) -> list[float]:
-    """For each exchange of messages of `size` bytes: the seconds that they took from this rank."""
+    """The seconds that each exchange of messages of `size` bytes took from this rank."""
     payload = torch.zeros(size, dtype=torch.uint8)
     kind = f"exchange of {size} bytes"
     # The first message carries its header, and both ranks begin together after it.

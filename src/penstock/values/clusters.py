@@ -76,7 +76,7 @@ class LinkLevels:
         return self.latency_seconds[self._joining(a, b)]
 
     def costs(self, a: int, b: int) -> MessageCosts:
-        """Those of the innermost level that joins ranks `a` and `b`."""
+        """What a message costs on the innermost level that joins ranks `a` and `b`."""
         return self.message_costs[self._joining(a, b)]
 
     def _joining(self, a: int, b: int) -> int:
@@ -129,7 +129,7 @@ class LinkMatrix:
         return self.latency_rows[a][b]
 
     def costs(self, a: int, b: int) -> MessageCosts:
-        """Those of a message from rank `a` to rank `b`."""
+        """What a message from rank `a` to rank `b` costs each of them."""
         return self.cost_rows[a][b]
 
 
