@@ -41,15 +41,14 @@ def clusters(draw):
     if draw(st.booleans()):
         return cluster
     costs = st.builds(MessageCosts, latencies, latencies)
-    match cluster.links:
+    links: LinkLevels | LinkMatrix = cluster.links
+    match links:
         case LinkLevels(levels=levels):
             some = st.lists(costs, min_size=len(levels), max_size=len(levels)).map(tuple)
-            links = replace(cluster.links, message_costs=draw(some))
+            links = replace(links, message_costs=draw(some))
         case LinkMatrix(rows=rows):
             row = st.lists(costs, min_size=len(rows), max_size=len(rows)).map(tuple)
-            links = replace(
-                cluster.links, cost_rows=draw(st.lists(row, min_size=len(rows), max_size=len(rows)).map(tuple))
-            )
+            links = replace(links, cost_rows=draw(st.lists(row, min_size=len(rows), max_size=len(rows)).map(tuple)))
     return replace(cluster, links=links, action_seconds=draw(latencies))
 
 
