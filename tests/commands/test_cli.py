@@ -475,6 +475,17 @@ def test_show_prints_clusters(here, capsys):
     ]
 
 
+def test_a_cluster_is_shown_with_what_messages_and_actions_take(here, capsys):
+    Cluster.uniform(2, 12e9).with_costs(action_seconds=3e-5, message_seconds=2e-4, message_seconds_per_byte=4e-9).save(
+        "cluster.yaml"
+    )
+
+    assert printed(capsys, "show", "cluster.yaml").splitlines()[2:] == [
+        "  a message takes up to 200 us and 4 ns a byte of each of its two ranks",
+        "  an action takes 30 us beyond its layers",
+    ]
+
+
 def test_show_says_which_files_it_knows(here, capsys):
     Path("other.yaml").write_text("a: 1\n")
 

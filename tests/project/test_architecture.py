@@ -40,9 +40,9 @@ FLOW = {
     "rendering": "errors arguments values timelines scheduling simulating",
     "capturing": "errors arguments torch_internals values capturing.export",
     "capturing.export": "errors torch_internals capturing",
-    # The probe measures the links through the transport that the pipeline will use.
+    # The probe measures the links through the transport that the pipeline will use, and an action in the worker.
     "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
-        runtime.transport runtime.execution""",
+        runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
     "training": "errors arguments torch_internals",
     "data": "errors arguments torch_internals capturing",
     "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
@@ -235,7 +235,7 @@ def test_imports_follow_the_flow() -> None:
         ("penstock.runtime.parameters.weight_versions", "penstock.runtime.execution.executor"),
         ("penstock.runtime.batches.results", "penstock.runtime.parameters.weight_versions"),
         ("penstock.runtime.engine.worker", "penstock.runtime.assembly.stages"),
-        ("penstock.profiling.profiler", "penstock.runtime.assembly.skips"),
+        ("penstock.profiling.profiler", "penstock.runtime.checkpoints.checkpoints"),
         ("penstock.values.plans", "penstock.timelines.timelines"),
         ("penstock.scheduling.orders.gpipe", "penstock.scheduling.verification.verifier"),
         ("penstock.capturing.export.tracing", "penstock.runtime.devices.streams"),

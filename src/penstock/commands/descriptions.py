@@ -83,7 +83,22 @@ def describe_cluster(cluster: "Cluster") -> str:
             lines += [_matrix("latency", latencies, seconds_text)] if late else []
         case _:
             assert_never(cluster.links)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_costs(cluster)])
+
+
+def _costs(cluster: "Cluster") -> list[str]:
+    """What messages and actions take from the ranks; of messages the link where they take most."""
+    lines = []
+    if cluster.has_message_costs:
+        ranks = range(cluster.devices)
+        costs = [cluster.message_costs(a, b) for a in ranks for b in ranks if a != b]
+        each, byte = max(cost.seconds for cost in costs), max(cost.seconds_per_byte for cost in costs)
+        lines.append(
+            f"  a message takes up to {seconds_text(each)} and {1e9 * byte:.3g} ns a byte of each of its two ranks"
+        )
+    if cluster.action_seconds:
+        lines.append(f"  an action takes {seconds_text(cluster.action_seconds)} beyond its layers")
+    return lines
 
 
 def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> str:

@@ -72,7 +72,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.rendering import render
-    from penstock.simulating import critical_path, evaluate, simulate
+    from penstock.simulating import critical_path, evaluate, find_losses, simulate
     from penstock.values import Plan
 
     plan = Plan.load(arguments.plan)
@@ -82,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
     options = given(arguments, *_OPTIONS)
     timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)
     outcome = evaluate(plan, profile, cluster, **options)
+    losses = find_losses(plan, profile, cluster, **options)
     shared = cluster.levels[0][0] if options.get("shared_nic") else 1
     critical = critical_path(timeline, shared) if arguments.svg or arguments.html else ()
     if arguments.trace:
@@ -89,14 +90,23 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.svg:
         timeline.save_svg(arguments.svg, critical=critical)
     if arguments.html:
-        timeline.save_html(arguments.html, critical=critical)
+        timeline.save_html(arguments.html, critical=critical, notes=[str(losses)])
     if arguments.json:
         busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
-        print_json({**numbers, "ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome)})
+        print_json(
+            {
+                **numbers,
+                "ranks": timeline.ranks,
+                "busy_seconds": busy,
+                "outcome": asdict(outcome),
+                "losses": losses.parts,
+            }
+        )
         return
     show(render(timeline))
     show(_describe(outcome))
+    show(str(losses))
     for path in (arguments.trace, arguments.svg, arguments.html):
         if path:
             show(f"wrote {path}")

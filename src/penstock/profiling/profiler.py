@@ -65,7 +65,7 @@ from penstock.training.precisions import AUTOCAST, autocasting
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["profile"]
+__all__ = ["profile", "without_gradients"]
 
 Gauge: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs work and measures it."""
@@ -132,7 +132,7 @@ def profile(
     clock = clock_of(on) if clock is None else clock
     sample, target = placed(sample, on), placed(target, on)
     modules, computing = modules_of(model), partial(autocasting, autocast, on)
-    with preserved(modules), _without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
+    with preserved(modules), without_gradients(modules), torch.inference_mode(False), torch.enable_grad():
         with computing():
             chain = _captured(model, sample)
         call, _ = read_sample(sample, chain.inputs.microbatch_size)
@@ -386,7 +386,7 @@ def _accumulating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+def without_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Removes the gradients of the parameters of `modules` inside a ``with`` block, and restores them after it."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     gradients = [parameter.grad for parameter in parameters]
