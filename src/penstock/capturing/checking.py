@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.module_state import same_content
+from penstock.capturing.randomness import seed_all
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten
 from penstock.errors import CaptureError
@@ -96,7 +97,7 @@ def _results(sampled: SampledModel, call: Call, function: Callable[[Call], Any])
 
 def _outputs(function: Callable[[Call], Any], call: Call, run: int) -> list[Tensor]:
     """The tensors that `function` returns. An object that pytree cannot open, such as a cache, is left out."""
-    torch.manual_seed(_SEED + run)
+    seed_all(_SEED + run)
     leaves, _ = flatten(function(call.copied()))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
