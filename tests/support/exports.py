@@ -46,11 +46,7 @@ def _export_once(flat: nn.Module, tensors: tuple[Tensor, ...], **options: Any) -
     around = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled())
     key = (state, arguments, around, form.names, str(form.structure), repr(form.constants), repr(options))
     if key not in _programs:
-        from torch._dynamo import config  # takes a second, which not every test need wait for
-
-        # What it would remember of operators costs more than it saves where layers are few.
-        with config.patch(fake_tensor_cache_enabled=False):
-            made = export(flat, tensors, **options)
+        made = export(flat, tensors, **options)
         # The weights of the first model need not live as long as the trace.
         made._state_dict = {}
         _programs[key] = made, list(TRACING[-1].traced)

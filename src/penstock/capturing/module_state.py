@@ -34,8 +34,8 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
         """For every object that can change: how it is reached, the object, and a copy of its content."""
-        self._empty: list[tuple[str, dict[Any, Any]]] = []
-        """The same of dictionaries that hold nothing, which nearly all are: those of a module's hooks."""
+        self._empty: list[tuple[str, Any, dict[Any, Any]]] = []
+        """The path and key of dictionaries that hold nothing, as nearly all do: those of a module's hooks."""
         self._memories: list[tuple[nn.Parameter, Tensor]] = []
         """Parameters, and tensors over the memory that they had."""
         self._seen: set[int] = set()
@@ -53,7 +53,7 @@ class ModuleState:
         for parameter, own in self._memories:
             if parameter.data_ptr() != own.data_ptr():
                 parameter.data = own
-        for _, empty in self._empty:
+        for _, _, empty in self._empty:
             if empty:
                 empty.clear()
         for _, holder, content in self._saved:
@@ -65,12 +65,14 @@ class ModuleState:
         """The attributes that hold something else now, such as ``encoder.count``, and whether it is a tensor that was
         written in place.
         """
-        for path, empty in self._empty:
+        for path, name, empty in self._empty:
             for key in empty:
-                yield _joined(path, key), False
+                yield _joined(_joined(path, name), key), False
         for path, holder, content in self._saved:
             if isinstance(content, dict):
                 now = _dict_of(holder)
+                if _holds(now, content):
+                    continue
                 for key in {**content, **now}:
                     if key not in content or key not in now or not _same(content[key], now[key]):
                         yield _joined(path, key), False
@@ -102,7 +104,7 @@ class ModuleState:
                 if kind in _DICTIONARIES and not inner:
                     if id(inner) not in self._seen:
                         self._seen.add(id(inner))
-                        self._empty.append((_joined(path, key), inner))
+                        self._empty.append((path, key, inner))
                     continue
                 self._save(_joined(path, key), inner, 0 if isinstance(inner, nn.Module) else depth + 1)
         elif isinstance(content, list):

@@ -14,8 +14,8 @@ __all__ = ["HiddenModules"]
 class HiddenModules:
     """Hides the parameters, buffers and modules in `modules` from whoever lists them, and not from whoever names them.
 
-    `torch.export` lists all weights of a model, makes a fake tensor and an input of the trace of each, and looks through
-    all modules a dozen times. Of blocks that are not traced it needs none, and there this is nearly all of its time.
+    `torch.export` lists all weights of a model, makes a fake tensor and an input of the trace of each, and looks
+    through all modules a dozen times. Of blocks that are not traced it needs none, and it would take half of its time.
 
     No public name leaves modules out. This replaces the three tables of each module; where they are gone, nothing is
     hidden.

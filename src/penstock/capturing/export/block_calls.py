@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.capturing.export.watched_runs import ModuleCall, ModuleCalls, ResultShape, Watch
 from penstock.capturing.export.model_runs import ModelRun
+from penstock.capturing.export.watched_runs import ModuleCall, ModuleCalls, ResultShape, Watch
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.sampled_models import SampledModel
 from penstock.capturing.samples import Call, flatten

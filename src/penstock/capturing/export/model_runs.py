@@ -78,7 +78,7 @@ def _run_twice(sampled: SampledModel, *, draws: bool) -> ModelRun | None:
                 return None
             blocks = choose_blocks(model, watch.working)
             # What is changed by the first run only is a cache.
-            state = ModuleState([model])
+            state = ModuleState([model]) if dependence.written else sampled.state_now()
             for parameter in dependence.written:
                 state.save_content(names[id(parameter)], parameter)
             again = Watch(model, blocks)

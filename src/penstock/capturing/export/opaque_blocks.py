@@ -228,7 +228,8 @@ def _results(tensors: Sequence[Tensor], numbers: Sequence[Any], call: int) -> li
         if isinstance(leaf, ResultTensor):
             sizes = [known.of(size) for size in leaf.sizes]
             memory = torch.empty([sizes[d] for d in leaf.order], dtype=leaf.dtype, device=leaf.device)
-            made.append(memory.permute([leaf.order.index(d) for d in range(len(sizes))]) if sizes else memory)
+            plain = leaf.order == tuple(range(len(sizes)))
+            made.append(memory if plain else memory.permute([leaf.order.index(d) for d in range(len(sizes))]))
     return made
 
 

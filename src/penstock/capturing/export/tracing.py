@@ -8,7 +8,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -29,7 +29,7 @@ from penstock.capturing.size_guards import SizeGuard
 from penstock.errors import CaptureError
 from penstock.torch_internals import pytrees as pytree
 from penstock.torch_internals.dispatch import schema_of
-from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards
+from penstock.torch_internals.export import export_refusals, hidden_from_the_model, shape_guards, without_operator_cache
 from penstock.torch_internals.tensors import storage_key
 
 __all__ = ["FlatModel", "Source", "Trace", "is_mutating", "trace"]
@@ -82,17 +82,30 @@ class FlatModel(nn.Module):
         constants = self.form.constants
         leaves = [constants[name] if name in constants else next(rest) for name in self.form.names]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        hidden = self.blocks.hidden
-        with hidden.watched() if hidden is not None else nullcontext():
+        with self._hidden():
             results, _ = flatten(self.model(*args, **kwargs))
-        if hidden is not None and hidden.used:
-            raise UsedWeights
         if any(isinstance(leaf, torch.SymInt) for leaf in results):
             raise CaptureError(
                 "the model returns a size that depends on its inputs: return the tensor, and take its size outside of "
                 "the model"
             )
         return tuple(leaf for leaf in results if isinstance(leaf, Tensor))
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Raises `UsedWeights` if its body used what is hidden, whatever came of it."""
+        hidden = self.blocks.hidden
+        if hidden is None:
+            yield
+            return
+        try:
+            with hidden.watched():
+                yield
+        except Exception:
+            if not hidden.used:
+                raise
+        if hidden.used:
+            raise UsedWeights
 
 
 def trace(
@@ -199,7 +212,7 @@ def _export(
             sizes[0] = Dim.DYNAMIC
         shapes.append(sizes)
     # On its way to an error, export prints pages; what matters of them is in the exception.
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), without_operator_cache():
         return torch.export.export(flat, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
 
 
