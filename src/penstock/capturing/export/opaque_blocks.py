@@ -326,6 +326,12 @@ def _refuse_outside(model: nn.Module, paths: Sequence[str], run: ModelRun) -> No
                 "in a block"
             )
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and not any(is_inside(path, block) for block in paths):
+            raise CaptureError(
+                f"{name}: {path or 'the model'} is a program of torch.jit and not inside of a block, so that it cannot "
+                f"be traced and is no module that can be called in its place. {way}. Put it in a module of Python: "
+                "self.inner = torch.jit.script(...) there, and return self.inner(x) in its forward"
+            )
         hooks = hooks_of(module)
         if hooks and not any(is_inside(path, block) for block in paths):
             raise CaptureError(

@@ -8,7 +8,7 @@ keeps, for every operator, the stack of module calls that it ran in; that stack 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -23,6 +23,7 @@ from penstock.capturing.export.explanations import explained
 from penstock.capturing.export.gradient_modes import open_regions
 from penstock.capturing.export.opaque_blocks import OpaqueBlocks, UsedWeights, opaque
 from penstock.capturing.export.recurrence import recurrence_in_one_step
+from penstock.capturing.lost_backwards import functions_refused
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.samples import Call, flatten
 from penstock.capturing.size_guards import SizeGuard
@@ -128,7 +129,8 @@ def trace(
     samples = (
         f"the number of samples was taken to be {inputs.microbatch_size}, dimension 0 of {sorted(inputs.batched)[0]}"
     )
-    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step():
+    own_backwards = nullcontext() if blocks.evaluates else functions_refused()
+    with explained(model, samples), _known_warnings_ignored(), recurrence_in_one_step(), own_backwards:
         try:
             try:
                 with opaque(blocks, hide=True):
