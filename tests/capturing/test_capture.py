@@ -405,6 +405,35 @@ def test_a_backward_that_a_trace_would_lose_is_refused(kind: Callable[[], nn.Mod
         capture(double(kind()), (data(3, WIDTH),))
 
 
+class HookedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return y
+
+
+class OfHookedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HookedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square()
+
+
+def test_hooks_on_tensors_in_blocks_are_kept() -> None:
+    model = double(OfHookedBlocks())
+
+    assert_equals_model(capture(model, (data(3, WIDTH),)), model, Call((data(5, WIDTH),), {}))
+
+
 calls = [0]
 
 

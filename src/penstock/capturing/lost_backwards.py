@@ -5,8 +5,9 @@ the sample has, so that no comparison with the model shows the loss.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,30 +44,31 @@ def hooks_refused(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
     For a run: in a trace, tensors need no gradients, and code may ask whether they do before it registers one.
     """
-    own, running = Tensor.register_hook, 0
-
-    def enter(module: nn.Module, args: object) -> None:
-        nonlocal running
-        running += 1
-
-    def leave(module: nn.Module, args: object, result: object) -> None:
-        nonlocal running
-        running -= 1
+    own, bodies = Tensor.register_hook, {id(block) for block in blocks}
 
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        if not running and not _is_torch(sys._getframe(1).f_globals.get("__name__", "")):
+        caller = sys._getframe(1)
+        if not _is_torch(caller.f_globals.get("__name__", "")) and not _runs_in(bodies, caller):
             raise _refusal("calls register_hook of a tensor")
         return own(tensor, hook)  # type: ignore[no-untyped-call]
 
-    with ExitStack() as stack:
-        for block in dict.fromkeys(blocks):
-            stack.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(block.register_forward_hook(leave, always_call=True).remove)
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Tensor.register_hook = own  # type: ignore[method-assign]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = own  # type: ignore[method-assign]
+
+
+def _runs_in(bodies: Collection[int], frame: FrameType | None) -> bool:
+    """Whether `frame` is called by the call of one of the modules `bodies`, by id.
+
+    Not by hooks on them, which `torch.compile` would compile with a module that it compiles.
+    """
+    while frame is not None:
+        if id(frame.f_locals.get("self")) in bodies:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_torch(name: str) -> bool:

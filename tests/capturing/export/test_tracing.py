@@ -148,7 +148,7 @@ class Borrowing(Two):
         super().__init__()
         self.way = way
         if way == "indexed":
-            self.second = nn.Sequential(self.second, nn.Tanh())
+            self.more = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         match self.way:
@@ -161,7 +161,7 @@ class Borrowing(Two):
             case "frozen in a number":
                 return super().forward(x) * self.first.weight.detach().max()
             case "indexed":
-                return super().forward(x) * len(self.second) + self.second[0].bias
+                return self.more(super().forward(x)) * len(self.more) + self.more[0].bias
             case _:
                 try:
                     return super().forward(x) + self.first.bias
