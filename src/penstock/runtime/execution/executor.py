@@ -111,10 +111,10 @@ def _explain(error: RuntimeError, microbatch: int) -> None:
     """Raises `PenstockError` if `error` says that a later forward wrote what the backward of `microbatch` needs."""
     if "modified by an inplace operation" not in str(error):
         return
+    said = " ".join(str(error).partition("Hint:")[0].split())
     raise PenstockError(
-        f"the backward of microbatch {microbatch} needs a tensor that was written in place after its forward: "
-        f"{' '.join(str(error).split())[:200]}. Expected that no forward writes what the backward of an earlier one "
-        "reads, since several microbatches are in flight: a plain loop ends each backward before the next forward. If "
+        f"the backward of microbatch {microbatch} needs a tensor that was written in place after its forward: {said} "
+        "Expected that no forward writes what the backward of an earlier one reads, since several microbatches are in flight: a plain loop ends each backward before the next forward. If "
         "a block writes its own weights or buffers, have it read a copy, as in "
         "torch.nn.functional.linear(x, self.weight.clone())"
     ) from error
