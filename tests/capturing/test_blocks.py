@@ -125,15 +125,6 @@ class Frozen(Block):
         self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
 
 
-class Scriptable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
-
-
 BLOCKS = (Book, Reassigned, Counted, Parity, Drawing, Clamped, Reversing, Sorting)
 
 
@@ -261,52 +252,6 @@ def test_a_scripted_module_in_a_block_trains() -> None:
     expected = train_plainly(build(Frozen), data)
     with penstock.Pipeline(build(Frozen), (data[0][0],), squares, sgd, stages=3) as pipe:
         assert [pipe.step(x, target).loss.item() for x, target in data] == expected
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_module_that_would_be_a_block_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"blocks\.0 is a program of torch\.jit.* Put it in a module of Python"):
-        capture(build(lambda: torch.jit.script(Scriptable())), (batches((6,))[0][0],))
-
-
-class AveragedTarget(Block):
-    """A target that its own forward averages, and that it reads as it is or as a copy."""
-
-    def __init__(self, copies: bool) -> None:
-        super().__init__()
-        self.target = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.copies = copies
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.target.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
-        weight = self.target.weight
-        return super().forward(x) + nn.functional.linear(x, weight.clone() if self.copies else weight)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1"])
-def test_a_block_that_writes_what_its_backward_reads_trains_on_a_copy(schedule: str) -> None:
-    data = batches((6, 6))
-    shared: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": schedule}
-    model = build(lambda: AveragedTarget(copies=True))
-    optimizer, expected = sgd(list(model.parameters())), []
-    for x, target in data:
-        losses = []
-        for part in x.chunk(2):
-            losses.append(squares(model(part), target))
-            (losses[-1] / 2).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append((sum(losses) / 2).item())  # type: ignore[union-attr]
-    with penstock.Pipeline(
-        build(lambda: AveragedTarget(copies=True)), (data[0][0][:2],), squares, sgd, **shared
-    ) as pipe:
-        assert [pipe.step(x, target).loss.item() for x, target in data] == expected
-
-    model = build(lambda: AveragedTarget(copies=False))
-    pipe = penstock.Pipeline(model, (data[0][0][:2],), squares, sgd, **shared)
-    with pipe, pytest.raises(penstock.PenstockError, match=r"written in place after its forward.*self\.weight\.clone"):
-        pipe.step(*data[0])
 
 
 def test_evaluation_is_in_evaluation_mode_and_shares_the_state() -> None:

@@ -114,9 +114,9 @@ def _explain(error: RuntimeError, microbatch: int) -> None:
     said = " ".join(str(error).partition("Hint:")[0].split())
     raise PenstockError(
         f"the backward of microbatch {microbatch} needs a tensor that was written in place after its forward: {said} "
-        "Expected that no forward writes what the backward of an earlier one reads, since several microbatches are in flight: a plain loop ends each backward before the next forward. If "
-        "a block writes its own weights or buffers, have it read a copy, as in "
-        "torch.nn.functional.linear(x, self.weight.clone())"
+        "Expected that no forward writes what the backward of an earlier one reads, since several microbatches are in "
+        "flight: a plain loop ends each backward before the next forward. If a block writes its own weights or "
+        "buffers, have it read a copy, as in torch.nn.functional.linear(x, self.weight.clone())"
     ) from error
 
 
