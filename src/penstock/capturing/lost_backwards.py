@@ -20,7 +20,7 @@ __all__ = ["functions_refused", "hooks_refused"]
 
 @contextmanager
 def functions_refused() -> Iterator[None]:
-    """Raises `CaptureError` if code in its body calls a `torch.autograd.Function` that is not PyTorch's.
+    """Raises `CaptureError` if code in this block calls a `torch.autograd.Function` that is not PyTorch's.
 
     For a trace: no block runs there, so that what calls functions is the code between blocks.
     """
@@ -40,7 +40,7 @@ def functions_refused() -> Iterator[None]:
 
 @contextmanager
 def hooks_refused(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Raises `CaptureError` if code in its body registers a hook on a tensor while none of `blocks` runs.
+    """Raises `CaptureError` if code in this block registers a hook on a tensor while none of `blocks` runs.
 
     For a run: in a trace, tensors need no gradients, and code may ask whether they do before it registers one.
     """

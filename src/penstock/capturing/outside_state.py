@@ -26,7 +26,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 
 _COMPARED = (list, tuple, dict, set, deque, Tensor, FunctionType, MethodType, partial)
-"""Attributes that are compared if the code reads them: whatever else it has may belong to somebody else."""
+"""Attributes that are compared if the code reads them: all else may belong to other code."""
 
 
 class OutsideState:
