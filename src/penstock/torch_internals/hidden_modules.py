@@ -12,7 +12,7 @@ __all__ = ["HiddenModules"]
 
 
 class HiddenModules:
-    """Hides the parameters, buffers and modules in `modules` from code that lists them, and not from code that names them.
+    """Hides the parameters, buffers and modules in `modules` from code that lists them; code that names one gets it.
 
     `torch.export` lists all weights of a model, makes a fake tensor and an input of the trace of each, and looks
     through all modules a dozen times. Of blocks that are not traced it needs none, and it would take half of its time.
