@@ -7,6 +7,7 @@ model with BatchNorm, whose statistics would be those of a share of the microbat
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -47,6 +48,12 @@ class Choices:
     """Whether the stages cannot split a backward."""
     autocast: torch.dtype | None = None
     """The type that the model will compute in under autocast."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, whole_backwards: bool) -> "Choices":
+        """What the arguments of `Pipeline` that were `given` by name have fixed; others among them do not matter."""
+        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**named, whole_backwards=whole_backwards)
 
     def stages_per_rank(self, ranks: int) -> int:
         """The stages that each of `ranks` ranks is to hold."""

@@ -114,7 +114,8 @@ class Pipeline:
         update_hooks: see every update of every parameter, may correct it, and may predict the weights that forwards
             read: `WeightPrediction`, `ErrorFeedback`, `LookAhead`, `WeightAverage`, or your own `UpdateHook`.
         on_nonfinite: ``"raise"`` (default): a loss that is not finite is an error. ``"skip"``: updates whose gradients
-            are not finite are left out, as with `loss_scale`: docs/training.md.
+            are not finite are left out, as with `loss_scale`. ``"rollback"``: a loss that is not finite also takes the
+            training back to its newest checkpoint in `resume`: docs/training.md.
         scale_learning_rates: with ``pipedream``, multiplies the learning rates of a stage of r replicas with r / r0,
             where the first stage has r0: it updates once in r microbatches with their mean gradient. The papers do not
             mention this; PipeDream's program does it. Off by default.
@@ -181,7 +182,8 @@ class Pipeline:
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        recipe, seed = Recipe.of(locals()), check_pipeline(locals())
+        given = dict(locals())
+        recipe, seed = Recipe.of(given), check_pipeline(given)
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
         self._world: World = join_world(check_timeout(timeout_seconds))
@@ -206,14 +208,8 @@ class Pipeline:
                 autocast=autocast,
             )
             if isinstance(plan, str):
-                choices = Choices(
-                    schedule=schedule,
-                    microbatches=microbatches,
-                    stages=stages,
-                    vertical_sync=vertical_sync,
-                    whole_backwards=needs_whole_backwards(compiled, parallelized, recompute),
-                    autocast=autocast,
-                )
+                whole_backwards = needs_whole_backwards(compiled, parallelized, recompute)
+                choices = Choices.of(given, whole_backwards=whole_backwards)
                 self.auto_plan = plan_automatically(
                     plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
                 )
@@ -295,9 +291,10 @@ class Pipeline:
             known = self.auto_plan.profile if self.auto_plan else None
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
-        self._preemption = resume_training(self, resume, self._world, timeout_seconds)
+        back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
+        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back)
         if resume is not None:
-            self._opened.callback(self._preemption.close)
+            self._opened.callback(self._resumption.close)
 
     def measure(self, *, iterations: int = 10, warmup: int = 2, progress: bool | None = False) -> Profile:
         """Measures the layers of the model on this process's device, as `penstock.profile` does, under `autocast`.
@@ -344,7 +341,7 @@ class Pipeline:
             microbatches = self._splitter.for_step(inputs, target)
         with self._guarded("in a step"), self._explained("step", inputs, target):
             result = StepResult(self._engine.train(microbatches), self._updater.rates)
-        self._preemption.after_step(self._engine.transport.check)
+        self._resumption.after_step(result.loss, self._engine.transport.check)
         return result
 
     def drain(self) -> None:
@@ -468,6 +465,11 @@ class Pipeline:
         """The updates that a stage of this process left out since their gradients were not finite (the most of one)."""
         return self._engine.skipped_updates()
 
+    @property
+    def rollbacks(self) -> int:
+        """How often the training went back to a checkpoint: ``on_nonfinite="rollback"``."""
+        return self._resumption.rollbacks
+
     def prediction_error(self) -> float | None:
         """How far the steps are from the plan's prediction: 0.1 if they take 10 % longer, -0.1 if 10 % less.
 
@@ -533,10 +535,7 @@ class Pipeline:
         `directory`: that of a run, whose newest whole checkpoint is taken, or one step in it. `CheckpointError` on all
         ranks, before anything is changed, if there is none, or one that is damaged or of another training.
         """
-        with self._guarded.loading(self.drain):
-            found = self._checkpoints.find(directory)
-            with self._guarded("in a load"):
-                self._checkpoints.restore(found)
+        self._checkpoints.load(directory, self._guarded)
 
     def save_weights(
         self, directory: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None

@@ -127,6 +127,7 @@ METHODS = {
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "skipped_updates": "property",
+    "rollbacks": "property",
     "state_dict": "(self)",
     "stats": "(self, *, tokens_per_sample=None, flops_per_sample=None, peak_flops=None, all_ranks=False)",
     "step": "(self, inputs, target=None)",

@@ -119,7 +119,8 @@ def reference_train(
     not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
     stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
 
-    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss.
+    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss,
+    and with ``"rollback"`` it has no checkpoint to go back to: leave such batches out of `batches`.
 
     With `version_dtype`, W(x) are the optimizer's weights, cast to that type if they are float32, trained, and of two
     dimensions or more. Each microbatch's gradient is cast back before it is added to the others. Each stage has its own

@@ -55,5 +55,10 @@ def check_pipeline(given: Mapping[str, Any]) -> int | None:
     check_arguments("Pipeline", {**given, "plan": None if makes else planned}, _PLAN_RULES, PlanError)
     if given["schedule"] is not None:
         require_schedule(given["schedule"])
+    if given["on_nonfinite"] == "rollback" and given["resume"] is None:
+        raise PenstockError(
+            "on_nonfinite='rollback' goes back to the newest checkpoint in the directory resume=: expected a "
+            "directory, found None. Pass resume=directory, and save there, or pass on_nonfinite='skip'"
+        )
     seed: int | None = check_arguments("Pipeline", given, _RULES, PenstockError)["seed"]
     return seed

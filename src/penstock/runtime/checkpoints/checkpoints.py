@@ -13,6 +13,7 @@ from penstock.arguments import is_count
 from penstock.capturing.chain import LayerChain
 from penstock.data import restore_loaders
 from penstock.errors import CheckpointError
+from penstock.runtime.assembly.failure_guard import FailureGuard
 from penstock.runtime.assembly.gathered_tensors import shared_names
 from penstock.runtime.checkpoints.agreement import Ranks
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, BackgroundSaves
@@ -148,10 +149,23 @@ class Checkpoints:
         held = self.training.held
         return find_and_verify(path, self.ranks, self.training.chain, self._read, held.__contains__)
 
-    def restore(self, loaded: Loaded) -> None:
-        """Takes over what `find` has found."""
-        self.training.restore(loaded.state)
-        self.own.restore(loaded.own, loaded.manifest)
+    def load(self, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
+        """Restores a checkpoint as `Pipeline.load` describes. `guarded` reports errors to all processes. Collective."""
+        self._load(directory, guarded, positions=True)
+
+    def go_back(self, directory: str | os.PathLike[str], guarded: FailureGuard) -> None:
+        """Restores the newest checkpoint, one that is being saved included, and leaves loaders where they are.
+        Collective.
+        """
+        self.saves.finish()
+        self._load(directory, guarded, positions=False)
+
+    def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, *, positions: bool) -> None:
+        with guarded.loading(self.saves.drain):
+            found = self.find(directory)
+            with guarded("in a load"):
+                self.training.restore(found.state)
+                self.own.restore(found.own, found.manifest, positions=positions)
 
     def _read(self, manifest: Manifest) -> Loaded:
         content, trained = manifest.content, self.training.trained()

@@ -119,11 +119,12 @@ class OwnStates:
             )
         return chosen
 
-    def restore(self, states: Mapping[str, Json], manifest: Manifest) -> None:
-        """Takes over what `choose` has chosen from the checkpoint of `manifest`."""
+    def restore(self, states: Mapping[str, Json], manifest: Manifest, *, positions: bool = True) -> None:
+        """Takes over what `choose` has chosen from the checkpoint of `manifest`. `positions`: also those of loaders."""
         if states["generators"] is not None:
             self._restore_generators(manifest.read(states["generators"]))
-        restore_loaders(manifest.read(states["loaders"]))
+        if positions:
+            restore_loaders(manifest.read(states["loaders"]))
         objects = {name: partial(manifest.read, state) for name, state in states[_OBJECTS].items()}
         self.waiting = {name: read for name, read in objects.items() if name not in self.tracked}
         for name, value in self.tracked.items():
