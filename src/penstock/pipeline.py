@@ -34,7 +34,7 @@ from penstock.runtime.assembly.hints import DrainReminder, give_hints
 from penstock.runtime.assembly.incomplete_models import remind
 from penstock.runtime.assembly.opened_resources import open_resources
 from penstock.runtime.assembly.parallelize_hooks import Parallelize, parallelize_stages
-from penstock.runtime.assembly.pipeline_arguments import check_pipeline
+from penstock.runtime.assembly.pipeline_arguments import check_pipeline, plan_arguments, planned_anew
 from penstock.runtime.assembly.restrictions import needs_whole_backwards
 from penstock.runtime.assembly.stages import choose_plan
 from penstock.runtime.assembly.started_engines import start_engine
@@ -149,6 +149,8 @@ class Pipeline:
     auto_plan: AutoPlan | None = None
     """What ``plan="auto"`` measured on all ranks, and the plan that it made; None with another plan."""
     required_inputs: RequiredInputs
+    _rebuilt = False
+    """Whether it is built in place of one with another plan, from a checkpoint of that."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class Pipeline:
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        given = dict(locals())
+        self._given = given = {name: value for name, value in locals().items() if name != "self"}
         recipe, seed = Recipe.of(given), check_pipeline(given)
         compiled, parallelized = bool(compile), parallelize is not None
         inject_here()
@@ -208,30 +210,20 @@ class Pipeline:
                 autocast=autocast,
             )
             if isinstance(plan, str):
-                whole_backwards = needs_whole_backwards(compiled, parallelized, recompute)
-                choices = Choices.of(given, whole_backwards=whole_backwards)
+                choices = Choices.of(given, whole_backwards=needs_whole_backwards(compiled, parallelized, recompute))
                 self.auto_plan = plan_automatically(
                     plan, choices, world=self._world, chain=self._chain, sample=sample, device=self._device
                 )
                 plan = self.auto_plan.plan
             with agreed(self._world, "while it read its plan"):
-                chosen = choose_plan(
-                    plan,
-                    weights=weights,
-                    processes=self._world.processes,
-                    schedule=schedule,
-                    stages=stages,
-                    microbatches=microbatches,
-                    vertical_sync=vertical_sync,
-                    tensor_parallel=tensor_parallel,
-                )
+                chosen = choose_plan(plan, weights=weights, processes=self._world.processes, **plan_arguments(given))
                 self.plan, granularities, self.schedule = check_schedule(
                     chosen, self._chain, recompute=recompute, norms=recipe.needs_norms, skips=skips, compiled=compiled
                 )
                 """The plan and the schedule that run."""
                 self._ranks = self._world.local(self.schedule.ranks, self.plan.tensor_parallel)
                 self.required_inputs = find_inputs(self._chain, held_stages(self.plan, self.schedule, self._ranks))
-            check_agreement(self._world, self.plan, self._chain, self.schedule)
+            check_agreement(self._world, self.plan, self._chain, self.schedule, weights=not self._rebuilt)
             if plan is None and self._world.rank == 0:
                 log_shares(self.plan, weights, balance)
             self._chain = captured.materialize(self._world, self.required_inputs.stages, seed)
@@ -278,8 +270,7 @@ class Pipeline:
             self._opened.callback(lambda: checkpoints.close(guarded.failed))
             self._guarded.all_refuse = self._engine.calls.refuse
             self._guarded.undo_with(self._engine.discard, self.schedule)
-            named, schedulers = self._parameters(), self._updater.schedulers
-            trains = check_optimizers(self._world, self.optimizers, named, schedulers)
+            trains = check_optimizers(self._world, self.optimizers, self._parameters(), self._updater.schedulers)
             self._conditions = StepConditions(model, trains)
             if (reminder := remind(model, self._chain, self.required_inputs.stages)) is not None:
                 self._opened.callback(reminder.remove)
@@ -292,7 +283,7 @@ class Pipeline:
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None
-        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back)
+        self._resumption = resume_training(self, resume, self._world, timeout_seconds, back, loads=not self._rebuilt)
         if resume is not None:
             self._opened.callback(self._resumption.close)
 
@@ -442,11 +433,22 @@ class Pipeline:
         measure = self.measure if layers else None
         return self._straggler_source.find(self.timeline(8), profile, tolerance, measure)
 
-    def replan(self, *, profile: Profile | None = None) -> Plan:
+    def replan(self, *, profile: Profile | None = None, apply: Place | None = None) -> Plan:
         """The plan with a new cut, by the seconds of the stages in the last 8 steps. Collective. Its ``explanation``
         says what is expected of it and how to apply it. `profile` as in `stragglers`.
+
+        `apply`: a directory of checkpoints. If the cut is another one, the pipeline saves itself there, is built again
+        in place with the plan, and goes on from the checkpoint; `optimizers` are new ones then.
         """
-        return self._straggler_source.recut(self.timeline(8), profile)
+        plan = self._straggler_source.recut(self.timeline(8), profile)
+        if apply is not None and plan.stages != self.plan.stages:
+            given = planned_anew(self._given, plan)
+            saved, own = self.save(apply), self._checkpoints.own
+            self.close()
+            self._rebuilt = True
+            Pipeline.__init__(self, **given)
+            self._checkpoints.continue_from(own, saved, self._guarded)
+        return plan
 
     @property
     def gradient_norm(self) -> float | None:

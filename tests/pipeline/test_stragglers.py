@@ -2,8 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from penstock.doctor.stragglers import SlowPart
-from support.jobs.straggler_jobs import LAYERS, find_and_recut, train_with_cut
+from penstock.errors import PenstockError
+from penstock.runtime.assembly.pipeline_arguments import planned_anew
+from penstock.values import Plan
+from support.jobs.straggler_jobs import LAYERS, STEPS, apply_cut, find_and_recut, train_with_cut
 from support.processes import Pool
 
 
@@ -31,3 +37,36 @@ def test_in_one_process_stages_are_compared_too(tmp_path: Path) -> None:
     assert losses == train_with_cut()
     # A single process has no others to compare its layers with.
     assert [one.kind for one in measured.found] == [SlowPart.STAGE]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
+def test_a_new_cut_is_applied_in_place(pool: Pool, tmp_path: Path, schedule: str) -> None:
+    for plan, losses, again, differences in pool.run(2, apply_cut, str(tmp_path), schedule):
+        assert plan.planner == "replan"
+        assert plan.stages[0].stop > LAYERS // 2
+        assert losses[STEPS // 2 :] == again
+        assert differences
+        assert not any(map(torch.count_nonzero, differences.values()))
+        # Under 2bw the cut drains.
+        assert schedule == "2bw" or losses == train_with_cut()
+
+
+def test_a_new_cut_is_applied_where_the_model_has_no_weights(pool: Pool, tmp_path: Path) -> None:
+    for plan, losses, again, differences in pool.run(2, apply_cut, str(tmp_path), "gpipe", True):
+        assert plan.stages[0].stop > LAYERS // 2
+        assert losses[STEPS // 2 :] == again
+        assert not any(map(torch.count_nonzero, differences.values()))
+
+
+def test_a_new_cut_is_applied_in_one_process(tmp_path: Path) -> None:
+    plan, losses, again, differences = apply_cut(str(tmp_path), "1f1b-flush", weightless=True, resume=str(tmp_path))
+
+    assert plan.stages[0].stop > LAYERS // 2
+    assert losses[STEPS // 2 :] == again
+    assert len(differences) == 2 * LAYERS
+    assert not any(map(torch.count_nonzero, differences.values()))
+
+
+def test_a_pipeline_whose_modules_a_hook_has_changed_is_not_cut_anew() -> None:
+    with pytest.raises(PenstockError, match=r"replan\(apply=\): expected a pipeline without parallelize="):
+        planned_anew({"parallelize": print}, Plan.uniform(2, 2))

@@ -123,7 +123,7 @@ METHODS = {
     "prediction_error": "(self)",
     "profile": "property",
     "rank": "property",
-    "replan": "(self, *, profile=None)",
+    "replan": "(self, *, profile=None, apply=None)",
     "save": "(self, directory, step=None, *, keep=None, keep_every=None, wait=True)",
     "save_weights": "(self, directory, *, max_shard_size='5GB', dtype=None)",
     "skipped_updates": "property",

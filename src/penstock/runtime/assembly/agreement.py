@@ -60,16 +60,20 @@ class _Fingerprint:
     skips: tuple[Skip, ...]
 
 
-def check_agreement(world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None) -> None:
-    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective."""
+def check_agreement(
+    world: World, plan: Plan, chain: LayerChain, schedule: Schedule | None = None, *, weights: bool = True
+) -> None:
+    """Raises `PlanError` on every rank if the ranks have different plans, models or skips. Collective.
+
+    `weights`: whether the values of the weights count. They do not where all are loaded afterwards.
+    """
     if world.processes == 1:
         return
     compared = repr([getattr(plan, field.name) for field in fields(plan) if field.compare])
     layers, skips = tuple(layer.name for layer in chain.layers), schedule.skips if schedule else ()
     programs = _digest_programs(schedule_of(plan) if schedule is None else schedule)
-    mine = _Fingerprint(
-        compared, str(plan), programs, layers=layers, parameters=_digests(chain.parameters), skips=skips
-    )
+    digests = _digests(chain.parameters) if weights else {}
+    mine = _Fingerprint(compared, str(plan), programs, layers=layers, parameters=digests, skips=skips)
     own = tuple(getattr(mine, field.name) for field in fields(mine))
     for rank, gathered in enumerate(world.gather(own, "while they compared models and plans")):
         other = _Fingerprint(*gathered)

@@ -71,8 +71,11 @@ def resume_training(
     world: World,
     timeout_seconds: float,
     go_back: Callable[[str | Path], object] | None,
+    *,
+    loads: bool = True,
 ) -> Resumption:
-    """Loads the newest checkpoint in `directory` if there is one, and watches for signals to save there and leave.
+    """Loads the newest checkpoint in `directory` if there is one and it `loads`, and watches for signals to save there
+    and leave.
 
     Does nothing without a directory. `go_back`: loads the newest one after a loss that is not finite; None if it is not
     to. Collective. `CheckpointError` if `directory` cannot take checkpoints, or has checkpoints and none of them is
@@ -87,7 +90,7 @@ def resume_training(
         check_target(run)
         return bool(steps_in(run))
 
-    if any(Ranks(world.rank, world.gather).together(look)):
+    if loads and any(Ranks(world.rank, world.gather).together(look)):
         training.load(directory)
     preemption = Preemption(world, training, directory, timeout_seconds)
     if go_back is None:
