@@ -105,7 +105,7 @@ def _attempt(
 
 
 def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Waits for the end of all, for `seconds` at most, and kills those that stand still after another one has failed."""
+    """Waits for the end of all, at most for `seconds`, and kills those that stand still after one has failed."""
     deadline = time.monotonic() + seconds
     waiting = {process.sentinel: process for process in processes}
     while waiting and time.monotonic() < deadline:

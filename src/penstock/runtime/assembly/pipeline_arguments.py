@@ -67,7 +67,7 @@ def check_pipeline(given: Mapping[str, Any]) -> int | None:
 
 
 def plan_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments `given` by name, those for a plan that is made here."""
+    """The arguments for a plan that is made here, among those `given` by name."""
     return {name: given[name] for name in _OF_PLANS}
 
 
