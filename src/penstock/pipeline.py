@@ -46,6 +46,7 @@ from penstock.runtime.batches.mismatches import explained_mismatches
 from penstock.runtime.batches.required_inputs import RequiredInputs, find_inputs, held_stages
 from penstock.runtime.batches.results import StepResult
 from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count, Place
+from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import plan_for, resume_training
 from penstock.runtime.engine.engine import parameters_of
@@ -441,7 +442,7 @@ class Pipeline:
         in place with the plan, and goes on from the checkpoint; `optimizers` are new ones then.
         """
         plan = self._straggler_source.recut(self.timeline(8), profile)
-        if apply is not None and plan.stages != self.plan.stages:
+        if apply is not None and checked_path(apply) and plan.stages != self.plan.stages:
             given = planned_anew(self._given, plan)
             saved, own = self.save(apply), self._checkpoints.own
             self.close()

@@ -30,6 +30,19 @@ class _Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class _Counter:
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 def _pipeline(plan: Plan, slow: bool, weightless: bool = False, **options: Any) -> penstock.Pipeline:
     torch.manual_seed(0)
     with torch.device("meta" if weightless else "cpu"):
@@ -85,16 +98,16 @@ def apply_cut(
     batches = penstock.loader(TensorDataset(*2 * [torch.stack(_batches())]), 1)
     losses, rest = [], []
     with _pipeline(Plan.uniform(LAYERS, 2, schedule, 4), slow=True, weightless=weightless, **options) as pipe:
-        tracked = nn.BatchNorm1d(1)
+        tracked = _Counter()
         pipe.track(tracked=tracked)
         for number, ((x,), (y,)) in enumerate(batches, 1):
             losses.append(float(pipe.step(x, y).loss))
-            tracked.num_batches_tracked += 1
+            tracked.steps += 1
             if number == STEPS // 2:
                 pipe.replan(apply=directory)
             elif number > STEPS // 2:
                 rest.append((x, y))
-        assert int(tracked.num_batches_tracked) == STEPS == pipe.steps
+        assert tracked.steps == STEPS == pipe.steps
         pipe.drain()
         found = {name: tensor.detach().clone() for name, tensor in pipe.named_parameters()}
         plan = pipe.plan

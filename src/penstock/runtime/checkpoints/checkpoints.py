@@ -21,7 +21,7 @@ from penstock.runtime.checkpoints.checkpoint_reader import Loaded, checked_path,
 from penstock.runtime.checkpoints.checkpoint_writer import MODEL, CheckpointState, write
 from penstock.runtime.checkpoints.histories import PARTS, describe_run
 from penstock.runtime.checkpoints.manifests import Manifest
-from penstock.runtime.checkpoints.own_states import ALL_KINDS, Kind, OwnStates
+from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
 from penstock.runtime.checkpoints.plain_values import Json, encode, name_of
 from penstock.runtime.checkpoints.retention import Retention
 from penstock.runtime.checkpoints.stage_states import StageStates
@@ -167,7 +167,7 @@ class Checkpoints:
         self._load(directory, guarded, ("generators",))
         self.own.take_over(own)
 
-    def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, kinds: Collection[Kind]) -> None:
+    def _load(self, directory: str | os.PathLike[str], guarded: FailureGuard, kinds: Collection[str]) -> None:
         with guarded.loading(self.saves.drain):
             found = self.find(directory)
             with guarded("in a load"):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from penstock.runtime.checkpoints.plain_values import Json, encode
 from penstock.runtime.checkpoints.stored_tensors import bytes_of
 from penstock.runtime.parameters.shards import whole
 
-__all__ = ["ALL_KINDS", "Kind", "OwnStates"]
+__all__ = ["ALL_KINDS", "OwnStates"]
 
 _OBJECTS = "objects"
-Kind: TypeAlias = Literal["generators", "loaders", "objects"]
-ALL_KINDS: tuple[Kind, ...] = get_args(Kind)
+ALL_KINDS = ("generators", "loaders", _OBJECTS)
+"""Of what a process keeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class OwnStates:
             )
         return chosen
 
-    def restore(self, states: Mapping[str, Json], manifest: Manifest, kinds: Collection[Kind]) -> None:
+    def restore(self, states: Mapping[str, Json], manifest: Manifest, kinds: Collection[str]) -> None:
         """Takes over the `kinds` of what `choose` has chosen from the checkpoint of `manifest`."""
         if "generators" in kinds and states["generators"] is not None:
             self._restore_generators(manifest.read(states["generators"]))
