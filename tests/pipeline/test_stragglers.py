@@ -1,12 +1,15 @@
 """A pipeline finds its slow stage, and a new cut takes layers from it without changing the numbers."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.doctor.stragglers import SlowPart
-from penstock.errors import PenstockError
+from penstock.errors import CheckpointError, PenstockError
+from penstock.pipeline import Pipeline
 from penstock.runtime.assembly.pipeline_arguments import planned_anew
 from penstock.values import Plan
 from support.jobs.straggler_jobs import LAYERS, STEPS, apply_cut, find_and_recut, train_with_cut
@@ -70,3 +73,13 @@ def test_a_new_cut_is_applied_in_one_process(tmp_path: Path) -> None:
 def test_a_pipeline_whose_modules_a_hook_has_changed_is_not_cut_anew() -> None:
     with pytest.raises(PenstockError, match=r"replan\(apply=\): expected a pipeline without parallelize="):
         planned_anew({"parallelize": print}, Plan.uniform(2, 2))
+
+
+def test_what_is_no_directory_is_refused_before_anything_is_saved() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, wrong = torch.zeros(2, 4), cast("str", 5)
+    with Pipeline(model, (x,), nn.functional.mse_loss, torch.optim.SGD, stages=2) as pipe:
+        pipe.step(x, x)
+        with pytest.raises(CheckpointError, match="directory=5: expected the path of a directory"):
+            pipe.replan(apply=wrong)
+        pipe.step(x, x)
