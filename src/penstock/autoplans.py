@@ -57,10 +57,10 @@ class Choices:
     """How stages will send each other tensors."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], whole_backwards: bool) -> "Choices":
-        """The choices among the arguments `given` by name (``locals()``)."""
-        named = (field.name for field in fields(cls) if field.name != "whole_backwards")
-        return cls(**{name: given[name] for name in named}, whole_backwards=whole_backwards)
+    def of(cls, given: Mapping[str, Any], *, whole_backwards: bool) -> "Choices":
+        """What the arguments of `Pipeline` that were `given` by name have fixed; others among them do not matter."""
+        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**named, whole_backwards=whole_backwards)
 
     def stages_per_rank(self, ranks: int) -> int:
         """The stages that each of `ranks` ranks is to hold."""

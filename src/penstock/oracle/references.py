@@ -121,7 +121,8 @@ def reference_train(
     not used. The scale of minibatch t follows from the updates of the minibatches before it; under `2bw` on several
     stages, of those before t-1; under `pipedream`, from the updates that have reached the last stage.
 
-    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss.
+    ``on_nonfinite="skip"`` without `loss_scale` is a scale of 1 that stays. The oracle does not raise for a loss,
+    and with ``"rollback"`` it has no checkpoint to go back to: leave such batches out of `batches`.
 
     With `wire_dtype`, a stage reads the values of earlier stages rounded, and the gradients that come back are rounded,
     too. A value that several stages read is rounded on its way from each to the next.

@@ -101,7 +101,8 @@ class Recipe:
     @property
     def scaling(self) -> LossScale | None:
         """The rule that `loss_scale` asks for, or that skips updates without it."""
-        return SKIPPING if self.loss_scale is None and self.on_nonfinite == "skip" else read_loss_scale(self.loss_scale)
+        skips = self.loss_scale is None and self.on_nonfinite != "raise"
+        return SKIPPING if skips else read_loss_scale(self.loss_scale)
 
     @property
     def checks_losses(self) -> bool:
