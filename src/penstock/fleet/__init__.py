@@ -1,0 +1,55 @@
+"""Many jobs on unequal machines: the policies of Gavel on the plans of Penstock, and what a run costs.
+
+A policy divides the time of all devices among jobs, by how fast each job runs on each kind of device. Source:
+[Narayanan 2021, chapters 5 and 6]. scipy solves the linear programs: `pip install 'penstock[fleet]'`.
+
+May import the planner and what it plans with; only ``commands`` imports this room. Start reading in ``problems.py``.
+"""
+
+from penstock.fleet.allocations import Allocation
+from penstock.fleet.jobs import Entity, Job
+from penstock.fleet.kinds import Kind
+from penstock.fleet.policies import (
+    POLICIES,
+    Policy,
+    blind,
+    fifo,
+    finish_time_fairness,
+    hierarchical,
+    isolated_shares,
+    max_min_fairness,
+    max_throughput,
+    min_cost,
+    min_cost_with_deadlines,
+    min_makespan,
+    min_makespan_within_budget,
+    shortest_job_first,
+    strict_fifo,
+    water_filling,
+)
+from penstock.fleet.problems import Pair, Problem
+
+__all__ = [
+    "POLICIES",
+    "Allocation",
+    "Entity",
+    "Job",
+    "Kind",
+    "Pair",
+    "Policy",
+    "Problem",
+    "blind",
+    "fifo",
+    "finish_time_fairness",
+    "hierarchical",
+    "isolated_shares",
+    "max_min_fairness",
+    "max_throughput",
+    "min_cost",
+    "min_cost_with_deadlines",
+    "min_makespan",
+    "min_makespan_within_budget",
+    "shortest_job_first",
+    "strict_fifo",
+    "water_filling",
+]
