@@ -79,9 +79,9 @@ class Space:
                 rates.append((at, columns, numpy.array(speed)[runs] / self.fastest[m]))
                 time.append((at, columns, numpy.ones(len(runs))))
         self.row, self.kind = row, kind
-        """For each variable its class, or for a pair its row of the allocation, and its kind."""
+        """The class of each variable, or for a pair its row of the allocation, and its kind."""
         self.sizes, self.taken = sizes, sizes * together
-        """For each variable the workers of one job, and of all jobs of the class."""
+        """The workers of one job, and of all jobs of the class, for each variable."""
         self.rates = _joined(rates)
         """The normalized throughput of a job of each class, for each variable."""
         self.time = _joined(time)
@@ -92,12 +92,12 @@ class Space:
         return len(self.row)
 
     def hourly_prices(self) -> Floats:
-        """For each variable, the price of one device of its kind for an hour."""
+        """The price of one device of its kind for an hour, for each variable."""
         prices: Floats = numpy.array([kind.price_per_hour for kind in self.problem.kinds])[self.kind]
         return prices
 
     def total_rates(self, weights: Floats) -> Floats:
-        """For each variable, the sum over all jobs of their normalized throughputs times the weight of their class."""
+        """The sum over all jobs of normalized throughputs times the weight of their class, for each variable."""
         rows, columns, values = self.rates
         total = numpy.zeros(self.variables)
         numpy.add.at(total, columns, values * (weights * self.counts)[rows])
@@ -129,7 +129,7 @@ class Solution:
     rates: Floats
     """The normalized throughput of each class."""
     held: Floats
-    """For each class, how much the optimum would grow if its throughput had to be less: 0 for a class that could have
+    """How much the optimum would grow if the throughput of a class had to be less: 0 for a class that could have
     more. It is 0 everywhere if no throughput is constrained."""
 
 

@@ -32,7 +32,7 @@ class Pair:
     jobs: tuple[int, int]
     """Their numbers in the problem, ascending."""
     throughputs: tuple[tuple[float, ...], tuple[float, ...]]
-    """For each of the two, its steps per second on each kind while both run; 0 where the pair cannot run."""
+    """The steps per second of each of the two on each kind while both run; 0 where the pair cannot run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _FROZEN = 1e-7
 
 
 def fair_share_units(space: Space) -> Floats:
-    """For each class, the normalized throughput of the space that is a share of 1."""
+    """The normalized throughput of the space that is a share of 1, for each class."""
     problem = space.problem
     equal = (problem.speeds() @ problem.equal_shares())[space.first]
     units: Floats = equal / space.fastest / problem.workers()[space.first]
