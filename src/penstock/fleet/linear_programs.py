@@ -147,7 +147,7 @@ class Program:
         self._bounds: list[Floats] = [numpy.ones(space.classes)]
         self._rows = space.classes
         self._throughput_rows: slice | None = None
-        self._time = numpy.zeros(0)
+        self._units = numpy.ones(space.classes)
         self.at_most(
             (pool_of[space.kind], numpy.arange(space.variables), space.taken),
             numpy.array([float(space.problem.pools[name]) for name in pools]),
@@ -165,12 +165,15 @@ class Program:
         extra variable.
         """
         rows, columns, values = self._space.rates
-        left = [(rows, columns, -values)]
+        # A tolerance is absolute, and a slow job's throughput is small: each row has a number of 1.
+        largest = bounds if extra is None else numpy.maximum(bounds, extra)
+        self._units = numpy.where(largest > 0, largest, 1.0)
+        left = [(rows, columns, -values / self._units[rows])]
         if extra is not None:
             (there,) = numpy.nonzero(extra)
-            left.append((there, numpy.full(len(there), self._space.variables), extra[there]))
+            left.append((there, numpy.full(len(there), self._space.variables), (extra / self._units)[there]))
         self._throughput_rows = slice(self._rows, self._rows + len(bounds))
-        self.at_most(_joined(left), -bounds)
+        self.at_most(_joined(left), -bounds / self._units)
 
     def longer_time(self, column: int) -> None:
         """Makes the variables of the space durations, in place of shares of time: the extra variable `column` is the
@@ -212,7 +215,7 @@ class Program:
         numpy.add.at(rates, rows, values * shares[columns])
         held = numpy.zeros(self._space.classes)
         if self._throughput_rows is not None:
-            held = -found.ineqlin.marginals[self._throughput_rows]
+            held = -found.ineqlin.marginals[self._throughput_rows] / self._units
         return Solution(shares, found.x[self._space.variables :], float(-found.fun), rates, held)
 
 

@@ -7,7 +7,7 @@ from penstock.fleet.problems import Floats
 
 __all__ = ["fill"]
 
-_SLACK = 1e-9
+_SLACK = 1e-8
 """The second program may miss the optimum of the first by this share, since both are met up to a tolerance only."""
 
 
@@ -19,7 +19,7 @@ def fill(space: Space, solution: Solution, *, at_least: Floats, weights: Floats 
     a job.
     """
     program = Program(space)
-    program.throughputs_at_least(numpy.maximum(at_least * (1 - _SLACK) - _SLACK, 0.0))
+    program.throughputs_at_least(at_least * (1 - _SLACK))
     try:
         return program.maximize(space.total_rates(space.workers if weights is None else weights)).shares
     except Infeasible:

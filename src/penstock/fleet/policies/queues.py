@@ -63,5 +63,5 @@ def _in_order(problem: Problem, order: Sequence[int], policy: str) -> Allocation
 def _most(space: Space, levels: Floats, weights: Floats) -> Solution:
     """The largest weighted sum of throughputs while each job has at least its level."""
     program = Program(space)
-    program.throughputs_at_least(numpy.maximum(levels - _SLACK, 0.0))
+    program.throughputs_at_least(levels * (1 - _SLACK))
     return program.maximize(space.total_rates(weights))
