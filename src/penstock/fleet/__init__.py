@@ -28,6 +28,7 @@ from penstock.fleet.policies import (
     water_filling,
 )
 from penstock.fleet.problems import Pair, Problem
+from penstock.fleet.rounds import Lease, RoundScheduler
 
 __all__ = [
     "POLICIES",
@@ -35,9 +36,11 @@ __all__ = [
     "Entity",
     "Job",
     "Kind",
+    "Lease",
     "Pair",
     "Policy",
     "Problem",
+    "RoundScheduler",
     "blind",
     "fifo",
     "finish_time_fairness",

@@ -1,7 +1,5 @@
 """What a policy's objective leaves free, given to the jobs that can use it."""
 
-import numpy
-
 from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
 from penstock.fleet.problems import Floats
 
