@@ -71,7 +71,7 @@ FLOW = {
     "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
-    "fleet": "errors arguments values planning",
+    "fleet": "errors arguments values timelines planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
         fleet""",
     "integrations": "errors training pipeline",

@@ -7,6 +7,7 @@ May import the planner and what it plans with; only ``commands`` imports this ro
 """
 
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity, Job
 from penstock.fleet.kinds import Kind
 from penstock.fleet.policies import (
@@ -20,6 +21,7 @@ from penstock.fleet.policies import (
     max_min_fairness,
     max_throughput,
     min_cost,
+    min_cost_near_deadlines,
     min_cost_with_deadlines,
     min_makespan,
     min_makespan_within_budget,
@@ -27,21 +29,41 @@ from penstock.fleet.policies import (
     strict_fifo,
     water_filling,
 )
+from penstock.fleet.prices import PriceHistory
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.rounds import Lease, RoundScheduler
+from penstock.fleet.run_pictures import completion_svg, devices_svg, run_page
+from penstock.fleet.simulations import simulate_fleet
+from penstock.fleet.workloads import (
+    THESIS_KINDS,
+    Arrival,
+    JobType,
+    poisson_workload,
+    static_workload,
+    thesis_types,
+)
 
 __all__ = [
     "POLICIES",
+    "THESIS_KINDS",
     "Allocation",
+    "Arrival",
+    "CompletedJob",
     "Entity",
+    "FleetRun",
+    "Held",
     "Job",
+    "JobType",
     "Kind",
     "Lease",
     "Pair",
     "Policy",
+    "PriceHistory",
     "Problem",
     "RoundScheduler",
     "blind",
+    "completion_svg",
+    "devices_svg",
     "fifo",
     "finish_time_fairness",
     "hierarchical",
@@ -49,10 +71,16 @@ __all__ = [
     "max_min_fairness",
     "max_throughput",
     "min_cost",
+    "min_cost_near_deadlines",
     "min_cost_with_deadlines",
     "min_makespan",
     "min_makespan_within_budget",
+    "poisson_workload",
+    "run_page",
     "shortest_job_first",
+    "simulate_fleet",
+    "static_workload",
     "strict_fifo",
+    "thesis_types",
     "water_filling",
 ]

@@ -70,7 +70,8 @@ class RoundScheduler:
         it still owes decides who comes first, since new allocations may follow each other faster than rounds.
         """
         problem = allocation.problem
-        if problem.kinds != self._kinds:
+        # Prices may change while the machines stay.
+        if [(kind.name, kind.workers) for kind in problem.kinds] != [(kind.name, kind.workers) for kind in self._kinds]:
             raise PlanError("RoundScheduler.begin(allocation=): expected the kinds of this scheduler: make a new one")
         owed = {
             (jobs, kind.name): lack

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.policies.blindness import blind, isolated_shares
 from penstock.fleet.policies.completion_times import finish_time_fairness, min_makespan, min_makespan_within_budget
-from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_with_deadlines
+from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_near_deadlines, min_cost_with_deadlines
 from penstock.fleet.policies.fairness import hierarchical, max_min_fairness, water_filling
 from penstock.fleet.policies.queues import fifo, shortest_job_first, strict_fifo
 from penstock.fleet.problems import Problem
@@ -26,6 +26,7 @@ __all__ = [
     "max_min_fairness",
     "max_throughput",
     "min_cost",
+    "min_cost_near_deadlines",
     "min_cost_with_deadlines",
     "min_makespan",
     "min_makespan_within_budget",
@@ -49,6 +50,7 @@ _AWARE: dict[str, Policy] = {
     "max-throughput": max_throughput,
     "min-cost": min_cost,
     "min-cost-with-deadlines": min_cost_with_deadlines,
+    "min-cost-near-deadlines": min_cost_near_deadlines,
 }
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {

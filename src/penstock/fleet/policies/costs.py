@@ -9,10 +9,12 @@ import numpy
 
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
-from penstock.fleet.linear_programs import Infeasible, Program, Space
+from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
 from penstock.fleet.problems import Floats, Problem
 
-__all__ = ["max_throughput", "min_cost", "min_cost_with_deadlines"]
+__all__ = ["max_throughput", "min_cost", "min_cost_near_deadlines", "min_cost_with_deadlines"]
+
+_SLACK = 1e-8
 
 
 def max_throughput(problem: Problem) -> Allocation:
@@ -35,15 +37,31 @@ def min_cost_with_deadlines(problem: Problem) -> Allocation:
 
     Raises `PlanError` if not all deadlines can be met, and names the jobs that are too late and what they could meet.
     """
-    space = Space(problem, [(job.steps, job.deadline_seconds) for job in problem.jobs])
-    required = _required(space)
+    space = _space_of_deadlines(problem)
     program = Program(space)
-    program.throughputs_at_least(required)
+    program.throughputs_at_least(_required(space))
     try:
         solution = program.maximize(_steps_per_price(space))
     except Infeasible:
-        raise PlanError(_late_jobs(space, required)) from None
+        raise PlanError(_late_jobs(space, _nearest(space))) from None
     return space.allocation(solution.shares, "min-cost-with-deadlines")
+
+
+def min_cost_near_deadlines(problem: Problem) -> Allocation:
+    """As `min_cost_with_deadlines`, but deadlines that cannot all be met are missed by the least sum of throughputs."""
+    space = _space_of_deadlines(problem)
+    nearest = _nearest(space)
+    program = Program(space)
+    program.throughputs_at_least(numpy.minimum(_required(space), nearest.rates) * (1 - _SLACK))
+    try:
+        shares = program.maximize(_steps_per_price(space)).shares
+    except Infeasible:
+        shares = nearest.shares
+    return space.allocation(shares, "min-cost-near-deadlines")
+
+
+def _space_of_deadlines(problem: Problem) -> Space:
+    return Space(problem, [(job.steps, job.deadline_seconds) for job in problem.jobs])
 
 
 def _required(space: Space) -> Floats:
@@ -65,13 +83,11 @@ def _steps_per_price(space: Space) -> Floats:
     return space.total_rates(space.workers) / (space.hourly_prices() / highest * space.sizes)
 
 
-def _late_jobs(space: Space, required: Floats) -> str:
-    """The message about deadlines that cannot be met together: the jobs that are late in the allocation with the least
-    sum of missing throughputs.
+def _nearest(space: Space) -> Solution:
+    """The allocation in which the sum of what all jobs lack of the throughputs for their deadlines is least. The extra
+    variables are what each class lacks.
     """
-    problem = space.problem
     program = Program(space, extra=space.classes)
-    # One extra variable for each class: what it lacks.
     rows, columns, values = space.rates
     lacks = numpy.arange(space.classes)
     left = (
@@ -79,13 +95,17 @@ def _late_jobs(space: Space, required: Floats) -> str:
         numpy.concatenate([columns, space.variables + lacks]),
         numpy.concatenate([-values, -numpy.ones(space.classes)]),
     )
-    program.at_most(left, -required)
-    solution = program.maximize(numpy.concatenate([numpy.zeros(space.variables), -space.counts]))
+    program.at_most(left, -_required(space))
+    return program.maximize(numpy.concatenate([numpy.zeros(space.variables), -space.counts]))
+
+
+def _late_jobs(space: Space, nearest: Solution) -> str:
+    """The message about deadlines that cannot be met together."""
     late = []
-    for m, job in enumerate(problem.jobs):
-        rate = solution.rates[space.class_of[m]]
-        if job.deadline_seconds is not None and solution.extra[space.class_of[m]] > 1e-6:
-            seconds = job.steps / (rate * space.fastest[space.class_of[m]]) if rate > 1e-9 else numpy.inf
+    for job, number in zip(space.problem.jobs, space.class_of, strict=True):
+        if job.deadline_seconds is not None and nearest.extra[number] > 1e-6:
+            speed = nearest.rates[number] * space.fastest[number]
+            seconds = job.steps / speed if nearest.rates[number] > 1e-9 else numpy.inf
             late.append(f"job {job.name!r} in {seconds:.6g} s, where its deadline is in {job.deadline_seconds:.6g} s")
     return (
         f"deadlines: expected that all can be met, found that the nearest allocation finishes {'; '.join(late)}: give "
