@@ -7,6 +7,9 @@ May import the planner and what it plans with; only ``commands`` imports this ro
 """
 
 from penstock.fleet.allocations import Allocation
+from penstock.fleet.cluster_jobs import CLUSTERS, cluster_job
+from penstock.fleet.executor import FleetExecutor
+from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.jobs import Entity, Job
 from penstock.fleet.kinds import Kind
@@ -34,6 +37,7 @@ from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.rounds import Lease, RoundScheduler
 from penstock.fleet.run_pictures import completion_svg, devices_svg, run_page
 from penstock.fleet.simulations import simulate_fleet
+from penstock.fleet.throughputs import Machines, ModelJob, PlannedSpeed, ThroughputTable, throughput_table
 from penstock.fleet.workloads import (
     THESIS_KINDS,
     Arrival,
@@ -44,24 +48,33 @@ from penstock.fleet.workloads import (
 )
 
 __all__ = [
+    "CLUSTERS",
     "POLICIES",
     "THESIS_KINDS",
     "Allocation",
     "Arrival",
     "CompletedJob",
     "Entity",
+    "FleetExecutor",
+    "FleetFile",
     "FleetRun",
     "Held",
     "Job",
     "JobType",
     "Kind",
     "Lease",
+    "Machines",
+    "ModelJob",
     "Pair",
+    "PlannedSpeed",
     "Policy",
     "PriceHistory",
     "Problem",
     "RoundScheduler",
+    "ThroughputTable",
+    "TrainingCommand",
     "blind",
+    "cluster_job",
     "completion_svg",
     "devices_svg",
     "fifo",
@@ -82,5 +95,6 @@ __all__ = [
     "static_workload",
     "strict_fifo",
     "thesis_types",
+    "throughput_table",
     "water_filling",
 ]

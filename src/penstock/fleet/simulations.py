@@ -12,10 +12,11 @@ import numpy
 from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PlanError
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
+from penstock.fleet.jobs import Entity
 from penstock.fleet.kinds import Kind
 from penstock.fleet.policies import Policy
 from penstock.fleet.prices import PriceHistory
-from penstock.fleet.problems import Entity, Problem
+from penstock.fleet.problems import Problem
 from penstock.fleet.rounds import Lease, RoundScheduler
 from penstock.fleet.workloads import Arrival
 
