@@ -62,7 +62,7 @@ class RoundScheduler:
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """Those of the current round."""
+        """The leases of the current round."""
         return self._leases
 
     def begin(self, allocation: Allocation) -> None:

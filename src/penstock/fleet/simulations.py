@@ -58,7 +58,7 @@ def simulate_fleet(
     """Runs the jobs of `workload` on `kinds` under `policy`.
 
     `restart_seconds`: what a job loses of a round whose lease is not renewed. `reset_rounds`: the policy is asked again
-    after so many rounds, and not only when jobs or prices have changed. `watched`: the numbers of the jobs that
+    after this many rounds, and not only when jobs or prices have changed. `watched`: the numbers of the jobs that
     the results are about; the simulation ends with the last of them, while the others keep the fleet busy. `ideal`: no
     rounds; each job runs at exactly its share at any time. `record`: keep all leases, for pictures.
     """
