@@ -1,7 +1,9 @@
 """The published comparisons of Gavel [Narayanan 2021, section 5.7.3], simulated: our ratios beside those of the thesis.
 
-    python benchmarks/fleet_policies.py --save benchmarks/results/fleet-policies.txt            all, three seeds: hours on one core
-    python benchmarks/fleet_policies.py --jobs 500 --seeds 1 --only las ftf            a look
+    python benchmarks/fleet_policies.py --save benchmarks/results/fleet-policies.txt
+    python benchmarks/fleet_policies.py --jobs 500 --seeds 1 --only las ftf
+
+The first takes hours on one core, the second is a look.
 
 The workload has the 26 job types with the speedups of table 6.1, on 36 V100, 36 P100 and 36 K80. The thesis measures
 jobs 4000 to 5000; with N jobs these are those from 4/6 N to 5/6 N, while the later ones keep the fleet busy.

@@ -1,4 +1,4 @@
-"""The executor of `penstock fleet run`, measured: bits after preemptions, a killed executor, and the simulated makespan.
+"""The executor of `penstock fleet run`, measured: bits after preemptions and after its own death, and its makespan.
 
     python benchmarks/fleet_runs.py --round-seconds 20 --steps 2
 

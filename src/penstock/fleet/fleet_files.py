@@ -110,14 +110,14 @@ class FleetFile:
         jobs = [_read_job(node, Path(path).parent) for node in places["jobs"].items()]
         return place.build(
             lambda: cls(
-                str(path),
-                tuple(_read_machines(node) for node in places["kinds"].items()),
-                tuple(model for model, _, _ in jobs),
-                tuple(seconds for _, seconds, _ in jobs),
-                tuple(command for _, _, command in jobs),
-                tuple(_read_entity(node) for node in _items(places, "entities")),
-                tuple(_read_pair(node) for node in _items(places, "pairs")),
-                places["budget"].number() if "budget" in places else None,
+                path=str(path),
+                machines=tuple(_read_machines(node) for node in places["kinds"].items()),
+                jobs=tuple(model for model, _, _ in jobs),
+                arrivals=tuple(seconds for _, seconds, _ in jobs),
+                commands=tuple(command for _, _, command in jobs),
+                entities=tuple(_read_entity(node) for node in _items(places, "entities")),
+                pairs=tuple(_read_pair(node) for node in _items(places, "pairs")),
+                budget=places["budget"].number() if "budget" in places else None,
             )
         )
 

@@ -98,7 +98,7 @@ class ThroughputTable:
                     "it more workers or other machines, or leave it out"
                 )
         jobs, kinds = tuple(model.job for model in self.jobs), tuple(machines.kind for machines in self.machines)
-        return Problem(jobs, kinds, self.throughputs(), tuple(pairs), tuple(entities), budget)
+        return Problem(jobs, kinds, self.throughputs(), pairs=tuple(pairs), entities=tuple(entities), budget=budget)
 
     def describe(self) -> str:
         """A line for each job and kind: samples per second, and the plan or the reason."""
