@@ -114,7 +114,7 @@ def test_a_training_that_ignores_the_signal_is_killed(tmp_path):
         executor.run()
     state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
 
-    assert len({line.partition(":")[0] for line in ended}) == 2, "the first was killed, so that the other could start"
+    assert "a: its lease ended before a step was saved; longer rounds would help" in ended
     assert all(find_left_behind(tmp_path / "run" / name, found.lease) is None for name, found in state.jobs.items())
 
 

@@ -64,6 +64,8 @@ class FleetExecutor:
         self._scheduler = RoundScheduler(fleet.kinds)
         self._processes: dict[str, LeaseProcess] = {}
         self._known: tuple[str, ...] = ()
+        # The steps that each job had done when its lease began.
+        self._begun: dict[str, int] = {}
 
     def run(self) -> FleetRun:
         """Trains until every job is done or given up. Raises `PenstockError` if some were given up."""
@@ -142,6 +144,7 @@ class FleetExecutor:
             "OMP_NUM_THREADS": "1",
         }
         steps = next(model.job.steps for model in self._fleet.jobs if model.job.name == name)
+        self._begun[name] = steps_done(self._checkpoints(name))
         words = training_words(command.filled(self._checkpoints(name), steps, processes), processes)
         self._processes[name] = LeaseProcess.start(words, job.lease, self._folder(name), environment)
         self._report(f"{name}: lease {job.leases} on {lease.kind} {list(lease.workers)}, {processes} processes")
@@ -149,6 +152,8 @@ class FleetExecutor:
     def _stop(self, name: str) -> None:
         """Ends a lease: the training saves and leaves, and goes on with its next one."""
         self._close(name, self._processes[name].stop(self._grace_seconds), asked=True)
+        if self._state.jobs[name].status == "waiting" and steps_done(self._checkpoints(name)) == self._begun[name]:
+            self._report(f"{name}: its lease ended before a step was saved; longer rounds would help")
 
     def _notice_ends(self) -> None:
         for name, process in list(self._processes.items()):

@@ -36,8 +36,6 @@ class JobState:
     failures: int = 0
     """In a row; a lease that ends as asked sets it to 0."""
     busy_seconds: float = 0.0
-    measured: dict[str, list[float]] = field(default_factory=dict)
-    """For each kind the steps that were saved and the seconds that they took."""
 
 
 @dataclass(slots=True)
