@@ -45,6 +45,12 @@ KINDS = tuple(Kind(name, 36, price) for name, price in zip(THESIS_KINDS, (2.48, 
 """With the prices per hour of Google's on-demand machines, which table 6.1 implies."""
 
 
+RATES = {False: 4.1, True: 2.2}
+"""Jobs per hour without and with gangs: 97 % of what the fleet can do with these speedups, 4.24 and 2.29. Blind policies
+can do 3.83 and 2.07. The thesis has 5.6 and 2.6, where its throughputs, which it does not print, must be higher.
+"""
+
+
 def continuous(policy: Policy, rate: float, gangs: bool, jobs: int, seed: int) -> FleetRun:
     """The steady state of Poisson arrivals."""
     workload = poisson_workload(thesis_types(), jobs, rate, seed=seed, gangs=gangs)
@@ -53,7 +59,8 @@ def continuous(policy: Policy, rate: float, gangs: bool, jobs: int, seed: int) -
 
 def las(jobs: int, seed: int) -> Iterator[tuple[str, float, str]]:
     """Least attained service at high load."""
-    for gangs, rate, published in ((False, 5.6, "3.5"), (True, 2.6, "2.2")):
+    for gangs, published in ((False, "3.5"), (True, "2.2")):
+        rate = RATES[gangs]
         aware, baseline = (
             continuous(policy, rate, gangs, jobs, seed) for policy in (max_min_fairness, blind(max_min_fairness))
         )
@@ -64,20 +71,21 @@ def las(jobs: int, seed: int) -> Iterator[tuple[str, float, str]]:
 def ftf(jobs: int, seed: int) -> Iterator[tuple[str, float, str]]:
     """Finish-time fairness."""
     aware, baseline = (
-        continuous(policy, 2.6, True, jobs, seed) for policy in (finish_time_fairness, blind(finish_time_fairness))
+        continuous(policy, RATES[True], True, jobs, seed)
+        for policy in (finish_time_fairness, blind(finish_time_fairness))
     )
     yield (
-        "finish-time fairness, gangs, 2.6 jobs/h: mean completion time",
+        "finish-time fairness, gangs: mean completion time",
         baseline.mean_seconds / aware.mean_seconds,
         "3",
     )
-    yield "finish-time fairness, gangs, 2.6 jobs/h: mean rho", baseline.fairness / aware.fairness, "2.8"
+    yield "finish-time fairness, gangs: mean rho", baseline.fairness / aware.fairness, "2.8"
 
 
 def first_come(jobs: int, seed: int) -> Iterator[tuple[str, float, str]]:
     """FIFO, with the printed weights."""
-    aware, baseline = (continuous(policy, 5.6, False, jobs, seed) for policy in (fifo, blind(fifo)))
-    yield "FIFO, single workers, 5.6 jobs/h: mean completion time", baseline.mean_seconds / aware.mean_seconds, "2.7"
+    aware, baseline = (continuous(policy, RATES[False], False, jobs, seed) for policy in (fifo, blind(fifo)))
+    yield "FIFO, single workers: mean completion time", baseline.mean_seconds / aware.mean_seconds, "2.7"
 
 
 def makespan(jobs: int, seed: int) -> Iterator[tuple[str, float, str]]:
