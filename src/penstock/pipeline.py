@@ -282,7 +282,7 @@ class Pipeline:
             give_hints(model, recipe, self.schedule, self._world.rank)
             self._outside = OutsideState(model, self._chain)
             self._opened.callback(watch_flight(self._world, self.plan, engine.recorder, guarded, self._device))
-            known = self.auto_plan and self.auto_plan.profile
+            known = self.auto_plan.profile if self.auto_plan else None
             self._straggler_source = StragglerSource(self._chain, self.plan, self._device, self._world, known)
             self._stats_source = StatsSource(self._chain, self.plan, self.schedule, self._device, self._world)
         back = partial(checkpoints.go_back, guarded=guarded) if on_nonfinite == "rollback" else None

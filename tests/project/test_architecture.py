@@ -71,8 +71,9 @@ FLOW = {
     "pipeline": """errors arguments values doctor timelines autoplans layer_weights scheduling scheduling.verification
         capturing profiling training reporting testing runtime.devices runtime.transport runtime.execution
         runtime.parameters runtime.batches runtime.engine runtime.assembly runtime.checkpoints""",
+    "fleet": "errors arguments values timelines planning",
     "commands": """errors arguments values doctor timelines planning scheduling simulating rendering capturing profiling
-        training""",
+        training fleet""",
     "integrations": "errors training pipeline",
     "scan": "errors",
     "cli": "errors commands",
@@ -89,6 +90,7 @@ PURE = (
     "scheduling",
     "simulating",
     "rendering",
+    "fleet",
 )
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
