@@ -61,7 +61,7 @@ def plan(
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
     profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`:
-    exactly so many, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
+    exactly this number, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
     default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on

@@ -35,7 +35,7 @@ _PLACES = 400
 """The most moves of single cuts in a round; on longer chains, places far from a cut are left out."""
 
 _SORTING = 4
-"""Sorting the actions of a new structure costs as much as so many passes over them."""
+"""Sorting the actions of a new structure costs as much as this number of passes over them."""
 
 _TRIED = 4
 """How many structures are timed before the search goes on from the best of them."""
