@@ -101,6 +101,7 @@ def _propose(
     """The proposals of all planners, each once, whatever the constraints choose among them."""
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
+    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
     opened = constraints.opened()
     allowed = set(constraints.schedules)
     for query in progress_line(opened.trials(profiles, cluster), _title, "planning", progress):
