@@ -120,10 +120,7 @@ def test_memory_sizes(text, size):
 
 @pytest.mark.parametrize(
     ("parse", "text"),
-    [
-        (parse_bandwidth, text)
-        for text in ("", "fast", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s", "10", "1000")
-    ]
+    [(parse_bandwidth, text) for text in ("", "fast", "10", "10G", "10 gigabit", "0", "-3", "10GB", "1e9 B/s/s")]
     + [(parse_bytes, text) for text in ("", "16G", "16Gb", "0", "16GB/s", "-1")]
     + [(parse_count, text) for text in ("0", "-1", "1.5", "two", "")],
 )

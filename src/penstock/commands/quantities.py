@@ -12,7 +12,7 @@ _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _NUMBER = r"(?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*"
 _SCALE = r"(?P<scale>[kKMGT]?|[KMGT]i)"
-_LEAST = 1e4
+_LEAST = 1e3
 """No link is so slow: a smaller number without a unit was meant in another one."""
 _BANDWIDTH = re.compile(_NUMBER + rf"(?:{_SCALE}(?P<unit>B/s|Bps|bit/s|b/s|bps))?")
 _BYTES = re.compile(_NUMBER + rf"(?:{_SCALE}B)?")

@@ -211,7 +211,7 @@ class _Sorter:
     )
 
     def sort(self, edges: int, links: int) -> _Run:
-        """The run of all instructions over `edges` and `links`, which are numbers of them."""
+        """The run of all instructions; `edges` and `links` are counts."""
         places = {rank: place for place, rank in enumerate(self.written)}
         marked = {
             rank: {what.backward for kind, what in zip(own.kinds, own.details, strict=True) if kind == REDUCE}

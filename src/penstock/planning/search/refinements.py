@@ -81,7 +81,7 @@ class Refiner:
         return families
 
     def search(self, families: Mapping[Family, Sequence[Plan]], progress: bool | None) -> list[list[Plan]]:
-        """Finds the best plan of each of the fastest families and, in case that it does not fit in the end, others."""
+        """The best plan of each of the fastest families, with others in case that it does not fit in the end."""
         looked: dict[Family, list[Timed]] = {}
         best = inf
         bounds = {family: min(map(self._least_seconds, plans)) for family, plans in families.items()}

@@ -102,6 +102,7 @@ def _propose(
     """The proposals of all planners, each once, whatever the constraints choose among them."""
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
+    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
     opened = constraints.opened()
     # Raises an error for numbers that no query has, which other schedules than the wished one may have.
     constraints.trials(profiles, cluster)
