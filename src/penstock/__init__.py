@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from penstock.training.user_microbatches import Microbatches
     from penstock.values.clusters import Cluster
+    from penstock.values.device_kinds import DeviceKind
     from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
     from penstock.values.transformers import Transformer
@@ -58,6 +59,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Cluster",
+    "DeviceKind",
     "ErrorFeedback",
     "LayerProfile",
     "LookAhead",
@@ -111,6 +113,7 @@ _HOMES = {
     "CaptureError": "errors",
     "CheckpointError": "errors",
     "Cluster": "values.clusters",
+    "DeviceKind": "values.device_kinds",
     "ErrorFeedback": "training.update_hooks",
     "LayerProfile": "values.profiles",
     "LookAhead": "training.update_hooks",

@@ -92,7 +92,8 @@ PURE = (
 ACTIONS = laws.classes_of(SOURCES["penstock.scheduling.actions"])
 MESSAGES = {action for action in ACTIONS if action.startswith(("Receive", "Send"))}
 PUBLIC = """
-    CaptureError CheckpointError Cluster ErrorFeedback LayerProfile LookAhead LossScale Microbatches NamedParameters
+    CaptureError CheckpointError Cluster DeviceKind ErrorFeedback LayerProfile LookAhead LossScale Microbatches
+    NamedParameters
     PenstockError Pipeline Plan PlanError Profile ProfileError Schedule ScheduleDefinition ScheduleError Stage Stats
     Subject Timeline Transformer TransportError UpdateHook WeightAverage WeightPrediction WeightUpdate capture
     initialize latest_checkpoint load_weights loader local_device log_stats model_loss plan prefetch probe profile

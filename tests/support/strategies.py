@@ -1,8 +1,10 @@
 """Random profiles, clusters and plans for the laws of the values and the planners."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from penstock.values import Cluster, LayerProfile, Plan, Prediction, Profile, Stage
+from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Prediction, Profile, Stage
 
 seconds = st.floats(0, 1e3, allow_nan=False)
 sizes = st.one_of(st.integers(0, 10**12), st.floats(0, 1e12, allow_nan=False))
@@ -22,7 +24,12 @@ def layer_profiles(draw):
 def profiles(draw):
     layers = draw(st.lists(layer_profiles(), min_size=1, max_size=6))
     noted = draw(st.one_of(st.just((0.0, 1.0)), st.tuples(sizes, st.floats(1, 100))))
-    return Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names), (), *noted)
+    made = Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names), (), *noted)
+    known = made.device
+    for device in draw(st.lists(names.filter(lambda name: name != known), max_size=2, unique=True)):
+        factor = draw(st.floats(1e-3, 1e3))
+        made = made.joined(replace(made.on(DeviceKind(made.device, factor)), device=device))
+    return made
 
 
 bandwidths = st.floats(1e-3, 1e15)
@@ -33,7 +40,23 @@ latencies = st.one_of(st.just(0.0), st.floats(0, 10))
 
 
 @st.composite
+def kinds(draw):
+    speed = draw(st.one_of(st.just(1.0), st.floats(1e-3, 1e3)))
+    return DeviceKind(draw(names), speed, draw(memories), draw(st.one_of(st.just(0.0), st.floats(0, 100))))
+
+
+@st.composite
 def clusters(draw):
+    """Clusters of equal devices, and of several kinds."""
+    links = draw(_linked())
+    if draw(st.booleans()):
+        return links
+    known = draw(st.lists(kinds(), min_size=1, max_size=3))
+    return links.with_kinds([draw(st.sampled_from(known)) for _ in range(links.devices)])
+
+
+@st.composite
+def _linked(draw):
     if draw(st.booleans()):
         levels = draw(st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3))
         some = st.one_of(latencies, st.lists(latencies, min_size=len(levels), max_size=len(levels)))
