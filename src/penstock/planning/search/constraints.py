@@ -110,9 +110,14 @@ class PlanConstraints:
             and self._takes_stages_per_rank(each)
         )
 
-    def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[PlannerQuery, ...]:
-        """All queries, planner by planner. `PlanError` if the fixed numbers leave none."""
-        trials = tuple(self._trials(profiles, cluster))
+    def trials(
+        self, profiles: Sequence[Profile], cluster: Cluster, devices: int | None = None
+    ) -> tuple[PlannerQuery, ...]:
+        """All queries, planner by planner. `PlanError` if the fixed numbers leave none.
+
+        `devices`: those that the default minibatch is for; by default those of `cluster`.
+        """
+        trials = tuple(self._trials(profiles, cluster, cluster.devices if devices is None else devices))
         if trials:
             return trials
         per_rank = self.stages_per_rank or 2
@@ -137,15 +142,16 @@ class PlanConstraints:
             "to the search"
         )
 
-    def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
+    def _trials(self, profiles: Sequence[Profile], cluster: Cluster, devices: int) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self._definitions:
                 if _plans_for(planner, schedule):
                     for profile in profiles:
-                        for request in self._requests(planner, schedule, profile, profiles[0], cluster):
+                        microbatches = self.count_microbatches(profile, profiles[0], devices)
+                        for request in self._requests(planner, schedule, profile, microbatches, cluster):
                             yield PlannerQuery(planner, profile, request, self.recompute is not False)
 
-    def count_microbatches(self, profile: Profile, first: Profile, cluster: Cluster) -> int:
+    def count_microbatches(self, profile: Profile, first: Profile, devices: int) -> int:
         """The number ``m`` of microbatches of `profile`'s size; 0 if the batch size is not a multiple of that size.
 
         The default batch size is four microbatches of the first profile for every device.
@@ -154,7 +160,7 @@ class PlanConstraints:
             return self.microbatches
         batch = self.batch_size
         if batch is None:
-            batch = _MICROBATCHES_PER_DEVICE * cluster.devices * first.microbatch_size
+            batch = _MICROBATCHES_PER_DEVICE * devices * first.microbatch_size
         return 0 if batch % profile.microbatch_size else batch // profile.microbatch_size
 
     def _planners(self, cluster: Cluster) -> Iterator[str]:
@@ -170,9 +176,8 @@ class PlanConstraints:
                 yield PlannerName.INTERLEAVED.value
 
     def _requests(
-        self, planner: str, schedule: ScheduleDefinition, profile: Profile, first: Profile, cluster: Cluster
+        self, planner: str, schedule: ScheduleDefinition, profile: Profile, microbatches: int, cluster: Cluster
     ) -> Iterator[Request]:
-        microbatches = self.count_microbatches(profile, first, cluster)
         if schedule.updates_per_microbatch and self.microbatches is None and self.batch_size is None:
             microbatches = 1
         if not microbatches:
@@ -182,13 +187,15 @@ class PlanConstraints:
         # With split backwards it gains little: recomputed activations are kept until the weight backward, and the last
         # rank recomputes nothing, so it keeps the activations of all its microbatches in both cases.
         by_itself = planner == PlannerName.TWO_BW
-        if self.recompute is None and (cluster.memory_bytes is None or by_itself or schedule.splits_backward):
+        if self.recompute is None and (cluster.least_memory_bytes is None or by_itself or schedule.splits_backward):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
                 straight = self._is_straight(planner, schedule)
                 stages = self.stages
-                if straight and stages is None:
+                # Where devices differ, the planner chooses those of a straight pipeline itself.
+                free = planner == PlannerName.PIPEDREAM and not cluster.is_equal and not schedule.layout.has_several
+                if straight and stages is None and not free:
                     most = min(cluster.devices, len(profile) // per_rank)
                     stages = per_rank * _most_ranks(schedule, per_rank, microbatches, most)
                 if stages == 0 or (stages or 0) % per_rank:

@@ -22,10 +22,10 @@ def explain_infeasibility(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, found: SearchResult
 ) -> PlanError:
     """The error of a search that `found` no plan."""
-    free = replace(cluster, memory_bytes=None)
+    free = cluster.with_memory(None)
     either = replace(constraints, recompute=True) if constraints.recompute is None else constraints
     unlimited = compare_plans(profiles, free, either).ranked
-    if cluster.memory_bytes is None or not unlimited:
+    if cluster.least_memory_bytes is None or not unlimited:
         reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
         return PlanError(f"no plan: {reasons}")
     needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import simulator_options
+from penstock.planning.memory import overfull_rank
+from penstock.planning.search.arrangements import arrange_cluster, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
-from penstock.planning.search.proposals import Proposer
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
@@ -63,10 +64,12 @@ def compare_plans(
     """
     rejections: list[Rejection] = []
     proposals: dict[Plan, Plan] = {}
-    proposer = Proposer(cluster)
-    for query in progress_line(constraints.trials(profiles, cluster), _title, "planning", progress):
+    profiles, cluster = without_kinds(profiles, cluster)
+    arranged = arrange_cluster(cluster, profiles[0])
+    asked = [(each, query) for each in arranged for query in each.queries(profiles, constraints)]
+    for arrangement, query in progress_line(asked, lambda ask: _title(ask[1]), "planning", progress):
         try:
-            for proposed in proposer.propose(query):
+            for proposed in arrangement.propose(query):
                 if _is_pointless(proposed) and DEFAULT_SCHEDULE in constraints.schedules:
                     continue
                 if constraints.microbatches not in (None, proposed.microbatches):
@@ -119,11 +122,12 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
     options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
     options["shared_nic"] = constraints.shared_nic
     outcome = evaluate(plan, profile, cluster, **options)
-    if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
-        worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
+    used = plan.used(cluster)
+    worst = overfull_rank(outcome.peak_bytes, used)
+    if worst is not None:
         raise PlanError(
             f"rank {worst} needs {bytes_text(outcome.peak_bytes[worst])} with its message buffers: expected at most "
-            f"{bytes_text(cluster.memory_bytes)}"
+            f"{bytes_text(used.memory_of(worst) or 0)}"
         )
     return replace(plan, predicted=outcome.prediction())
 
