@@ -9,14 +9,15 @@ Rules of the search:
      trains as one device does, one that needs the least memory, one with the fewest stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import simulator_options
+from penstock.planning.costs import chain_costs, simulator_options
 from penstock.planning.memory import overfull_rank
 from penstock.planning.search.arrangements import arrange_cluster, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
+from penstock.planning.search.device_moves import climb
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
@@ -30,6 +31,9 @@ __all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
 
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
+
+_MOVED = 4
+"""How many schedules' best plans are searched further where devices differ."""
 
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
@@ -88,7 +92,34 @@ def compare_plans(
             simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
             rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
+    if not cluster.is_equal and constraints.planner is None:
+        simulated += _move_devices(simulated, sizes, cluster, constraints)
     return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
+
+
+def _move_devices(
+    simulated: list[Plan], sizes: Mapping[int, Profile], cluster: Cluster, constraints: PlanConstraints
+) -> list[Plan]:
+    """What moves of devices that differ make of the best plan of each of the best schedules."""
+    seeds: dict[tuple[str, str], Plan] = {}
+    for plan in sorted(simulated, key=_speed, reverse=True):
+        if not plan.definition.layout.has_several:
+            seeds.setdefault((str(plan.schedule), plan.routing), plan)
+    found = []
+    for plan in list(seeds.values())[:_MOVED]:
+        profile = sizes[plan.microbatch_size or 0]
+        costs = chain_costs(profile, cluster, recompute=plan.recompute, full_duplex=True)
+        moved = climb(
+            plan,
+            cluster,
+            costs,
+            lambda changed, profile=profile: _simulate(changed, profile, cluster, constraints),  # type: ignore[misc]
+            constraints.allreduce,
+            straight=constraints.straight or constraints.stages is not None,
+            stages=constraints.stages,
+        )
+        found += [moved] if moved is not plan else []
+    return found
 
 
 def _title(query: PlannerQuery) -> str:
