@@ -25,6 +25,7 @@ _OPTIONS = (
     "recompute",
     "shared_nic",
     "whole_backwards",
+    "every_device",
 )
 
 
@@ -51,6 +52,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
         ("--whole-backwards", "only schedules that do not split backwards"),
+        ("--every-device", "only plans that use all devices"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -19,7 +19,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["plan"]
+__all__ = ["join_profiles", "plan"]
 
 
 _RULES = {
@@ -48,6 +48,7 @@ def plan(
     optimizer_copies: float = OPTIMIZER_COPIES,
     shared_nic: bool = False,
     whole_backwards: bool = False,
+    every_device: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
@@ -64,8 +65,12 @@ def plan(
     number, on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on
-    stderr; None shows it on a terminal.
+    default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `every_device`: only
+    plans that use all devices, as under torchrun, where each process is a rank. `progress` shows a line on stderr; None
+    shows it on a terminal.
+
+    Where the devices of `cluster` differ (`DeviceKind`), every planner knows the seconds and the memory of each, and a
+    plan may leave devices out (`Plan.devices`). Several profiles of one size, of different devices, are joined.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
@@ -89,10 +94,11 @@ def plan(
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
         whole_backwards=whole_backwards,
+        every_device=every_device,
     )
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, constraints)
-    profiles = _check_profiles(profile)
+    profiles = _check_profiles(join_profiles(profile))
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
@@ -124,9 +130,25 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
     )
 
 
-def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
-    """The profiles as a tuple; raises `PlanError` unless they are of one model, at different microbatch sizes."""
+def join_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
+    """`given` as a tuple, with one profile for each microbatch size: those of other devices are joined to the first."""
     profiles = tuple(given) if isinstance(given, list | tuple) else (cast(Profile, given),)
+    joined: dict[object, Profile] = {}
+    for index, profile in enumerate(profiles):
+        size: object = profile.microbatch_size if isinstance(profile, Profile) else index
+        first = joined.get(size)
+        known = [] if first is None else [first.device, *(times.device for times in first.others)]
+        if first is None:
+            joined[size] = profile
+        elif profile.device in known:
+            joined[index, size] = profile
+        else:
+            joined[size] = first.joined(profile)
+    return tuple(joined.values())
+
+
+def _check_profiles(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    """The profiles; raises `PlanError` unless they are of one model, at different microbatch sizes."""
     if not profiles:
         raise PlanError("profile: expected one profile or more, found none: measure the model with penstock.profile")
     measured = instance(

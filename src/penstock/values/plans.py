@@ -162,11 +162,13 @@ class Plan:
         microbatches: int = 1,
         stages_per_rank: int = 1,
         vertical_sync: bool = False,
+        speeds: Sequence[float] = (),
     ) -> "Plan":
         """As `uniform`, but cut so that the stage that weighs most weighs as little as possible.
 
         `weights`: of each layer, such as its seconds; only their ratios count. Among equals, the cut with the least sum
-        of squares of the stages. Layers of one weight are cut as `uniform` cuts them.
+        of squares of the stages. Layers of one weight are cut as `uniform` cuts them. `speeds`: of each rank, where
+        they differ; a stage then weighs what its layers do over the speed of its rank.
         """
         weights = entries("weights", weights, PlanError)
         for layer, weight in enumerate(weights):
@@ -175,7 +177,15 @@ class Plan:
         uniform = cls.uniform(
             layers, stages, schedule, microbatches, stages_per_rank=stages_per_rank, vertical_sync=vertical_sync
         )
-        cuts = balanced_cuts(weights, stages)
+        speeds = entries("speeds", speeds, PlanError)
+        if speeds and len(speeds) != uniform.ranks:
+            raise PlanError(
+                f"speeds: expected {uniform.ranks} (one per rank), found {len(speeds)}: give the speed of every rank"
+            )
+        for rank, speed in enumerate(speeds):
+            number(above=0).check(f"speeds[{rank}]", speed, PlanError)
+        paces = tuple(speeds[stage.ranks[0]] for stage in uniform.stages) if speeds else ()
+        cuts = balanced_cuts(weights, stages, paces)
         moved = zip(uniform.stages, pairwise(cuts), strict=True)
         return replace(uniform, stages=tuple(Stage(start, stop, stage.ranks) for stage, (start, stop) in moved))
 

@@ -140,7 +140,7 @@ class _Machine:
     def stage_seconds(self, group: _Group) -> Matrix:
         """(N+1, N+1): ``T`` on the devices of `group`."""
         held = [index for index, count in enumerate(group) if count]
-        slowest = np.maximum.reduce([self.seconds[index] for index in held])
+        slowest: Matrix = np.maximum.reduce([self.seconds[index] for index in held])
         if sum(group) == 1:
             return slowest
         speeds = [self.speeds[a, b] for a in held for b in held if a != b or group[a] > 1]

@@ -12,6 +12,7 @@ kinds, for the profile as it is on them.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from penstock.errors import PlanError
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.requests import number_ranks
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
@@ -25,28 +26,37 @@ __all__ = ["Arrangement", "arrange_cluster", "without_kinds"]
 _MOST = 10
 """Arrangements that the planners are asked for."""
 
+_DEEP = 2
+"""Arrangements for which those planners are asked too that take long."""
+
 
 class Arrangement:
     """Some devices of a cluster in some order, and the planners for them."""
 
-    def __init__(self, cluster: Cluster, devices: tuple[int, ...]) -> None:
+    def __init__(self, cluster: Cluster, devices: tuple[int, ...], *, deep: bool = True) -> None:
         self.devices = devices
-        self._whole = devices == tuple(range(cluster.devices))
+        self.deep = deep
+        """Whether planners that take long are asked too."""
+        self.is_whole = devices == tuple(range(cluster.devices))
         self._all = cluster.devices
-        self._cluster = cluster if self._whole else cluster.pick(devices)
+        self._cluster = cluster if self.is_whole else cluster.pick(devices)
         self._proposer = Proposer(self._cluster)
 
     def queries(self, profiles: Sequence[Profile], constraints: PlanConstraints) -> tuple[PlannerQuery, ...]:
         """The planner queries for these devices. The default minibatch is the same for all arrangements."""
-        queries = constraints.trials(profiles, self._cluster, self._all)
-        if self._whole:
-            return queries
-        return tuple(query for query in queries if not _chooses_devices(query))
+        if self.is_whole:
+            return constraints.trials(profiles, self._cluster, self._all)
+        try:
+            queries = constraints.trials(profiles, self._cluster, self._all)
+        except PlanError:
+            # Fewer devices may be too few for what is fixed.
+            return ()
+        return tuple(query for query in queries if not _chooses_devices(query) and (self.deep or not _is_slow(query)))
 
     def propose(self, query: PlannerQuery) -> Iterator[Plan]:
         """The plans of one query, on the devices of the whole cluster. Raises `PlanError` if there are none."""
         for plan in self._proposer.propose(query):
-            yield plan if self._whole else self._placed(plan)
+            yield plan if self.is_whole else self._placed(plan)
 
     def _placed(self, plan: Plan) -> Plan:
         stages = tuple(
@@ -76,7 +86,8 @@ def arrange_cluster(cluster: Cluster, profile: Profile) -> tuple[Arrangement, ..
         kept = [rank for rank in every if seconds[rank] <= slowest]
         orders += [tuple(kept), tuple(sorted(kept, key=lambda rank: (seconds[rank], rank)))]
     orders += [tuple(rank for rank in every if cluster.class_of(rank) == kind) for kind in classes]
-    return tuple(Arrangement(cluster, order) for order in list(dict.fromkeys(orders))[:_MOST])
+    chosen = list(dict.fromkeys(orders))[:_MOST]
+    return tuple(Arrangement(cluster, order, deep=index < _DEEP) for index, order in enumerate(chosen))
 
 
 def without_kinds(profiles: Sequence[Profile], cluster: Cluster) -> tuple[tuple[Profile, ...], Cluster]:
@@ -85,6 +96,10 @@ def without_kinds(profiles: Sequence[Profile], cluster: Cluster) -> tuple[tuple[
         return tuple(profiles), cluster
     kind = cluster.kind_of(0)
     return tuple(profile.on(kind) for profile in profiles), Cluster(cluster.links, cluster.memory_of(0))
+
+
+def _is_slow(query: PlannerQuery) -> bool:
+    return query.request.definition.layout.has_several
 
 
 def _chooses_devices(query: PlannerQuery) -> bool:

@@ -70,6 +70,7 @@ class PlanConstraints:
     optimizer_copies: float = OPTIMIZER_COPIES
     shared_nic: bool = False
     whole_backwards: bool = False
+    every_device: bool = False
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))
@@ -81,7 +82,9 @@ class PlanConstraints:
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
         counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), integer(1).optional)
-        flags = dict.fromkeys(("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards"), FLAG)
+        flags = dict.fromkeys(
+            ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device"), FLAG
+        )
         more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
         check_fields(self, {**counts, **flags, **more}, PlanError)
         if self.microbatches is not None and self.batch_size is not None:

@@ -39,17 +39,19 @@ def climb(
     *,
     straight: bool,
     stages: int | None = None,
+    devices: int | None = None,
 ) -> Plan:
     """The fastest plan that moves lead to from `plan`, which has a prediction and one stage per rank.
 
     ``simulate(plan)`` adds a prediction and raises `PlanError` or `ScheduleError` for a plan that cannot run or does
-    not fit. `straight`: no replicas. `stages`: their number, if it is fixed.
+    not fit. `straight`: no replicas. `stages`, `devices`: their numbers, if they are fixed.
     """
     whole = plan.microbatch_size if plan.routing == "split" else None
 
     def allowed(blocks: tuple[_Block, ...]) -> bool:
         widths = [len(devices) for _, _, devices in blocks]
-        plain = (max(widths) == 1 or not straight) and stages in (None, len(blocks))
+        plain = max(widths) == 1 or not straight
+        plain = plain and stages in (None, len(blocks)) and devices in (None, sum(widths))
         return plain and not any((whole or width) % width for width in widths)
 
     seen = {_signature(_blocks(plan), cluster)}

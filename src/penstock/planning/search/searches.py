@@ -76,6 +76,8 @@ def compare_plans(
             for proposed in arrangement.propose(query):
                 if _is_pointless(proposed) and DEFAULT_SCHEDULE in constraints.schedules:
                     continue
+                if constraints.every_device and proposed.ranks != cluster.devices:
+                    continue
                 if constraints.microbatches not in (None, proposed.microbatches):
                     reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
                     rejections.append(Rejection(query.planner, str(query.request.schedule), reason))
@@ -83,7 +85,8 @@ def compare_plans(
                 bare = replace(proposed, predicted=None)
                 proposals.setdefault(bare, replace(proposed, planner=query.planner))
         except (PlanError, ScheduleError) as error:
-            rejections.append(Rejection(query.planner, str(query.request.schedule), str(error)))
+            if arrangement.is_whole:
+                rejections.append(Rejection(query.planner, str(query.request.schedule), str(error)))
     chosen = _shorten(list(proposals.values()))
     sizes = {profile.microbatch_size: profile for profile in profiles}
     simulated = []
@@ -117,6 +120,7 @@ def _move_devices(
             constraints.allreduce,
             straight=constraints.straight or constraints.stages is not None,
             stages=constraints.stages,
+            devices=cluster.devices if constraints.every_device else None,
         )
         found += [moved] if moved is not plan else []
     return found
