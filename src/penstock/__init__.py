@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from penstock.oracle.references import reference_train
     from penstock.pipeline import Pipeline
+    from penstock.planning.cluster_comparisons import compare_clusters
     from penstock.planning.planners import plan
     from penstock.profiling.links import probe
     from penstock.profiling.profiler import profile
@@ -86,6 +87,7 @@ __all__ = [
     "WeightPrediction",
     "WeightUpdate",
     "capture",
+    "compare_clusters",
     "initialize",
     "latest_checkpoint",
     "load_weights",
@@ -140,6 +142,7 @@ _HOMES = {
     "WeightPrediction": "training.update_hooks",
     "WeightUpdate": "training.update_hooks",
     "capture": "capturing",
+    "compare_clusters": "planning.cluster_comparisons",
     "initialize": "capturing.initialization",
     "latest_checkpoint": "runtime.checkpoints.checkpoint_reader",
     "load_weights": "capturing.weight_files",

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import log
 from typing import cast
 
-from penstock.arguments import FLAG, check_arguments, instance
+from penstock.arguments import FLAG, check_arguments, entries, instance, integer
 from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -19,7 +20,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["join_profiles", "plan"]
+__all__ = ["add_sizes", "join_profiles", "plan"]
 
 
 _RULES = {
@@ -38,6 +39,7 @@ def plan(
     schedule: ScheduleDefinition | str | None = None,
     microbatches: int | None = None,
     batch_size: int | None = None,
+    microbatch_sizes: Sequence[int] = (),
     stages: int | None = None,
     stages_per_rank: int | None = None,
     straight: bool = False,
@@ -61,7 +63,8 @@ def plan(
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
-    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`: their
+    profiles of one model, measured at different microbatch sizes, the search also chooses the size; `microbatch_sizes`
+    are further sizes to try, for which the nearest profile is scaled (`Profile.scaled`). `stages`: their
     number, on one rank each (with `stages_per_rank`: on all ranks together). `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
@@ -98,11 +101,11 @@ def plan(
     )
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, constraints)
-    profiles = _check_profiles(join_profiles(profile))
+    profiles = add_sizes(_check_profiles(join_profiles(profile)), microbatch_sizes)
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    return replace(found.ranked[0], explanation=explain_search(found))
+    return replace(found.ranked[0], explanation=explain_search(found, cluster, profiles[0]))
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:
@@ -128,6 +131,18 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
         stages_per_rank=constraints.stages_per_rank,
         recompute=constraints.recompute,
     )
+
+
+def add_sizes(profiles: tuple[Profile, ...], microbatch_sizes: Sequence[int]) -> tuple[Profile, ...]:
+    """`profiles`, and for every other of `microbatch_sizes` the nearest of them, scaled."""
+    sizes = entries("microbatch_sizes", microbatch_sizes, PlanError)
+    known = {profile.microbatch_size: profile for profile in profiles}
+    added = dict(known)
+    for index, found in enumerate(sizes):
+        size = integer(1).check(f"microbatch_sizes[{index}]", found, PlanError)
+        nearest = min(known, key=lambda other: (abs(log(other / size)), other))
+        added.setdefault(size, known[nearest].scaled(size))
+    return tuple(added.values())
 
 
 def join_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
