@@ -9,9 +9,9 @@ from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_cou
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile
+    from penstock.values import Cluster, Plan, Profile, Transformer
 
-__all__ = ["declare_cluster", "load_any", "load_profile", "read_cluster"]
+__all__ = ["declare_cluster", "load_any", "load_model", "load_profile", "read_cluster"]
 
 
 def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool) -> None:
@@ -49,6 +49,13 @@ def load_profile(path: str) -> "Profile":
     from penstock.values import Profile
 
     return Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
+
+
+def load_model(path: str) -> "Profile | Transformer":
+    """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1."""
+    from penstock.values import Transformer
+
+    return Transformer.load(path) if Path(path).suffix in (".yaml", ".yml") else load_profile(path)
 
 
 def load_any(path: str) -> "Plan | Profile | Cluster":

@@ -105,7 +105,7 @@ def plan(
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    return replace(found.ranked[0], explanation=explain_search(found, cluster, profiles[0]))
+    return replace(found.ranked[0], explanation=explain_search(found, cluster, profiles[0], optimizer_copies))
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.prices import cost_per_million
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.planning.search.without_pipelines import without_pipelines
@@ -22,7 +23,12 @@ _REASON = 160
 """Characters of the reason of a rejection."""
 
 
-def explain_search(search: SearchResult, cluster: Cluster | None = None, profile: Profile | None = None) -> str:
+def explain_search(
+    search: SearchResult,
+    cluster: Cluster | None = None,
+    profile: Profile | None = None,
+    optimizer_copies: float = OPTIMIZER_COPIES,
+) -> str:
     """The best plan, the ranked table, why the runner-up is not the best, and what could not be planned.
 
     With `cluster` also its kinds of devices and, where prices are known, costs; with `profile` what training without a
@@ -37,7 +43,7 @@ def explain_search(search: SearchResult, cluster: Cluster | None = None, profile
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
     if cluster is not None and profile is not None and cluster.devices > 1:
-        lines += _compare_alternatives(best, cluster, profile)
+        lines += _compare_alternatives(best, cluster, profile, optimizer_copies)
     lines += _list(search.rejections)
     return "\n".join(lines)
 
@@ -74,9 +80,9 @@ def _kind_text(kind: DeviceKind) -> str:
     return name if kind.speed == 1 else f"{name} ({kind.speed:.3g} times as fast)"
 
 
-def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile) -> list[str]:
+def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimizer_copies: float) -> list[str]:
     size = best.microbatch_size or profile.microbatch_size
-    ways = without_pipelines(profile.scaled(size), cluster, best.microbatches)
+    ways = without_pipelines(profile.scaled(size), cluster, best.microbatches, optimizer_copies)
     texts = [
         f"{way.name} {way.samples_per_second:.4g} samples/s, peak {bytes_text(way.peak_bytes)}"
         + ("" if way.fits else " (does not fit)")
