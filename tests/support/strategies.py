@@ -70,6 +70,12 @@ def _linked(draw):
     return Cluster.from_matrix(draw(matrix(bandwidths)), draw(memories), draw(some))
 
 
+def _devices(ranks):
+    """No devices, or one for every rank, of a cluster that may have more."""
+    some = st.lists(st.integers(0, 2 * ranks), min_size=ranks, max_size=ranks, unique=True)
+    return st.one_of(st.just(()), some.map(tuple))
+
+
 @st.composite
 def predictions(draw, ranks):
     values = st.floats(0, allow_nan=False)
@@ -114,4 +120,5 @@ def plans(draw):
         draw(st.one_of(st.none(), predictions(groups * parallel))),
         draw(st.sampled_from(["round-robin", "split"])),
         parallel,
+        devices=draw(_devices(groups * parallel)),
     )
