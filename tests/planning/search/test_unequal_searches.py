@@ -146,3 +146,10 @@ def test_clusters_are_compared_by_speed_and_cost():
     assert "The fastest is two A, the cheapest four B." in str(found)
     with pytest.raises(PlanError, match="expected a mapping of names to clusters"):
         penstock.compare_clusters(EQUAL, {})
+
+
+def test_a_transformer_needs_equal_devices():
+    cluster = Cluster.uniform(2, 1e9).with_kinds([FAST, HALF])
+
+    with pytest.raises(PlanError, match="expected equal devices of speed 1 for a transformer"):
+        penstock.plan(penstock.Transformer(4, 64, 4, 128, 1000), cluster, batch_size=8)
