@@ -9,8 +9,8 @@ from penstock.arguments import TEXT, instance
 from penstock.errors import PlanError
 from penstock.planning.planners import join_profiles, plan
 from penstock.planning.prices import cost_per_million
+from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.explanations import shape_text
-from penstock.planning.search.without_pipelines import without_pipelines
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile

@@ -34,7 +34,7 @@ _WINDOW_SECONDS = 0.02
 _ROUND_SECONDS = (0.2, 0.6, 1.2)
 """How long all ranks measure. Where they seem to differ they measure again, at most so often."""
 
-_WINDOWS = 4
+_WINDOWS = 8
 """The least number of windows in a round."""
 
 
@@ -61,10 +61,12 @@ def measure_speeds(
 
 
 def _least_window(run: Callable[[], Profile], seconds: float) -> float:
-    """The least mean time of the layers over a window, of those that fit into `seconds`, and of four at least."""
-    started, windows = time.perf_counter(), []
+    """The least mean time of the layers over a window, of those that fit into `seconds`, and of eight at least."""
+    started = time.perf_counter()
+    windows: list[float] = []
     while len(windows) < _WINDOWS or time.perf_counter() - started < seconds:
-        begun, times = time.perf_counter(), []
+        begun = time.perf_counter()
+        times: list[float] = []
         while not times or time.perf_counter() - begun < _WINDOW_SECONDS:
             times.append(run().seconds)
         windows.append(fmean(times))

@@ -1,6 +1,7 @@
 """The search where devices differ, against all pipelines by the simulator; clusters compared; no pipelines at all."""
 
 import random
+from functools import partial
 from itertools import combinations, permutations
 from math import inf
 
@@ -10,7 +11,7 @@ import penstock
 from penstock.errors import PlanError
 from penstock.planning.requests import number_ranks
 from penstock.planning.search.arrangements import arrange_cluster
-from penstock.planning.search.without_pipelines import without_pipelines
+from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.simulating import evaluate
 from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile, Stage
 
@@ -106,11 +107,11 @@ def test_profiles_of_other_devices_are_joined():
 def test_sizes_of_microbatches_are_searched_under_a_fixed_batch():
     """With 48 samples in four microbatches the pipeline is empty much of the time; with sixteen it is not."""
     cluster = Cluster.uniform(2, 1e9)
-    fixed = {"batch_size": 48, "schedule": "1f1b-flush", "straight": True}
-    found = penstock.plan(EQUAL, cluster, microbatch_sizes=(24, 3), **fixed)
+    fixed = partial(penstock.plan, EQUAL, cluster, batch_size=48, schedule="1f1b-flush", straight=True)
+    found = fixed(microbatch_sizes=(24, 3))
 
     assert (found.microbatches, found.microbatch_size) == (16, 3)
-    assert penstock.plan(EQUAL, cluster, **fixed).microbatch_size == 12
+    assert fixed().microbatch_size == 12
     with pytest.raises(PlanError, match=r"microbatch_sizes\[0\]: expected a whole number"):
         penstock.plan(EQUAL, cluster, microbatch_sizes=(0,))
 

@@ -6,8 +6,8 @@ from itertools import groupby
 
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.prices import cost_per_million
+from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
-from penstock.planning.search.without_pipelines import without_pipelines
 from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Prediction

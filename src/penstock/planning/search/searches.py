@@ -32,8 +32,8 @@ __all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
 
-_MOVED = 4
-"""How many schedules' best plans are searched further where devices differ."""
+_MOVED = 6
+"""How many plans are searched further where devices differ: the best of a schedule with replicas, and without."""
 
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
@@ -104,10 +104,10 @@ def _move_devices(
     simulated: list[Plan], sizes: Mapping[int, Profile], cluster: Cluster, constraints: PlanConstraints
 ) -> list[Plan]:
     """What moves of devices that differ make of the best plan of each of the best schedules."""
-    seeds: dict[tuple[str, str], Plan] = {}
+    seeds: dict[tuple[str, str, bool], Plan] = {}
     for plan in sorted(simulated, key=_speed, reverse=True):
         if not plan.definition.layout.has_several:
-            seeds.setdefault((str(plan.schedule), plan.routing), plan)
+            seeds.setdefault((str(plan.schedule), plan.routing, max(plan.replicas) == 1), plan)
     found = []
     for plan in list(seeds.values())[:_MOVED]:
         profile = sizes[plan.microbatch_size or 0]
