@@ -28,8 +28,7 @@ Train = Callable[[int, list[str]], str]
 def train(fork_server: ForkServer) -> Train:
     """Runs an example on that many processes, once for each list of arguments, and returns what it prints.
 
-    A single process holds two stages. Of the two examples the first one is started by torchrun where there are several
-    processes.
+    A single process holds two stages. Of several processes those of the main example are started by torchrun.
     """
 
     @cache
@@ -38,7 +37,7 @@ def train(fork_server: ForkServer) -> Train:
             child = fork_server.start([*arguments, "--stages", "2"], ENVIRONMENT, ROOT)
             printed, errors = child.communicate(timeout=300)
             code = child.returncode
-        elif arguments[0] == DIGITS[0]:
+        elif arguments[0] != GPT[0]:
             ranks = fork_server.start_ranks(arguments, processes, ROOT)
             told = [child.communicate(timeout=300) for child in ranks]
             printed, errors = ("".join(streams) for streams in zip(*told, strict=True))

@@ -19,7 +19,7 @@ ROUNDING = 1e-14
 
 @cache
 def reference(run: Run) -> Reference:
-    return penstock.reference_train(run.build(), jobs.BATCHES, **run.options)
+    return penstock.reference_train(run.build(), jobs.TRAINED, **run.options)
 
 
 def train(pool: Pool, run: Run) -> list[Outcome]:
@@ -41,7 +41,7 @@ def farthest(run: Run, outcomes: list[Outcome]) -> float:
 
 def activation_bytes(run: Run) -> int:
     """What crosses one cut in one direction in a whole training: all samples, once a step."""
-    return len(jobs.BATCHES) * jobs.BATCHES[0][0].numel() * jobs.WIDTH * 8
+    return len(jobs.TRAINED) * jobs.BATCHES[0][0].numel() * jobs.WIDTH * 8
 
 
 SPLIT = (
@@ -218,7 +218,7 @@ def test_a_hook_sees_a_shared_module_once(pool: Pool) -> None:
 def test_stages_with_unequal_replicas_have_meshes_of_their_own(pool: Pool) -> None:
     plan = replace(Run("").plan, stages=(penstock.Stage(0, 3, (0, 1)), penstock.Stage(3, 6, (2,))))
     found = pool.run(3, jobs.look_around, Run(""), plan)
-    expected = penstock.reference_train(jobs.build_model(), jobs.BATCHES, **{**Run("").options, "plan": plan})
+    expected = penstock.reference_train(jobs.build_model(), jobs.TRAINED, **{**Run("").options, "plan": plan})
 
     assert [told[0][2] for told, _, _ in found] == [[[0], [1]], [[0], [1]], [[2]]]
     for *_, outcome in found:

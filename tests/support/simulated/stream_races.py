@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class RacingDevice:
         self._local = threading.local()
         """The current stream of each thread, if it is not the first one."""
         self._memories: dict[int, _Memory] = {}
-        self._given_back: defaultdict[int, list[_Memory]] = defaultdict(list)
+        self._made_on: defaultdict[int, list[tuple[int, _Memory]]] = defaultdict(list)
+        """By stream: the memories that live, or did when the stream last allocated."""
         """By the stream that it was made on."""
         self._doing = "?"
 
@@ -202,6 +204,7 @@ class RacingDevice:
         if found is None:
             self._lend(self.current())
             found = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), self.current())
+            self._made_on[found.made_on.number].append((storage._cdata, found))
         return found
 
     def _check(self, verb: str, stream: RacingStream, accesses: dict[int, int]) -> None:
@@ -209,17 +212,14 @@ class RacingDevice:
             if stream.knows[other] < number and other != stream.number:
                 self.races.append(f"{self._doing} on stream {stream.number} {verb} stream {other} may not have done")
 
-    def _sweep(self) -> None:
-        """Frees memory that is not referenced any more."""
-        expired = torch.UntypedStorage._expired
-        for key in [key for key, memory in self._memories.items() if expired(memory.alive.cdata)]:
-            memory = self._memories.pop(key)
-            self._given_back[memory.made_on.number].append(memory)
-
     def _lend(self, stream: RacingStream) -> None:
         """Allocates memory on `stream`, which may be any that was freed."""
-        self._sweep()
-        for memory in self._given_back.pop(stream.number, ()):
+        expired, alive, freed = torch.UntypedStorage._expired, [], []
+        for key, memory in self._made_on[stream.number]:
+            (freed if expired(memory.alive.cdata) else alive).append((key, memory))
+        self._made_on[stream.number] = alive
+        for key, memory in freed:
+            del self._memories[key]
             for accesses in (memory.reads, memory.writes):
                 unknown = {other: number for other, number in accesses.items() if other not in memory.kept}
                 self._check("has memory that", stream, unknown)
@@ -235,8 +235,8 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
-        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        names, written = _arguments_of(func)
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         reads = [tensor for name, value in given.items() if name not in written for tensor in _tensors(value)]
         writes = [tensor for name in written for tensor in _tensors(given.get(name))]
         before = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
@@ -251,7 +251,19 @@ class Watching(TorchDispatchMode):
         return result
 
 
+@cache
+def _arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of all arguments, and of those that are written."""
+    arguments = func._schema.arguments
+    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(a.name for a in arguments), frozenset(written)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if tree is None or isinstance(tree, bool | int | float):
+        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

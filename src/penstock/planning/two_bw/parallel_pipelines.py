@@ -74,11 +74,6 @@ class PipelineCandidate:
         return self.replicas * self.stages
 
     @property
-    def gradient_accumulation(self) -> int:
-        """``g = m / p``; 0 if there are fewer microbatches than stages."""
-        return self.microbatches // self.stages
-
-    @property
     def batch_size(self) -> int:
         """The samples of a minibatch, ``d m b``."""
         return self.replicas * self.microbatches * self.microbatch_size

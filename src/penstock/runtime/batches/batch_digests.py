@@ -1,13 +1,14 @@
 """Short digests of a batch, by which ranks find out whether they were given the same one.
 
 A digest covers the bytes of a tensor: all of them up to `FULL_BYTES`, and above that elements at equal distances. A
-probe covers `PROBE_BYTES` of the first and the last microbatch; it costs microseconds. Tensors on the meta device have
+probe covers `PROBE_BYTES` of the first microbatch; it costs microseconds. Tensors on the meta device have
 no values, so their digest is empty and is compared with none.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,19 +63,26 @@ def describe_batch(microbatches: Sequence[Microbatch], *, full: bool) -> BatchFa
     chosen = microbatches if full or len(microbatches) < 2 else (microbatches[0], microbatches[-1])
     names = list(chosen[0].inputs)
     groups = [[name] for name in names[:MOST_INPUTS]] + ([names[MOST_INPUTS:]] if len(names) > MOST_INPUTS else [])
-    inputs = [_facts([each.inputs[name] for name in group for each in chosen], full) for group in groups]
-    targets = [leaf for each in chosen for leaf in flatten(each.target)[0]]
-    return BatchFacts(samples, tuple(inputs), _facts(targets, full))
+    inputs = [_facts([[each.inputs[name] for name in group] for each in chosen], full) for group in groups]
+    return BatchFacts(samples, tuple(inputs), _facts([_leaves(each.target) for each in chosen], full))
 
 
-def _facts(values: Sequence[Any], full: bool) -> TensorFacts:
-    """The facts of the pieces of one input, or of all leaves of the targets."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    shapes = dict.fromkeys(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+def _leaves(target: Any) -> list[Any]:
+    return [target] if isinstance(target, Tensor) else flatten(target)[0]
+
+
+def _facts(values: Sequence[Sequence[Any]], full: bool) -> TensorFacts:
+    """The facts of one input, or of all leaves of the targets, by microbatch."""
+    tensors = [[value for value in each if isinstance(value, Tensor)] for each in values]
+    text = _text_of(tuple([(tensor.shape, tensor.dtype) for each in tensors for tensor in each]))
+    return TensorFacts(text, _digest([tensor for each in (tensors if full else tensors[:1]) for tensor in each], full))
+
+
+@lru_cache(maxsize=64)
+def _text_of(forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
+    shapes = dict.fromkeys(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in forms)
     text = ", ".join(shapes)
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST - 9]} {_hashed([text.encode()])[:8]}"
-    return TensorFacts(text, _digest(tensors, full))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 9]} {_hashed([text.encode()])[:8]}"
 
 
 def _digest(tensors: Sequence[Tensor], full: bool) -> str:
@@ -83,10 +91,13 @@ def _digest(tensors: Sequence[Tensor], full: bool) -> str:
     most = (FULL_BYTES if full else PROBE_BYTES) // len(tensors)
     pieces = []
     for tensor in tensors:
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        step = max(1, -(-flat.nbytes // max(most, flat.element_size())))
+        flat = tensor.detach().reshape(-1)
+        if flat.is_conj() or flat.is_neg():
+            flat = flat.resolve_conj().resolve_neg()
+        size = flat.element_size()
+        step = max(1, -(-flat.numel() * size // max(most, size)))
         # On the device first, so that only the sample is copied.
-        sample = flat[::step].cpu().contiguous()
+        sample = (flat[::step] if step > 1 else flat).cpu().contiguous()
         pieces.append(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
     return _hashed(pieces)
 

@@ -14,7 +14,7 @@ Invariants of this file:
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -60,17 +60,18 @@ class AnnouncedCall:
 
     def encode(self) -> bytes:
         """The call in `_BYTES` bytes."""
-        text = json.dumps(asdict(self)).encode()
+        batch = self.batch
+        facts = [(tensor.shape, tensor.digest) for tensor in (*batch.inputs, batch.target)]
+        text = json.dumps((self.name, self.trained, self.seed, batch.samples, facts, self.reason)).encode()
         assert len(text) <= _BYTES, "its texts are short"
         return text.ljust(_BYTES)
 
     @classmethod
     def decode(cls, code: bytes) -> "AnnouncedCall":
         """The call that `encode` made `code` of."""
-        read = json.loads(code)
-        batch = read.pop("batch")
-        inputs = tuple(TensorFacts(**tensor) for tensor in batch["inputs"])
-        return cls(**read, batch=BatchFacts(batch["samples"], inputs, TensorFacts(**batch["target"])))
+        name, trained, seed, samples, facts, reason = json.loads(code)
+        *inputs, target = [TensorFacts(shape, digest) for shape, digest in facts]
+        return cls(name, trained, seed, BatchFacts(samples, tuple(inputs), target), reason)
 
 
 @dataclass(slots=True)

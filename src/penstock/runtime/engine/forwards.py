@@ -17,7 +17,7 @@ from penstock.runtime.batches.batch_run import BatchRun
 from penstock.runtime.batches.microbatches import Microbatch
 from penstock.runtime.engine.local_stage import LocalStage
 from penstock.runtime.engine.loss_head import LossHead
-from penstock.runtime.engine.nonfinite_losses import check_loss_now, find_layer
+from penstock.runtime.engine.nonfinite_losses import find_layer, is_nonfinite_now, nonfinite_loss
 from penstock.runtime.execution.executor import Compute
 from penstock.runtime.execution.recomputation import Recomputation
 from penstock.scheduling.actions import Action
@@ -68,8 +68,11 @@ class Forwards:
         if seed is not None:
             seed = part_seed(microbatch_seed(seed, self._batch.microbatches_before + k), microbatch.slice_index)
         recomputation = None if (index, k) in self._direct else self._recomputations.get(index)
-        point = partial(stage.weights.module, version)
-        layer_runner = recomputation.layer_runner(point) if recomputation else None
+        layer_runner = context = None
+        if recomputation:
+            point = partial(stage.weights.module, version)
+            layer_runner = recomputation.layer_runner(point)
+            context = recomputation.context_for(point, module, (*received, *microbatch.tensors))
         metrics: dict[str, Tensor] = {}
 
         def compute(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -80,14 +83,13 @@ class Forwards:
                 return layer_runner(None, partial(head.compute, microbatch, metrics), outputs)
             return head.compute(microbatch, metrics, *outputs)
 
-        context = recomputation.context_for(point, module, (*received, *microbatch.tensors)) if recomputation else None
         within = compute if self._autocast is None else _inside(self._autocast, compute)
         outputs = stage.executor.forward(k, received, within, context)
         if head is not None:
-            if head.checks and microbatch.amount:
+            if head.checks and microbatch.amount and is_nonfinite_now(outputs[0]):
                 names, again = module.names, partial(run, received, microbatch.inputs, seed)
-                find = partial(find_layer, module, names, received, again)
-                check_loss_now(outputs[0], f"microbatch {k} since the last drain", find)
+                layer = find_layer(module, names, received, again)
+                raise nonfinite_loss(outputs[0], f"microbatch {k} since the last drain", layer)
             head.end_forward(k, microbatch, outputs[0], metrics)
         return outputs
 

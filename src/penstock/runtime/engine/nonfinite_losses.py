@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.runtime.batches.results import Loss
 
-__all__ = ["LateLosses", "check_loss_now", "find_layer"]
+__all__ = ["LateLosses", "find_layer", "is_nonfinite_now", "nonfinite_loss"]
 
 _ADVICE = (
     "Lower the learning rate, clip gradients (clip_grad_norm=), leave such samples out, or pass on_nonfinite='skip', "
@@ -24,15 +24,17 @@ _ADVICE = (
 )
 
 
-def check_loss_now(loss: Tensor, where: str, find: Callable[[], str]) -> None:
-    """Raises `PenstockError` if `loss` is on the CPU and not finite. `where`: names step and microbatch. `find`: says
-    where the number comes from.
-    """
-    if loss.device.type == "cpu" and not math.isfinite(value := float(loss.detach())):
-        raise PenstockError(
-            f"the loss of {where} is {value}: expected a finite number, which the gradients could be computed from. "
-            f"{find()}. No weight was changed with it. {_ADVICE}"
-        )
+def is_nonfinite_now(loss: Tensor) -> bool:
+    """Whether `loss` is on the CPU and not finite."""
+    return loss.is_cpu and not math.isfinite(loss.item())
+
+
+def nonfinite_loss(loss: Tensor, where: str, origin: str) -> PenstockError:
+    """The error of a `loss` that is not finite. `where`: names the microbatch. `origin`: a sentence on the layer."""
+    return PenstockError(
+        f"the loss of {where} is {loss.item()}: expected a finite number, which the gradients could be computed from. "
+        f"{origin}. No weight was changed with it. {_ADVICE}"
+    )
 
 
 def find_layer(

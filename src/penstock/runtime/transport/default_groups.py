@@ -6,6 +6,7 @@ allows.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,11 +47,16 @@ def make_default_group(timeout_seconds: float) -> None:
     serves = rank == 0 and not shares_store()
     deadline = time.monotonic() + timeout_seconds
 
+    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
+    if not serves:
+        _wait_until_listening(
+            host, port, deadline, lambda cause: _absence(f"{holder} at {host}:{port}", timeout_seconds, cause)
+        )
+
     def connect() -> TCPStore:
         limit = timedelta(seconds=timeout_seconds)
         return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
-    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
     # The connection has the same time limit. If both ended at once, the thread of the call could come back while the
     # interpreter ends, and torch would abort the process.
     store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, lambda: f"{holder} at {host}:{port}")
@@ -84,6 +90,22 @@ def make_default_group(timeout_seconds: float) -> None:
         timeout_seconds,
         lambda: "one of the other ranks, all of which had come before",
     )
+
+
+def _wait_until_listening(host: str, port: int, deadline: float, absence: Callable[[str], TransportError]) -> None:
+    """Waits until a server can be connected to. Torch's own attempts cannot be given up: a thread that is in one when
+    the interpreter ends aborts the process.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, left)).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise absence(f" The last attempt to connect: {error}") from error
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
 def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: float, awaited: Callable[[], str]) -> T:
