@@ -127,7 +127,7 @@ def chain_costs(
         saved,
         working,
         crossing if full_duplex else 2 * crossing,
-        rank_seconds,
+        rank_seconds=rank_seconds,
     )
 
 

@@ -124,7 +124,7 @@ def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[
         )
         if overfull_rank(peak_bytes(plan, own, request.optimizer_copies), part) is None:
             _, limit = slowest_part(plan.stages, own, part, request.allreduce)
-            predicted = predict(plan, profile, own, seconds, request.optimizer_copies, limit)
+            predicted = predict(plan, profile, own, seconds, request.optimizer_copies, limit=limit)
             found.append(replace(plan, predicted=predicted))
     return tuple(sorted(found, key=_minibatch_seconds))
 

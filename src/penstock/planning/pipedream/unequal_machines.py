@@ -169,9 +169,9 @@ def _machines(cluster: Cluster, costs: ChainCosts, allreduce: AllReduce) -> Iter
             costs,
             allreduce,
             classes,
-            tuple(costs.seconds_on(members[:1]) for members in classes),
-            tuple(inf if size is None else size for size in sizes),
-            between,
+            seconds=tuple(costs.seconds_on(members[:1]) for members in classes),
+            memory_bytes=tuple(inf if size is None else size for size in sizes),
+            speeds=between,
         )
 
 
