@@ -30,7 +30,7 @@ import penstock
 from penstock.simulating import evaluate
 
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 512, 12, 128, 16
-STEPS, ROUNDS = 4, 7
+STEPS, ROUNDS = 6, 5
 TURN_SECONDS = 0.002
 """How long the held process runs, and then stands still."""
 

@@ -100,7 +100,7 @@ class DeviceAssignment:
         return device if self.held[device] else None
 
     def name(self, device: int) -> str:
-        """Of a device: its rank, or its own number if it has none or another."""
+        """The rank of the device, or its own number if it has none or another."""
         rank = self.rank(device)
         if rank is None:
             return f"device {device}" if self.plan.devices else f"rank {device}"

@@ -43,7 +43,7 @@ class DeviceTimes:
         return len(self.forward_seconds)
 
     def prefix(self, layers: int) -> "DeviceTimes":
-        """Those of the first `layers` layers."""
+        """The times of the first `layers` layers."""
         parts = (self.forward_seconds, self.backward_seconds, self.weight_seconds)
         return DeviceTimes(self.device, *(part[:layers] for part in parts))
 
