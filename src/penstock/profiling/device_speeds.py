@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from penstock.capturing.chain import LayerChain
 from penstock.profiling.profiler import profile
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
-from penstock.values.profiles import Profile
 
 __all__ = ["compare_seconds", "measure_speeds"]
 
@@ -28,7 +26,7 @@ _DIFFERENT = 1.3
 _ALIKE = 1.15
 """Up to this ratio two devices are of one class, where some are different."""
 
-_WINDOW_SECONDS = 0.02
+_WINDOW_SECONDS = 0.05
 """Layers run at least this long for one time: a device that is held up in between shows it."""
 
 _ROUND_SECONDS = (0.2, 0.6, 1.2)
@@ -60,16 +58,17 @@ def measure_speeds(
     return speeds
 
 
-def _least_window(run: Callable[[], Profile], seconds: float) -> float:
-    """The least mean time of the layers over a window, of those that fit into `seconds`, and of eight at least."""
+def _least_window(run: Callable[[], object], seconds: float) -> float:
+    """The least mean time of a run over a window, of those that fit into `seconds`, and of eight at least."""
     started = time.perf_counter()
     windows: list[float] = []
     while len(windows) < _WINDOWS or time.perf_counter() - started < seconds:
-        begun = time.perf_counter()
-        times: list[float] = []
-        while not times or time.perf_counter() - begun < _WINDOW_SECONDS:
-            times.append(run().seconds)
-        windows.append(fmean(times))
+        begun, runs = time.perf_counter(), 0
+        # The whole time counts, so that a device that stands still between two layers is slow, too.
+        while not runs or time.perf_counter() - begun < _WINDOW_SECONDS:
+            run()
+            runs += 1
+        windows.append((time.perf_counter() - begun) / runs)
     return min(windows)
 
 
