@@ -30,7 +30,7 @@ import penstock
 from penstock.simulating import evaluate
 
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 512, 12, 128, 16
-STEPS, ROUNDS = 6, 5
+STEPS, ROUNDS = 4, 4
 TURN_SECONDS = 0.002
 """How long the held process runs, and then stands still."""
 
@@ -172,12 +172,13 @@ def main() -> None:
         f"{BLOCKS} blocks of {WIDTH} x {2 * WIDTH}, {MICROBATCHES} microbatches of {SAMPLES}, {STEPS} steps a round",
         "",
     ]
-    lines += report("one process held to half its speed", launch(held=True))
-    lines += report("both processes at full speed", launch(held=False))
-    text = "\n".join(lines)
-    print(text)
-    if arguments.save:
-        arguments.save.write_text(text + "\n")
+    print("\n".join(lines), flush=True)
+    for title, held in (("one process held to half its speed", True), ("both processes at full speed", False)):
+        found = report(title, launch(held=held))
+        print("\n".join(found), flush=True)
+        lines += found
+        if arguments.save:
+            arguments.save.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
