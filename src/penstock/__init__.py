@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from penstock.oracle.references import reference_train
     from penstock.pipeline import Pipeline
+    from penstock.planning.cluster_comparisons import compare_clusters
     from penstock.planning.planners import plan
     from penstock.profiling.links import probe
     from penstock.profiling.profiler import profile
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from penstock.training.user_microbatches import Microbatches
     from penstock.training.wire_codecs import RowInt8, WireCodec
     from penstock.values.clusters import Cluster
+    from penstock.values.device_kinds import DeviceKind
     from penstock.values.plans import Plan, Stage, schedule
     from penstock.values.profiles import LayerProfile, Profile
     from penstock.values.transformers import Transformer
@@ -59,6 +61,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Cluster",
+    "DeviceKind",
     "ErrorFeedback",
     "LayerProfile",
     "LookAhead",
@@ -87,6 +90,7 @@ __all__ = [
     "WeightUpdate",
     "WireCodec",
     "capture",
+    "compare_clusters",
     "initialize",
     "latest_checkpoint",
     "load_weights",
@@ -114,6 +118,7 @@ _HOMES = {
     "CaptureError": "errors",
     "CheckpointError": "errors",
     "Cluster": "values.clusters",
+    "DeviceKind": "values.device_kinds",
     "ErrorFeedback": "training.update_hooks",
     "LayerProfile": "values.profiles",
     "LookAhead": "training.update_hooks",
@@ -142,6 +147,7 @@ _HOMES = {
     "WeightUpdate": "training.update_hooks",
     "WireCodec": "training.wire_codecs",
     "capture": "capturing",
+    "compare_clusters": "planning.cluster_comparisons",
     "initialize": "capturing.initialization",
     "latest_checkpoint": "runtime.checkpoints.checkpoint_reader",
     "load_weights": "capturing.weight_files",

@@ -7,10 +7,14 @@ and sends the plan to all: two profiles never agree exactly.
 The plan uses all ranks, with replicas of a stage where that is faster. If no schedule is given, the plan has one that
 flushes, since a planner must not change which gradients a step applies. For the same reason replicas do not split
 microbatches of a model with BatchNorm, whose statistics would be those of a share of the microbatch.
+
+All ranks measure how fast their devices are. A slow one gets fewer layers. Every process is a rank, so that no device
+is left out; where that would be faster, the log says so.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -23,6 +27,7 @@ from penstock.capturing.export.guards import takes_statistics
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.planners import plan as plan_on
+from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.links import measure_links
 from penstock.profiling.profiler import profile as measure
 from penstock.profiling.training_loops import as_in_training
@@ -34,11 +39,15 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.training.wire_codecs import WireDtype
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Crossing
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Prediction, require_schedule
 from penstock.values.profiles import LayerProfile, Profile
-from penstock.values.stages import Stage
+from penstock.values.stages import Stage, ranks_text
 
 __all__ = ["AutoPlan", "Choices", "fastest_plan", "plan_automatically"]
+
+
+_WORTH_SAYING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +109,21 @@ def plan_automatically(
         per_rank = choices.stages_per_rank(1)
         cluster = Cluster.uniform(max(1, (choices.stages or 1) // per_rank), math.inf)
 
-    def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
+    context = "while it measured the model and planned"
+    profiles: list[Profile] = []
+
+    def measure_layers() -> None:
         profile = measure(chain, sample, autocast=choices.autocast, wire_dtype=choices.wire_dtype)
-        profile = as_in_training(profile, chain, sample, choices.autocast)
+        profiles.append(as_in_training(profile, chain, sample, choices.autocast))
+
+    gather_results(world, context, measure_layers)
+    if speeds := measure_speeds(world, chain, sample, choices.autocast):
+        cluster = cluster.with_kinds([DeviceKind(speed=speed) for speed in speeds])
+
+    def work() -> tuple[dict[str, Any], dict[str, Any]] | None:
         if world.rank != 0:
             return None
+        (profile,) = profiles
         made = fastest_plan(profile, cluster, chain, choices)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         # Every rank has the definition of a schedule of the user's own, which need not be one that can be pickled.
@@ -113,7 +132,7 @@ def plan_automatically(
         stages = tuple([(stage.start, stage.stop, stage.ranks) for stage in made.stages])
         return values | {"schedule": named, "predicted": predicted, "stages": stages}, asdict(profile)
 
-    made = gather_results(world, "while it measured the model and planned", work)[0]
+    made = gather_results(world, context, work)[0]
     assert made is not None
     values, measured = made
     values["schedule"] = values["schedule"] or choices.schedule
@@ -144,10 +163,11 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
     for planner in (None, PlannerName.PIPEDREAM.value) if choices.stages is None else ():
         with suppress(PlanError, ScheduleError):
-            made = search(schedule=choices.schedule, planner=planner)
+            # Under `torchrun` every process is a rank.
+            made = search(schedule=choices.schedule, planner=planner, every_device=True)
             make_schedule(made, chain)
-            # The search may leave devices idle, and under `torchrun` every process is a rank.
-            if made.ranks == cluster.devices and not (whole and made.routing == "split"):
+            if not (whole and made.routing == "split"):
+                _advise(made, cluster, lambda: search(schedule=choices.schedule))
                 return made
     made = search(
         schedule=DEFAULT_SCHEDULE if flushes else choices.schedule,
@@ -156,3 +176,22 @@ def fastest_plan(profile: Profile, cluster: Cluster, chain: LayerChain, choices:
     )
     make_schedule(made, chain)
     return made
+
+
+def _advise(made: Plan, cluster: Cluster, search: Callable[[], Plan]) -> None:
+    """Says in the log of ``penstock`` if a plan without the slow devices would be faster."""
+    if cluster.is_equal or made.predicted is None:
+        return
+    free = search()
+    if free.predicted is None or free.ranks == made.ranks:
+        return
+    gain = free.predicted.samples_per_second / made.predicted.samples_per_second - 1
+    if gain > _WORTH_SAYING:
+        left = sorted(set(range(cluster.devices)) - set(free.devices or range(free.ranks)))
+        logging.getLogger("penstock").warning(
+            "the plan uses all %d ranks, since each is a process. Without %s it would be %.0f%% faster by the "
+            "simulator: start fewer processes, without the slow devices",
+            made.ranks,
+            ranks_text(left),
+            100 * gain,
+        )

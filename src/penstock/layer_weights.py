@@ -1,7 +1,8 @@
 """What every layer weighs where no plan is given: ``balance=`` of a pipeline.
 
 Rank 0 weighs and tells all ranks, so that all cut alike: a model whose work depends on the data may do other work on
-another rank's sample, and no two measurements agree.
+another rank's sample, and no two measurements agree. Where layers are measured, so are the devices of all ranks: a slow
+one gets fewer layers.
 """
 
 import logging
@@ -14,9 +15,11 @@ from penstock.arguments import choice
 from penstock.capturing.chain import LayerChain
 from penstock.capturing.estimates import estimate_seconds
 from penstock.errors import PlanError
+from penstock.profiling.device_speeds import measure_speeds
 from penstock.profiling.profiler import profile
 from penstock.runtime.transport.collective_errors import gather_results
 from penstock.runtime.transport.worlds import World
+from penstock.values.layer_weights import LayerWeights
 from penstock.values.plans import Plan
 
 __all__ = ["Balance", "log_shares", "weigh_layers"]
@@ -34,7 +37,7 @@ def weigh_layers(
     sample: tuple[Any, ...] | dict[str, Any],
     device: torch.device,
     autocast: torch.dtype | None,
-) -> Sequence[float]:
+) -> LayerWeights:
     """What each layer of `chain` weighs by `balance`, the same on all ranks. Collective.
 
     `planned`: there is a plan, so the weights are not read, and `PlanError` if `balance` is not the default. An error
@@ -59,18 +62,23 @@ def weigh_layers(
             case "layers":
                 return equal
 
-    return gather_results(world, "while it weighed the layers", work)[0]
+    weights = gather_results(world, "while it weighed the layers", work)[0]
+    measured = balance == "measured" and not planned
+    return LayerWeights(tuple(weights), measure_speeds(world, chain, sample, autocast) if measured else ())
 
 
-def log_shares(plan: Plan, weights: Sequence[float], balance: Balance) -> None:
+def log_shares(plan: Plan, weights: LayerWeights, balance: Balance) -> None:
     """Says in the log of ``penstock`` what share of the weight each stage of `plan` has."""
     total = sum(weights) or 1.0
     shares = [
-        f"layers [{stage.start}, {stage.stop}) {sum(weights[stage.start : stage.stop]) / total:.1%}"
+        f"layers [{stage.start}, {stage.stop}) {sum(weights.layers[stage.start : stage.stop]) / total:.1%}"
         for stage in plan.stages
     ]
     kind = {"work": "estimated work", "layers": "layers", "measured": "measured seconds"}[balance]
     logging.getLogger("penstock").info("stages by %s: %s", kind, ", ".join(shares))
+    if weights.speeds:
+        speeds = ", ".join(f"{speed:.2f}" for speed in weights.speeds)
+        logging.getLogger("penstock").info("the ranks are not equally fast (rank 0 is 1): %s", speeds)
 
 
 def _check(balance: str, planned: bool) -> None:

@@ -52,6 +52,11 @@ class Oracle:
     def share(self, stage: int) -> int:
         return len(self.plan.stages[stage].ranks) if self.schedule.placement.split else 1
 
+    def pace(self, stage: int, rank: int) -> float:
+        """How much longer a layer takes than in the profile; replicas that share a microbatch wait for each other."""
+        ranks = self.plan.stages[stage].ranks if self.schedule.placement.split else (rank,)
+        return max(1 / self.cluster.kind_of(rank).speed for rank in ranks)
+
     def weight_part(self, stage: int) -> float:
         """Where it was not measured: half of a backward, of layers with weights."""
         shares = [
@@ -103,7 +108,7 @@ class Oracle:
                 for index, action in enumerate(row):
                     spot, begin, end = (rank, index), clock, clock
                     layers = self.layers(action.stage)
-                    share = self.share(action.stage)
+                    share = self.share(action.stage) / self.pace(action.stage, rank)
                     if isinstance(action, Forward):
                         end = clock = clock + sum(layer.forward_seconds for layer in layers) / share
                     elif isinstance(action, BackwardWeight):

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduling.schedules import Schedule
 from penstock.values.clusters import Cluster
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import LayerProfile, Profile
 from support.schedule_strategies import replicated_schedules, schedules
@@ -54,4 +55,7 @@ def problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, int]:
         rows = [[draw(speeds) for _ in range(schedule.ranks)] for _ in range(schedule.ranks)]
         delays = [[draw(number) for _ in range(schedule.ranks)] for _ in range(schedule.ranks)]
         cluster = Cluster.from_matrix(rows, latency_seconds=delays)
+    if draw(st.booleans()):
+        rates = st.sampled_from([0.5, 1.0, 2.0])
+        cluster = cluster.with_kinds([DeviceKind(speed=draw(rates)) for _ in range(schedule.ranks)])
     return schedule, make_plan(draw, schedule, len(layers)), profile, cluster, draw(st.integers(1, 3))

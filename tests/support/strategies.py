@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from penstock.values import Cluster, LayerProfile, LinkLevels, LinkMatrix, Plan, Prediction, Profile, Stage
+from penstock.values import Cluster, DeviceKind, LayerProfile, LinkLevels, LinkMatrix, Plan, Prediction, Profile, Stage
 from penstock.values.message_costs import MessageCosts
 
 seconds = st.floats(0, 1e3, allow_nan=False)
@@ -25,7 +25,12 @@ def layer_profiles(draw):
 def profiles(draw):
     layers = draw(st.lists(layer_profiles(), min_size=1, max_size=6))
     noted = draw(st.one_of(st.just((0.0, 1.0)), st.tuples(sizes, st.floats(1, 100))))
-    return Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names), (), *noted)
+    made = Profile(tuple(layers), draw(st.integers(1, 4096)), draw(names), draw(names), (), *noted)
+    known = made.device
+    for device in draw(st.lists(names.filter(lambda name: name != known), max_size=2, unique=True)):
+        factor = draw(st.floats(1e-3, 1e3))
+        made = made.joined(replace(made.on(DeviceKind(made.device, factor)), device=device))
+    return made
 
 
 bandwidths = st.floats(1e-3, 1e15)
@@ -36,7 +41,14 @@ latencies = st.one_of(st.just(0.0), st.floats(0, 10))
 
 
 @st.composite
+def kinds(draw):
+    speed = draw(st.one_of(st.just(1.0), st.floats(1e-3, 1e3)))
+    return DeviceKind(draw(names), speed, draw(memories), draw(st.one_of(st.just(0.0), st.floats(0, 100))))
+
+
+@st.composite
 def clusters(draw):
+    """Clusters of equal devices or of several kinds, whose messages may take time of the ranks."""
     cluster = draw(free_clusters())
     if draw(st.booleans()):
         return cluster
@@ -55,6 +67,15 @@ def clusters(draw):
 @st.composite
 def free_clusters(draw):
     """Clusters whose messages take no time of the ranks."""
+    links = draw(_linked())
+    if draw(st.booleans()):
+        return links
+    known = draw(st.lists(kinds(), min_size=1, max_size=3))
+    return links.with_kinds([draw(st.sampled_from(known)) for _ in range(links.devices)])
+
+
+@st.composite
+def _linked(draw):
     if draw(st.booleans()):
         levels = draw(st.lists(st.tuples(st.integers(1, 8), bandwidths), min_size=1, max_size=3))
         some = st.one_of(latencies, st.lists(latencies, min_size=len(levels), max_size=len(levels)))
@@ -66,6 +87,12 @@ def free_clusters(draw):
 
     some = st.one_of(latencies, matrix(latencies))
     return Cluster.from_matrix(draw(matrix(bandwidths)), draw(memories), draw(some))
+
+
+def _devices(ranks):
+    """No devices, or one for every rank, of a cluster that may have more."""
+    some = st.lists(st.integers(0, 2 * ranks), min_size=ranks, max_size=ranks, unique=True)
+    return st.one_of(st.just(()), some.map(tuple))
 
 
 @st.composite
@@ -112,4 +139,5 @@ def plans(draw):
         draw(st.one_of(st.none(), predictions(groups * parallel))),
         draw(st.sampled_from(["round-robin", "split"])),
         parallel,
+        devices=draw(_devices(groups * parallel)),
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.values import Plan, Prediction, Stage
+from penstock.values import Cluster, Plan, Prediction, Stage
 from support.strategies import plans
 
 
@@ -31,6 +31,31 @@ def test_uniform_stages_differ_by_one_layer_and_the_longer_come_first(ranks, per
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
     assert [stage.ranks for stage in plan.stages] == [(stage % ranks,) for stage in range(stages)]
     assert (plan.ranks, plan.stages_per_rank) == (ranks, per_rank)
+
+
+def test_devices_that_are_left_out_are_said():
+    stages = (Stage(0, 2, (1,)), Stage(2, 3, (0,)))
+    plan = Plan(stages, devices=(0, 3))
+
+    assert str(plan).splitlines()[0] == "1f1b-flush: 1 microbatches, ranks: 2, on devices 0, 3"
+    assert Plan(stages, devices=(0, 1)) == Plan(stages)
+    assert plan.used(Cluster.uniform(4, 1e9)) == Cluster.uniform(4, 1e9).pick((0, 3))
+    with pytest.raises(PlanError, match=r"2 ranks up to device 3 and the cluster 3 devices"):
+        plan.used(Cluster.uniform(3, 1e9))
+    for wrong in ((0,), (0, 0), (0, 1, 2)):
+        with pytest.raises(PlanError, match=r"devices: expected 2 different devices \(one per rank\)"):
+            Plan(stages, devices=wrong)
+
+
+def test_ranks_of_different_speeds_get_what_they_can_do():
+    """Six equal layers on a rank that is twice as fast as the other: four and two."""
+    cuts = [stage.stop for stage in Plan.balanced([1] * 6, 2, speeds=[2, 1]).stages]
+
+    assert cuts == [4, 6]
+    assert [stage.stop for stage in Plan.balanced([1] * 6, 2, speeds=[1, 2]).stages] == [2, 6]
+    assert Plan.balanced([1, 2, 3, 4], 2, speeds=[3, 3]) == Plan.balanced([1, 2, 3, 4], 2)
+    with pytest.raises(PlanError, match=r"speeds: expected 2 \(one per rank\), found 3"):
+        Plan.balanced([1] * 6, 2, speeds=[1, 1, 1])
 
 
 def test_a_plan_prints_as_a_table():

@@ -1,14 +1,16 @@
 """Profiles, plans and clusters as text for a person."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, assert_never
 
 from penstock.errors import visible
 from penstock.values import LinkLevels, LinkMatrix
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text
+from penstock.values.stages import ranks_text
 
 if TYPE_CHECKING:
-    from penstock.values import Cluster, LayerProfile, Plan, Profile
+    from penstock.values import Cluster, DeviceKind, LayerProfile, Plan, Profile
 
 __all__ = ["describe_cluster", "describe_plan", "describe_profile"]
 
@@ -70,6 +72,11 @@ def describe_cluster(cluster: "Cluster") -> str:
     """Devices, memory, and links."""
     memory = "no memory limit" if cluster.memory_bytes is None else f"{bytes_text(cluster.memory_bytes)} each"
     lines = [f"cluster: {_count(cluster.devices, 'device')}, {memory}"]
+    first = 0
+    for kind, same in groupby(cluster.kinds):
+        count = len(list(same))
+        lines.append(f"  {ranks_text(range(first, first + count))}: {_kind(kind)}")
+        first += count
     match cluster.links:
         case LinkLevels(levels, latencies):
             joined = "devices"
@@ -99,6 +106,14 @@ def _costs(cluster: "Cluster") -> list[str]:
     if cluster.action_seconds:
         lines.append(f"  an action takes {seconds_text(cluster.action_seconds)} beyond its layers")
     return lines
+
+
+def _kind(kind: "DeviceKind") -> str:
+    parts = [visible(kind.name) or "no name"]
+    parts += [f"{kind.speed:.3g} times as fast as its profile"] if kind.speed != 1 else []
+    parts += [bytes_text(kind.memory_bytes)] if kind.memory_bytes is not None else []
+    parts += [f"{kind.price_per_hour:.4g} an hour each"] if kind.price_per_hour else []
+    return ", ".join(parts)
 
 
 def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> str:

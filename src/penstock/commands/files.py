@@ -9,9 +9,9 @@ from penstock.commands.quantities import parse_bandwidth, parse_bytes, parse_cou
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
-    from penstock.values import Cluster, Plan, Profile
+    from penstock.values import Cluster, Plan, Profile, Transformer
 
-__all__ = ["declare_cluster", "declare_wire_share", "load_any", "load_profile", "read_cluster"]
+__all__ = ["declare_cluster", "declare_wire_share", "load_any", "load_model", "load_profile", "read_cluster"]
 
 
 def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool) -> None:
@@ -62,6 +62,15 @@ def load_profile(path: str, wire_share: float | None = None) -> "Profile":
 
     profile = Profile.from_pipedream(path) if Path(path).suffix == ".txt" else Profile.load(path)
     return profile if wire_share is None else profile.with_wire_share(wire_share)
+
+
+def load_model(path: str, wire_share: float | None = None) -> "Profile | Transformer":
+    """A profile file, or the shape of a transformer: YAML whose format is penstock-transformer/1. `wire_share`: as in
+    `load_profile`.
+    """
+    from penstock.values import Transformer
+
+    return Transformer.load(path) if Path(path).suffix in (".yaml", ".yml") else load_profile(path, wire_share)
 
 
 def load_any(path: str) -> "Plan | Profile | Cluster":

@@ -1,12 +1,20 @@
 """``penstock plan``: cut a model into stages."""
 
 import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from penstock.commands.command import Command, deliver, given
-from penstock.commands.files import declare_cluster, declare_wire_share, load_profile, read_cluster
-from penstock.commands.quantities import parse_count
+from penstock.commands.command import Command, deliver, given, print_json, show
+from penstock.commands.files import declare_cluster, declare_wire_share, load_model, load_profile, read_cluster
+from penstock.commands.quantities import parse_count, parse_counts
+from penstock.errors import PlanError
 from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.placements import StageLayout
+from penstock.values import Transformer
+from penstock.values.sweeps import load_sweep
+
+if TYPE_CHECKING:
+    from penstock.values import Profile
 
 __all__ = ["PLAN"]
 
@@ -15,6 +23,7 @@ _OPTIONS = (
     "schedule",
     "microbatches",
     "batch_size",
+    "microbatch_sizes",
     "stages",
     "stages_per_rank",
     "allreduce",
@@ -25,6 +34,7 @@ _OPTIONS = (
     "recompute",
     "shared_nic",
     "whole_backwards",
+    "every_device",
 )
 
 
@@ -32,10 +42,32 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     looping = names_of(lambda each: each.layout is StageLayout.ROUND_ROBIN)
     folded = names_of(lambda each: each.layout is StageLayout.V_SHAPE)
     syncing = names_of(lambda each: each.has_vertical_sync)
-    parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
+    parser.add_argument(
+        "profile",
+        metavar="PROFILE",
+        help="a profile file (JSON), PipeDream's graph.txt, or the shape of a transformer (YAML)",
+    )
     declare_wire_share(parser)
     declare_cluster(parser, devices=True)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
+    parser.add_argument(
+        "--profile",
+        dest="profiles",
+        action="append",
+        metavar="FILE",
+        default=[],
+        help="of the same model on another kind of device, or at another microbatch size; may be repeated",
+    )
+    parser.add_argument(
+        "--sweep", metavar="FILE", help="compare the clusters in this file (YAML) instead of planning for one"
+    )
+    parser.add_argument(
+        "--microbatch-sizes",
+        type=parse_counts,
+        metavar="B,B",
+        default=argparse.SUPPRESS,
+        help="further sizes to try, scaled from the profile",
+    )
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
         ("--schedule", str, "NAME", names_of(lambda each: True, " or ")),
@@ -52,6 +84,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--shared-nic", "the devices of a server share one link to each other server"),
         ("--synchronous", "only schedules that train as one device does"),
         ("--whole-backwards", "only schedules that do not split backwards"),
+        ("--every-device", "only plans that use all devices"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
@@ -66,12 +99,41 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from penstock.planning import plan
 
+    subject = load_model(arguments.profile, arguments.wire_share)
+    others = [load_profile(path, arguments.wire_share) for path in arguments.profiles]
+    profiles = subject if isinstance(subject, Transformer) else [subject, *others]
+    options = given(arguments, *_OPTIONS)
+    if arguments.sweep is not None:
+        _compare(profiles, arguments, options)
+        return
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
-    made = plan(load_profile(arguments.profile, arguments.wire_share), cluster, **given(arguments, *_OPTIONS))
+    made = plan(profiles, cluster, **options)
     text = f"{made.explain()}\n{_next_steps(arguments)}"
     if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
         text = f"No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.\n{text}"
     deliver(made, text, arguments)
+
+
+def _compare(profiles: "list[Profile] | Transformer", arguments: argparse.Namespace, options: dict[str, Any]) -> None:
+    from penstock.planning import compare_clusters
+
+    if isinstance(profiles, Transformer):
+        raise PlanError(
+            f"--sweep and {arguments.profile}: expected a profile, found a transformer: plan each by itself"
+        )
+    beside = ("cluster", "devices", "bandwidth", "memory", "output")
+    if extra := [name for name in beside if getattr(arguments, name) is not None]:
+        raise PlanError(f"--sweep and {', '.join(extra)} were given: expected one of them; drop the other")
+    found = compare_clusters(profiles, load_sweep(arguments.sweep), **options)
+    if arguments.json:
+        print_json(
+            [
+                {**asdict(option), "cost_per_million_samples": option.cost_per_million_samples}
+                for option in found.options
+            ]
+        )
+        return
+    show(str(found))
 
 
 def _next_steps(arguments: argparse.Namespace) -> str:

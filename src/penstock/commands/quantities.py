@@ -6,7 +6,7 @@ Inside Penstock everything is seconds, bytes, and bytes per second; only the com
 import argparse
 import re
 
-__all__ = ["parse_bandwidth", "parse_bytes", "parse_count"]
+__all__ = ["parse_bandwidth", "parse_bytes", "parse_count", "parse_counts"]
 
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -48,3 +48,8 @@ def parse_count(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count: expected a whole number, 1 or more")
     return int(text)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Whole numbers, 1 or more, separated by commas."""
+    return tuple(parse_count(part.strip()) for part in text.split(","))

@@ -4,8 +4,9 @@ The planners choose among all intervals of layers. These matrices cover all of t
 operations. Index ``[i, j]`` means the layers i up to and without j. Times are seconds per microbatch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal, TypeAlias, assert_never, get_args
 
 import numpy as np
@@ -15,6 +16,8 @@ from penstock.arguments import text_of
 from penstock.errors import PlanError, suggestion
 from penstock.simulating.assumptions import Options
 from penstock.values.chain_cuts import Counts, Matrix
+from penstock.values.clusters import Cluster
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile
 
 __all__ = [
@@ -54,6 +57,15 @@ class ChainCosts:
     exchanged_bytes: Matrix
     """(N+1,): activations forward and gradients back over the cut before layer i: twice the cut's bytes, or once if
     both are sent at the same time."""
+    rank_seconds: tuple[Matrix, ...] = ()
+    """By rank, (N+1, N+1): forward and backward, where devices differ; `seconds` are then those of the fastest."""
+
+    def seconds_on(self, ranks: Iterable[int]) -> Matrix:
+        """(N+1, N+1): forward and backward on the slowest of `ranks`."""
+        if not self.rank_seconds:
+            return self.seconds
+        different = {id(self.rank_seconds[rank]): self.rank_seconds[rank] for rank in ranks}
+        return reduce(np.maximum, different.values())
 
     @property
     def layers(self) -> int:
@@ -68,21 +80,41 @@ class ChainCosts:
 
 
 def chain_costs(
-    profile: Profile, *, recompute: bool = False, full_duplex: bool = False, buffers: int = 0
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    recompute: bool = False,
+    full_duplex: bool = False,
+    buffers: int = 0,
 ) -> ChainCosts:
     """The costs of `profile`; with `recompute` every forward runs twice and only the stage's input is kept.
 
     [PipeDream 2019] counts both directions of a cut one after the other; `full_duplex` does not. `buffers` is the
     number of messages on either side of a stage that memory is reserved for; those behind it have the size of the
-    largest cut inside the stage, so that a longer stage never needs less.
+    largest cut inside the stage, so that a longer stage never needs less. `cluster`: has the kind of every device; by
+    default all are as the one that was profiled.
     """
     layers = profile.layers
-    seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
+    empty = np.tri(len(layers) + 1, dtype=bool)
+    rank_seconds: tuple[Matrix, ...] = ()
+    if cluster is None or not cluster.kinds:
+        seconds = _sums([layer.seconds + layer.forward_seconds * recompute for layer in layers])
+    else:
+        by_kind: dict[DeviceKind, Matrix] = {}
+        classes = [cluster.class_of(rank) for rank in range(cluster.devices)]
+        for kind in classes:
+            if kind not in by_kind:
+                times = profile.times_on(kind)
+                both = zip(times.forward_seconds, times.backward_seconds, strict=True)
+                own = _sums([forward + backward + forward * recompute for forward, backward in both])
+                by_kind[kind] = np.where(empty, np.inf, own)
+        seconds = min(by_kind.values(), key=lambda own: float(own[0, -1]))
+        if len(by_kind) > 1:
+            rank_seconds = tuple(by_kind[kind] for kind in classes)
     saved = _sums([layer.saved_bytes for layer in layers])
     crossing, sent = (
         np.array([0.0, *(layer.cut_bytes for layer in each.layers)]) for each in (profile, profile.on_wire)
     )
-    empty = np.tri(len(layers) + 1, dtype=bool)
     # A layer frees its workspace when it has run, so that a stage needs the largest.
     working = _largest([0.0, *(layer.workspace_bytes for layer in layers)])
     if recompute:
@@ -97,6 +129,7 @@ def chain_costs(
         saved,
         working,
         sent if full_duplex else 2 * sent,
+        rank_seconds=rank_seconds,
     )
 
 

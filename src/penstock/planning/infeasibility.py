@@ -27,7 +27,8 @@ def nothing_fits(
     for another. The first of each is named, and later ones are not tried.
     """
     enough = [words for attempt in attempts for words in islice(filter(None, attempt), 1)]
-    memory = inf if cluster.memory_bytes is None else cluster.memory_bytes
+    least = cluster.least_memory_bytes
+    memory = inf if least is None else least
     devices = "1 device" if cluster.devices == 1 else f"each of {cluster.devices} devices"
     advice = (
         f"Each of these would be enough: {'; '.join(enough)}"
@@ -42,14 +43,18 @@ def nothing_fits(
 
 def wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
     """2, 4, 8, ... times the devices, connected by the outermost level, or by the slowest link of a matrix."""
+    if not cluster.is_equal:
+        # Which kind of device to add is not known.
+        return
     for _ in range(_DOUBLINGS):
         if 2 * cluster.devices > _MOST_DEVICES:
             return
         if isinstance(cluster.links, LinkLevels):
             *inner, (count, bandwidth) = cluster.links.levels
-            cluster = replace(cluster, links=replace(cluster.links, levels=(*inner, (2 * count, bandwidth))))
+            links = replace(cluster.links, levels=(*inner, (2 * count, bandwidth)))
+            cluster = replace(cluster, links=links, kinds=cluster.kinds * 2)
         else:
-            cluster = Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.memory_bytes)
+            cluster = Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.least_memory_bytes)
         yield cluster
 
 

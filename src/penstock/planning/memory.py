@@ -14,6 +14,7 @@ parallelism the profile describes one rank of a group, and so do these bytes. Fr
 the memory of the device's runtime are not included.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,6 +33,7 @@ __all__ = [
     "held_bytes",
     "interval_bytes",
     "live_counts",
+    "overfull_rank",
     "peak_bytes",
     "require_fit",
 ]
@@ -180,15 +182,23 @@ def _rank_bytes(
     return in_flight * saved + working + (versions + 1 + optimizer_copies) * weights
 
 
+def overfull_rank(peaks: Sequence[float], cluster: Cluster) -> int | None:
+    """The rank that exceeds the memory of its device most, if one does; rank r is on device r of `cluster`."""
+    if cluster.least_memory_bytes is None:
+        return None
+    excess = {rank: peak - memory for rank, peak in enumerate(peaks) if (memory := cluster.memory_of(rank)) is not None}
+    worst = max(excess, key=excess.__getitem__, default=None)
+    return worst if worst is not None and excess[worst] > 0 else None
+
+
 def require_fit(plan: Plan, peaks: tuple[float, ...], cluster: Cluster) -> None:
-    """Raises `PlanError` if a rank needs more than the cluster's memory."""
-    if cluster.memory_bytes is None:
-        return
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    if peaks[worst] > cluster.memory_bytes:
+    """Raises `PlanError` if a rank needs more than the memory of its device."""
+    worst = overfull_rank(peaks, cluster)
+    memory = None if worst is None else cluster.memory_of(worst)
+    if worst is not None and memory is not None:
         stage = next(index for index, stage in enumerate(plan.stages) if worst in stage.ranks)
         raise PlanError(
-            f"stage {stage} ({plan.stages[stage]}) does not fit: expected at most {cluster.memory_bytes / 1e9:.4g} GB "
+            f"stage {stage} ({plan.stages[stage]}) does not fit: expected at most {memory / 1e9:.4g} GB "
             f"on rank {worst}, found {peaks[worst] / 1e9:.4g} GB under {plan.schedule}. Use more devices, smaller "
             f"microbatches, recompute=True, or a schedule that keeps less ({DEFAULT_SCHEDULE})"
         )

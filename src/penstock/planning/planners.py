@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import log
 from typing import cast
 
-from penstock.arguments import FLAG, check_arguments, instance
+from penstock.arguments import FLAG, check_arguments, entries, instance, integer
 from penstock.errors import PlanError
 from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
@@ -20,7 +21,7 @@ from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.transformers import Transformer
 
-__all__ = ["plan"]
+__all__ = ["add_sizes", "join_profiles", "plan"]
 
 
 _RULES = {
@@ -39,6 +40,7 @@ def plan(
     schedule: ScheduleDefinition | str | None = None,
     microbatches: int | None = None,
     batch_size: int | None = None,
+    microbatch_sizes: Sequence[int] = (),
     stages: int | None = None,
     stages_per_rank: int | None = None,
     straight: bool = False,
@@ -49,6 +51,7 @@ def plan(
     optimizer_copies: float = OPTIMIZER_COPIES,
     shared_nic: bool = False,
     whole_backwards: bool = False,
+    every_device: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """The fastest plan of `profile` on `cluster` that fits in its memory, as the simulator predicts it.
@@ -61,12 +64,17 @@ def plan(
     `penstock.values.SCHEDULES`; `synchronous` restricts it to those that train as one device does. `microbatches` is
     their number in a minibatch, over all replicas; alternatively, `batch_size` is its number of samples. The default is
     four microbatches for every device (one under `pipedream`, where each microbatch has its own update). With several
-    profiles of one model, measured at different microbatch sizes, the search also chooses the size. `stages`:
-    exactly this number, on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
+    profiles of one model, measured at different microbatch sizes, the search also chooses the size; `microbatch_sizes`
+    are further sizes to try, for which the nearest profile is scaled (`Profile.scaled`). `stages`: exactly this number,
+    on all ranks together; they may have replicas. `straight`: no replicas. `recompute`: both
     are tried where memory is limited. `optimizer_copies`: the optimizer's state in units of the weights (2: Adam).
     `shared_nic`: the ranks of a server (the innermost level of the cluster) share one link to each other server; by
-    default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `progress` shows a line on
-    stderr; None shows it on a terminal.
+    default every two ranks have their own. `whole_backwards` excludes `zb-h1` and `zb-v`. `every_device`: only
+    plans that use all devices, as under torchrun, where each process is a rank. `progress` shows a line on stderr; None
+    shows it on a terminal.
+
+    Where the devices of `cluster` differ (`DeviceKind`), every planner knows the seconds and the memory of each, and a
+    plan may leave devices out (`Plan.devices`). Several profiles of one size, of different devices, are joined.
 
     A `Transformer` instead of a profile is planned by PTD-P (`penstock.planning.plan_three_d`), which also chooses
     tensor parallelism; it needs a `batch_size`.
@@ -90,17 +98,18 @@ def plan(
         optimizer_copies=optimizer_copies,
         shared_nic=shared_nic,
         whole_backwards=whole_backwards,
+        every_device=every_device,
     )
     if isinstance(profile, Transformer):
         return _plan_transformer(profile, cluster, constraints)
-    profiles = _check_profiles(profile)
+    profiles = add_sizes(_check_profiles(join_profiles(profile)), microbatch_sizes)
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
     best = found.ranked[0]
     measured = next(one for one in profiles if one.microbatch_size == best.microbatch_size)
     losses = find_losses(best, measured, cluster, **simulated_with(constraints))
-    explanation = explain_search(found, losses, cluster.memory_bytes) + wire_note(profiles[0])
+    explanation = explain_search(found, losses, cluster, profiles[0], optimizer_copies) + wire_note(profiles[0])
     return replace(best, explanation=explanation, layer_names=tuple(layer.name for layer in measured.layers))
 
 
@@ -129,9 +138,37 @@ def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: P
     )
 
 
-def _check_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
-    """The profiles as a tuple; raises `PlanError` unless they are of one model, at different microbatch sizes."""
+def add_sizes(profiles: tuple[Profile, ...], microbatch_sizes: Sequence[int]) -> tuple[Profile, ...]:
+    """`profiles`, and for every other of `microbatch_sizes` the nearest of them, scaled."""
+    sizes = entries("microbatch_sizes", microbatch_sizes, PlanError)
+    known = {profile.microbatch_size: profile for profile in profiles}
+    added = dict(known)
+    for index, found in enumerate(sizes):
+        size = integer(1).check(f"microbatch_sizes[{index}]", found, PlanError)
+        nearest = min(known, key=lambda other: (abs(log(other / size)), other))
+        added.setdefault(size, known[nearest].scaled(size))
+    return tuple(added.values())
+
+
+def join_profiles(given: Profile | Sequence[Profile]) -> tuple[Profile, ...]:
+    """`given` as a tuple, with one profile for each microbatch size: those of other devices are joined to the first."""
     profiles = tuple(given) if isinstance(given, list | tuple) else (cast(Profile, given),)
+    joined: dict[object, Profile] = {}
+    for index, profile in enumerate(profiles):
+        size: object = profile.microbatch_size if isinstance(profile, Profile) else index
+        first = joined.get(size)
+        known = [] if first is None else [first.device, *(times.device for times in first.others)]
+        if first is None:
+            joined[size] = profile
+        elif profile.device in known:
+            joined[index, size] = profile
+        else:
+            joined[size] = first.joined(profile)
+    return tuple(joined.values())
+
+
+def _check_profiles(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    """The profiles; raises `PlanError` unless they are of one model, at different microbatch sizes."""
     if not profiles:
         raise PlanError("profile: expected one profile or more, found none: measure the model with penstock.profile")
     measured = instance(

@@ -98,7 +98,7 @@ def slowest_part(
     reduced = []
     for index, stage in enumerate(stages):
         interval = slice(stage.start, stage.start + 1), slice(stage.stop, stage.stop + 1)
-        work = costs.seconds[interval]
+        work = costs.seconds_on(stage.ranks)[interval]
         replicas = len(stage.ranks)
         weights = costs.parameter_bytes[interval]
         bandwidth = _slowest_link(cluster, stage, stage)

@@ -15,10 +15,11 @@ from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
 from penstock.scheduling.known_schedules import identify, names_of
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
+from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, Stage, require_schedule
 from penstock.values.profiles import Profile
 
-__all__ = ["Request", "can_run"]
+__all__ = ["Request", "can_run", "number_ranks"]
 
 _RULES: dict[str, Rule[Any]] = {
     "microbatches": integer(1),
@@ -80,10 +81,22 @@ class Request:
         """The definition of the schedule."""
         return require_schedule(self.schedule)
 
-    def arrange(self, stages: tuple[Stage, ...], profile: Profile) -> Plan:
-        """A plan of these stages for microbatches of the profile's size, without a prediction."""
+    def arrange(self, stages: tuple[Stage, ...], profile: Profile, cluster: Cluster | None = None) -> Plan:
+        """A plan of these stages for microbatches of the profile's size, without a prediction.
+
+        `cluster`: the ranks of `stages` are the numbers of its devices, of which some may be left out.
+        """
+        devices: tuple[int, ...] = ()
+        if cluster is not None:
+            stages, devices = number_ranks(stages)
         return Plan(
-            stages, self.schedule, self.microbatches, profile.microbatch_size, self.vertical_sync, self.recompute
+            stages,
+            self.schedule,
+            self.microbatches,
+            profile.microbatch_size,
+            self.vertical_sync,
+            self.recompute,
+            devices=devices,
         )
 
     def can_run(self, ranks: int, microbatches: int | None = None, replicas: int = 1) -> bool:
@@ -102,6 +115,14 @@ class Request:
                 f"{self.stages_per_rank} stages each), found {stages}: use fewer stages or describe more devices"
             )
         return stages
+
+
+def number_ranks(stages: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """(Stages on ranks without gaps, the device of every rank) for `stages` whose ranks are devices, in their order."""
+    devices = tuple(sorted({device for stage in stages for device in stage.ranks}))
+    rank_of = {device: rank for rank, device in enumerate(devices)}
+    ranked = (Stage(each.start, each.stop, tuple(rank_of[device] for device in each.ranks)) for each in stages)
+    return tuple(ranked), devices
 
 
 def can_run(

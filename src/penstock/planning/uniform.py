@@ -20,7 +20,7 @@ def plan_uniform(profile: Profile, cluster: Cluster, request: Request) -> Plan:
         request.microbatches,
         request.stages_per_rank,
     )
-    costs = chain_costs(profile, recompute=request.recompute)
+    costs = chain_costs(profile, cluster, recompute=request.recompute)
     uniform = foresee(cut.stages, profile, costs, cluster, request)
     require_fit(uniform, peak_bytes(uniform, costs, request.optimizer_copies), cluster)
     return uniform

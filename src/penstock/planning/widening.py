@@ -21,5 +21,5 @@ def widen(narrow: Plan, replicas: int, profile: Profile, cluster: Cluster, reque
         for stage in narrow.stages
         for (first,) in [stage.ranks]
     )
-    costs = chain_costs(profile, recompute=request.recompute)
+    costs = chain_costs(profile, cluster, recompute=request.recompute)
     return foresee(stages, profile, costs, cluster, request)

@@ -75,7 +75,7 @@ class DeviceAssignment:
     """Holds the stages of every device, its position among their replicas, and its peak memory."""
 
     plan: Plan
-    memory_bytes: float | None
+    cluster: Cluster
     held: tuple[tuple[tuple[int, int], ...], ...]
     """Per device: (stage, position among the stage's ranks)."""
 
@@ -85,23 +85,37 @@ class DeviceAssignment:
         held: list[list[tuple[int, int]]] = [[] for _ in range(cluster.devices)]
         for index, stage in enumerate(plan.stages):
             for position, rank in enumerate(stage.ranks):
-                held[rank].append((index, position))
-        return cls(plan, cluster.memory_bytes, tuple(map(tuple, held)))
+                held[plan.devices[rank] if plan.devices else rank].append((index, position))
+        return cls(plan, cluster, tuple(map(tuple, held)))
 
     @property
     def devices(self) -> int:
         """The number of devices of the cluster, used or not."""
         return len(self.held)
 
+    def rank(self, device: int) -> int | None:
+        """The rank on the device; None if it is not used."""
+        if self.plan.devices:
+            return self.plan.devices.index(device) if device in self.plan.devices else None
+        return device if self.held[device] else None
+
+    def name(self, device: int) -> str:
+        """The rank of the device, or its own number if it has none or another."""
+        rank = self.rank(device)
+        if rank is None:
+            return f"device {device}" if self.plan.devices else f"rank {device}"
+        return f"rank {rank}" if rank == device else f"rank {rank} (device {device})"
+
     def peak(self, device: int) -> float | None:
         """The predicted bytes; None without a prediction for the device."""
-        expected = self.plan.predicted
-        return expected.peak_bytes[device] if expected is not None and device < len(expected.peak_bytes) else None
+        expected, rank = self.plan.predicted, self.rank(device)
+        return None if expected is None or rank is None else expected.peak_bytes[rank]
 
     def signature(self, device: int) -> _Signature:
         """Equal for devices that differ only in their number and that of their replica."""
         peak = self.peak(device)
-        return (*(stage for stage, _ in self.held[device]), None if peak is None else bytes_text(peak))
+        own = (self.cluster.kind_of(device),) if self.cluster.kinds else ()
+        return (*(stage for stage, _ in self.held[device]), *own, None if peak is None else bytes_text(peak))
 
 
 def draw_devices(assignment: DeviceAssignment, width: float) -> Box:
@@ -188,7 +202,7 @@ def _cell(rank: int, assignment: DeviceAssignment, colors: Sequence[tuple[str, s
     lines = [
         f'<g class="tenant"><title>{escape(_tooltip(rank, assignment))}</title>',
         f'<rect class="device" x="0.5" y="0.5" width="{_CELL - 1}" height="{height - 1}" rx="5"/>',
-        f'<text class="small" x="8" y="17">rank {rank}</text>',
+        f'<text class="small" x="8" y="17">{assignment.name(rank)}</text>',
     ]
     if not held:
         return Box(_CELL, height, [*lines, '<text class="soft" x="8" y="38">not used</text></g>'])
@@ -217,7 +231,7 @@ def _memory_bar(rank: int, assignment: DeviceAssignment) -> list[str]:
     if peak is None:
         return []
     predicted = assignment.plan.predicted
-    limit = assignment.memory_bytes
+    limit = assignment.cluster.memory_of(rank)
     most = limit if limit is not None else max(predicted.peak_bytes if predicted else (peak,)) or 1.0
     wide = _CELL - 12
     name = "over" if limit is not None and peak > limit else "full"
@@ -232,7 +246,10 @@ def _memory_bar(rank: int, assignment: DeviceAssignment) -> list[str]:
 def _tooltip(rank: int, assignment: DeviceAssignment) -> str:
     """The tooltip of a device."""
     plan = assignment.plan
-    lines = [f"rank {rank}" if assignment.held[rank] else f"rank {rank}: not used"]
+    lines = [assignment.name(rank) + ("" if assignment.held[rank] else ": not used")]
+    kind = assignment.cluster.kind_of(rank)
+    lines += [kind.name] if kind.name else []
+    lines += [f"{kind.speed:.3g} times as fast as its profile"] if kind.speed != 1 else []
     for index, position in assignment.held[rank]:
         stage, replicas = plan.stages[index], plan.replicas[index]
         replica, tp_rank = divmod(position, plan.tensor_parallel)
@@ -240,7 +257,7 @@ def _tooltip(rank: int, assignment: DeviceAssignment) -> str:
         copy += f", tensor-parallel rank {tp_rank} of {plan.tensor_parallel}" if plan.tensor_parallel > 1 else ""
         lines.append(f"stage {index}: layers [{stage.start}, {stage.stop}){copy}")
     if (peak := assignment.peak(rank)) is not None:
-        limit = assignment.memory_bytes
+        limit = assignment.cluster.memory_of(rank)
         room = "" if limit is None else f", {peak / limit:.0%} of {bytes_text(limit)}"
         lines.append(f"peak memory {bytes_text(peak)}{room}")
     return "\n".join(lines)

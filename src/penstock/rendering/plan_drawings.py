@@ -73,9 +73,11 @@ def draw_plan(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> s
 
 def _check(plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
     last = max(chain.from_iterable(stage.ranks for stage in plan.stages))
+    last = max(plan.devices, default=last)
     if last >= cluster.devices:
+        used = "device" if plan.devices else "rank"
         raise PlanError(
-            f"the plan uses rank {last} and the cluster has {cluster.devices} devices: expected ranks below "
+            f"the plan uses {used} {last} and the cluster has {cluster.devices} devices: expected {used}s below "
             f"{cluster.devices}. Draw the plan over the cluster that it was made for"
         )
     if profile is not None and plan.layers != len(profile.layers):
@@ -111,7 +113,7 @@ class _StageChain:
     """Draws the stages one after the other, broken into rows like text."""
 
     def __init__(self, plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
-        self.plan, self.cluster, self.profile = plan, cluster, profile
+        self.plan, self.cluster, self.profile = plan, plan.used(cluster), profile
         self.columns = (_WIDTH - 2 * _MARGIN + _ARROW) // (_CHIP + _ARROW)
         self.height = -(-len(plan.stages) // self.columns) * (_CHIP_HEIGHT + 12)
 
@@ -142,7 +144,11 @@ class _StageChain:
         if self.profile is None:
             return ""
         layers = self.profile.layers[stage.start : stage.stop]
-        seconds, weights = sum(layer.seconds for layer in layers), sum(layer.parameter_bytes for layer in layers)
+        weights = sum(layer.parameter_bytes for layer in layers)
+        # The slowest of its devices.
+        times = [self.profile.times_on(kind) for kind in {self.cluster.kind_of(rank) for rank in stage.ranks}]
+        own = slice(stage.start, stage.stop)
+        seconds = max(sum(time.forward_seconds[own]) + sum(time.backward_seconds[own]) for time in times)
         return f"{seconds_text(seconds)}, {bytes_text(weights)}"
 
     def _arrow(self, index: int, x: int, y: int) -> Iterator[str]:

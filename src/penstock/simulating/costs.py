@@ -15,12 +15,28 @@ from penstock.simulating.assumptions import AllReduce, Assumptions
 from penstock.simulating.routes import slowest_link
 from penstock.values.clusters import Cluster
 from penstock.values.crossings import Traffic, find_traffic
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan
 from penstock.values.profiles import LayerProfile, Profile
 
-__all__ = ["Costs", "plan_costs", "reduce_seconds", "require_fit"]
+__all__ = ["Costs", "StageTimes", "plan_costs", "reduce_seconds", "require_fit"]
 
 _DEFAULT = Assumptions()
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The seconds of every stage for one microbatch, as on one rank."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    weight_seconds: tuple[float, ...]
+    """The share of `backward_seconds` that the weight backward takes."""
+
+    @property
+    def input_seconds(self) -> tuple[float, ...]:
+        """The seconds of an input backward: what the weight backward leaves of the whole one."""
+        return tuple(map(sub, self.backward_seconds, self.weight_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +48,10 @@ class Costs:
     `split_seconds` is added to every weight backward. `update_seconds` and `reduce_seconds` are those of one update
     and of its all-reduce. `cut_bytes[s]` is what a whole microbatch sends each way between stages s and s + 1; cuts
     within a rank are not used. With `recompute` a backward takes one forward more, unless it directly follows its
-    forward. Without a `cluster` the links are instant. `skips` holds what a whole microbatch sends each way directly
-    between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips` are what links carry of
-    these, by default all. Everything else is zero by default.
+    forward. Without a `cluster` the links are instant. `rank_times` has the times of every rank where devices differ;
+    those of the stages are then the longest of their replicas. `skips` holds what a whole microbatch sends each way
+    directly between two stages that are not neighbours; it is in no cut. `wire_bytes` and `wire_skips` are what links
+    carry of these, by default all. Everything else is zero by default.
     """
 
     forward_seconds: tuple[float, ...]
@@ -54,6 +71,7 @@ class Costs:
     cluster: Cluster | None = None
     tensor_parallel: int = 1
     assumptions: Assumptions = _DEFAULT
+    rank_times: tuple[StageTimes, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
@@ -90,10 +108,11 @@ class Costs:
         """These costs with what links carry in place of what is sent."""
         return replace(self, cut_bytes=self.wire_bytes, skips=self.wire_skips)
 
-    @property
-    def input_seconds(self) -> tuple[float, ...]:
-        """The seconds of an input backward: what the weight backward leaves of the whole one."""
-        return tuple(map(sub, self.backward_seconds, self.weight_seconds))
+    def times_of(self, rank: int) -> StageTimes:
+        """The times of the stages on `rank`."""
+        if self.rank_times:
+            return self.rank_times[rank]
+        return StageTimes(self.forward_seconds, self.backward_seconds, self.weight_seconds)
 
 
 def plan_costs(
@@ -112,7 +131,8 @@ def plan_costs(
     profile is that of one rank of a group: its seconds include the group's communication, and its bytes are its own.
     Raises `PlanError` if plan, profile and cluster do not match.
     """
-    require_fit(plan, profile, cluster)
+    require_fit(plan, profile)
+    cluster = plan.used(cluster)
     layers = [profile.layers[stage.start : stage.stop] for stage in plan.stages]
 
     def shares(name: str) -> tuple[float, ...]:
@@ -127,10 +147,12 @@ def plan_costs(
     # With recomputation the relayed tensors are part of the stage's input, which is kept anyway.
     relayed = [0.0 if plan.recompute else traffic.relayed.get(stage, 0.0) for stage in range(len(layers))]
     sharers = plan.replicas if placement.split else (1,) * len(layers)
+    rank_times = _rank_times(plan, profile, cluster, sharers)
+    longest = _longest(plan, rank_times)
     return Costs(
-        forward_seconds=shares("forward_seconds"),
-        backward_seconds=shares("backward_seconds"),
-        weight_seconds=shares("weight_part_seconds"),
+        forward_seconds=longest.forward_seconds,
+        backward_seconds=longest.backward_seconds,
+        weight_seconds=longest.weight_seconds,
         split_seconds=assumptions.split_seconds,
         update_seconds=tuple(assumptions.update_seconds_per_byte * size for size in parameters),
         reduce_seconds=tuple(
@@ -155,6 +177,8 @@ def plan_costs(
         cluster=cluster,
         tensor_parallel=parallel,
         assumptions=assumptions,
+        # Replicas that split microbatches wait for the slowest of them.
+        rank_times=() if placement.split or len(set(rank_times)) == 1 else rank_times,
     )
 
 
@@ -162,6 +186,58 @@ def _cut_bytes(plan: Plan, profile: Profile, traffic: Traffic) -> tuple[float, .
     """What crosses the cuts between the stages of `plan`, without what skips carry past them."""
     lasts = (profile.layers[stage.stop - 1] for stage in plan.stages[:-1])
     return tuple(max(0.0, last.cut_bytes - traffic.past.get(cut, 0.0)) for cut, last in enumerate(lasts))
+
+
+def _rank_times(plan: Plan, profile: Profile, cluster: Cluster, sharers: Sequence[int]) -> tuple[StageTimes, ...]:
+    """The times of every rank of the schedule; a single one if all devices are equal.
+
+    `sharers`: the replicas that share each microbatch, by stage. A group of tensor-parallel ranks is as fast as its
+    slowest device.
+    """
+    bounds = [(stage.start, stage.stop) for stage in plan.stages]
+
+    def times(kind: DeviceKind) -> StageTimes:
+        if kind.speed == 1 and not profile.others:
+            columns = ("forward_seconds", "backward_seconds", "weight_part_seconds")
+            parts = [[getattr(layer, name) for layer in profile.layers] for name in columns]
+        else:
+            found = profile.times_on(kind)
+            parts = [list(part) for part in (found.forward_seconds, found.backward_seconds, found.weight_seconds)]
+        return StageTimes(
+            *(
+                tuple(float(sum(part[i:j])) / count for (i, j), count in zip(bounds, sharers, strict=True))
+                for part in parts
+            )
+        )
+
+    if cluster.is_equal:
+        return (times(cluster.kind_of(0)),)
+    known = {kind: times(kind) for kind in {cluster.class_of(rank) for rank in range(plan.ranks)}}
+    width = plan.tensor_parallel
+    groups = (
+        [known[cluster.class_of(rank)] for rank in range(first, first + width)] for first in range(0, plan.ranks, width)
+    )
+    return tuple(max(group, key=_seconds) for group in groups)
+
+
+def _seconds(times: StageTimes) -> float:
+    return sum(times.forward_seconds) + sum(times.backward_seconds)
+
+
+def _longest(plan: Plan, rank_times: tuple[StageTimes, ...]) -> StageTimes:
+    """The times of every stage on the slowest of its replicas."""
+    if len(rank_times) == 1:
+        return rank_times[0]
+    width = plan.tensor_parallel
+
+    def longest(name: str) -> tuple[float, ...]:
+        return tuple(
+            max(getattr(rank_times[rank // width], name)[index] for rank in stage.ranks)
+            for index, stage in enumerate(plan.stages)
+        )
+
+    backward, weight = longest("backward_seconds"), longest("weight_seconds")
+    return StageTimes(longest("forward_seconds"), backward, weight)
 
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:
@@ -200,8 +276,8 @@ def reduce_seconds(size_bytes: float, ranks: Sequence[int], cluster: Cluster, al
     return share * size_bytes / bandwidth + 2 * (replicas - 1) * latency
 
 
-def require_fit(plan: Plan, profile: Profile, cluster: Cluster) -> None:
-    """Raises `PlanError` if plan, profile and cluster do not match."""
+def require_fit(plan: Plan, profile: Profile) -> None:
+    """Raises `PlanError` if plan and profile do not match."""
     if plan.stages[-1].stop != len(profile.layers):
         raise PlanError(
             f"the plan has layers 0 to {plan.stages[-1].stop - 1} and the profile {profile.name!r} has "
@@ -212,9 +288,4 @@ def require_fit(plan: Plan, profile: Profile, cluster: Cluster) -> None:
             f"microbatch_size: the profile {profile.name!r} was measured with {profile.microbatch_size} samples and "
             f"the plan has {plan.microbatch_size}: expected the same. Measure again with {plan.microbatch_size} "
             f"samples, or set the plan's microbatch_size to {profile.microbatch_size}"
-        )
-    if cluster.devices < plan.ranks:
-        raise PlanError(
-            f"the plan has {plan.ranks} ranks and the cluster {cluster.devices} devices: expected one each. Plan for "
-            "fewer ranks or describe more devices"
         )

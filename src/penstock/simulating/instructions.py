@@ -29,7 +29,7 @@ from penstock.scheduling.actions import (
 from penstock.scheduling.lowering import peer, peers
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.recomputation import find_direct
-from penstock.simulating.costs import Costs
+from penstock.simulating.costs import Costs, StageTimes
 from penstock.simulating.routes import Link, Route, find_route
 
 __all__ = [
@@ -55,6 +55,9 @@ _NORM_BYTES = 8.0
 """The bytes of a message of norms for every stage in it."""
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
+_Seconds: TypeAlias = tuple[float, ...]
+_ActionSeconds: TypeAlias = tuple[_Seconds, tuple[_Seconds, _Seconds], tuple[_Seconds, _Seconds], _Seconds, _Seconds]
+"""By stage: of a forward, a backward, an input backward, a weight backward and an update."""
 
 
 class MessagePath(NamedTuple):
@@ -150,27 +153,14 @@ class Writer:
         self._routes: dict[tuple[int, int, int, int], MessagePath] = {}
         self._kinds = len(_TOPICS) * self._stages**2
         """How many kinds of messages there are: from each stage to each other one, on each topic."""
-        more = costs.forward_seconds if costs.recompute else (0.0,) * self._stages
-        action = 0.0 if costs.cluster is None else costs.cluster.action_seconds
-
-        def whole(*parts: tuple[float, ...]) -> list[float]:
-            return [sum(seconds) + action for seconds in zip(*parts, strict=True)]
-
-        self._seconds = (
-            whole(costs.forward_seconds),
-            # Without and with the recomputation of the forward.
-            (whole(costs.backward_seconds), whole(costs.backward_seconds, more)),
-            (whole(costs.input_seconds), whole(costs.input_seconds, more)),
-            whole(costs.weight_seconds, (costs.split_seconds,) * self._stages),
-            whole(costs.update_seconds),
-        )
+        self._seconds: dict[StageTimes, _ActionSeconds] = {}
         self._effects = [effect * self._stages for effect in MemoryEffect]
         """The number of each effect for stage 0, in the order of `MemoryEffect`."""
 
     def write(self, rank: int, row: Collection[Action]) -> Instructions:
         """The instructions of `rank` for `row`."""
         costs, stages, compute = self._costs, self._stages, self._compute
-        forwards, (backwards, recomputing), (inputs, inputs_recomputing), weights, updates = self._seconds
+        forwards, (backwards, recomputing), (inputs, inputs_recomputing), weights, updates = self._seconds_on(rank)
         forward, forward_kept, backward, backward_kept, backward_input, input_kept, backward_weight = self._effects[:7]
         send_activation, send_gradient, receive_activation, receive_gradient, reduce, update, other = self._effects[7:]
         paths: dict[int, list[MessagePath]] = {}
@@ -228,6 +218,25 @@ class Writer:
                 case _:
                     assert_never(action)
         return written
+
+    def _seconds_on(self, rank: int) -> "_ActionSeconds":
+        costs, times = self._costs, self._costs.times_of(rank)
+        if times not in self._seconds:
+            more = times.forward_seconds if costs.recompute else (0.0,) * self._stages
+            action = 0.0 if costs.cluster is None else costs.cluster.action_seconds
+
+            def whole(*parts: tuple[float, ...]) -> _Seconds:
+                return tuple(sum(seconds) + action for seconds in zip(*parts, strict=True))
+
+            self._seconds[times] = (
+                whole(times.forward_seconds),
+                # Without and with the recomputation of the forward.
+                (whole(times.backward_seconds), whole(times.backward_seconds, more)),
+                (whole(times.input_seconds), whole(times.input_seconds, more)),
+                whole(times.weight_seconds, (costs.split_seconds,) * self._stages),
+                whole(costs.update_seconds),
+            )
+        return self._seconds[times]
 
     def _write_exchange(
         self, written: Instructions, rank: int, action: SendTied | ReceiveTied | SendNorms | ReceiveNorms

@@ -2,7 +2,7 @@
 
 - Replicas that split every microbatch run in step: the first of each stage represents all.
 - Where every stage has d replicas that take turns, and d divides the minibatch, they form d pipelines that do the same
-  d microbatches apart. If their links are equal, too, the pipeline of the first replicas represents all.
+  d microbatches apart. If their devices and links are equal, too, the pipeline of the first replicas represents all.
 - Otherwise every rank is simulated.
 """
 
@@ -48,6 +48,8 @@ def _runs_in_pipelines(placement: Placement, costs: Costs, microbatches: int | N
     if costs.assumptions.slowdowns:
         return False
     if not placement.equal(range(len(placement.stages))):
+        return False
+    if costs.rank_times and any(len({costs.times_of(rank) for rank in ranks}) > 1 for ranks in placement.stages):
         return False
     if costs.cluster is None:
         return True

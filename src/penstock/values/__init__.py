@@ -2,6 +2,7 @@
 
 from penstock.scheduling.known_schedules import SCHEDULES
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Prediction, Stage, schedule
 from penstock.values.profiles import LayerProfile, Profile
 from penstock.values.transformers import Transformer
@@ -9,6 +10,7 @@ from penstock.values.transformers import Transformer
 __all__ = [
     "SCHEDULES",
     "Cluster",
+    "DeviceKind",
     "LayerProfile",
     "LinkLevels",
     "LinkMatrix",

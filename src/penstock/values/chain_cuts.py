@@ -26,12 +26,12 @@ _UNITS = 2**24
 """What the layers of a chain weigh together in `balanced_cuts`. Sums of squares of such numbers are exact."""
 
 
-def balanced_cuts(weights: Sequence[float], stages: int) -> tuple[int, ...]:
+def balanced_cuts(weights: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[int, ...]:
     """The cuts whose largest stage weighs least: stage s holds layers ``[cuts[s], cuts[s + 1])``, at least one.
 
     `weights`: of each layer, at least as many as `stages`; only their ratios count. Of all such cuts those with the
     least sum of squares, and of these those whose earlier stages are longer. So layers of one weight are cut as
-    `Plan.uniform` does. Exact, in O(stages * layers^2).
+    `Plan.uniform` does. Exact, in O(stages * layers^2). `speeds`: of each stage, by which its weight is divided.
     """
     total = sum(weights) or 1.0
     # From the last layer to the first: `cut_evenly` puts what is left over into the stages behind.
@@ -39,8 +39,13 @@ def balanced_cuts(weights: Sequence[float], stages: int) -> tuple[int, ...]:
     before = np.concatenate([[0.0], np.cumsum(whole)])
     seconds = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
     exchange = [np.zeros(len(before))] * (stages - 1)
-    limit = least_bottleneck(lambda stage, starts: seconds[starts], exchange)
-    cuts = cut_evenly(lambda stage, starts: seconds[starts], exchange, limit)
+
+    def stage_seconds(stage: int, starts: Counts) -> Matrix:
+        own = seconds[starts]
+        return own / speeds[stages - 1 - stage] if speeds else own
+
+    limit = least_bottleneck(stage_seconds, exchange)
+    cuts = cut_evenly(stage_seconds, exchange, limit)
     return tuple(len(weights) - cut for cut in reversed(cuts))
 
 

@@ -3,7 +3,8 @@
 Links are either a hierarchy (4 servers of 4 devices each; [PipeDream 2019, figure 7]) or a measured matrix. Bandwidths
 are bytes per second, and latencies are the seconds that the smallest message takes, both in one direction: a message of
 n bytes takes latency + n / bandwidth seconds. Besides, messages and actions take time of the ranks themselves, which
-cannot compute meanwhile: see `MessageCosts` and `Cluster.action_seconds`.
+cannot compute meanwhile: see `MessageCosts` and `Cluster.action_seconds`. Devices are equal, unless `kinds` says of
+what kind each of them is.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias, assert_never
 
 from penstock.arguments import Rule, check_fields, entries, instance, integer, is_number, number, text_of
 from penstock.errors import PlanError
+from penstock.values.device_kinds import DeviceKind, read_kinds, write_kinds
 from penstock.values.documents import YamlNode, number_text, read_yaml, write_text
 from penstock.values.message_costs import COST_KEYS, FREE, MessageCosts, read_cost, read_costs, write_costs
 
@@ -147,19 +149,32 @@ _RULES = {
     "action_seconds": number(0).but("give the seconds that every action takes beyond its layers' (`penstock probe`)"),
 }
 
+_KIND = instance(DeviceKind, "a penstock.DeviceKind", "build it: penstock.DeviceKind(name, speed=0.5)")
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal devices and the links between them."""
+    """Devices and the links between them."""
 
     links: Links
     memory_bytes: float | None = None
-    """The memory of each device; None means no limit."""
+    """The memory of each device whose kind does not give its own; None means no limit."""
     action_seconds: float = 0.0
     """How long every forward, backward, part of a backward and update takes beyond the seconds of a profile."""
+    kinds: tuple[DeviceKind, ...] = ()
+    """The kind of every device, by rank; empty if all are as the one that was profiled."""
 
     def __post_init__(self) -> None:
         check_fields(self, _RULES, PlanError)
+        kinds = entries("kinds", self.kinds, PlanError)
+        for rank, kind in enumerate(kinds):
+            _KIND.check(f"kinds[{rank}]", kind, PlanError)
+        if kinds and len(kinds) != self.devices:
+            raise PlanError(
+                f"kinds: expected {self.devices} (one per device), found {len(kinds)}: give the kind of every device, "
+                "in the order of their ranks"
+            )
+        object.__setattr__(self, "kinds", kinds)
 
     @classmethod
     def uniform(
@@ -219,6 +234,58 @@ class Cluster:
             case _:
                 assert_never(links)
         return replace(self, links=links, action_seconds=action_seconds)
+
+    def with_kinds(self, kinds: DeviceKind | Iterable[DeviceKind]) -> "Cluster":
+        """This cluster with the kind of every device, or with one kind for all. Raises `PlanError`."""
+        every = (kinds,) * self.devices if isinstance(kinds, DeviceKind) else entries("kinds", kinds, PlanError)
+        return replace(self, kinds=every)
+
+    def with_memory(self, memory_bytes: float | None) -> "Cluster":
+        """This cluster with the same memory on every device; None: no limit."""
+        kinds = tuple(replace(kind, memory_bytes=None) for kind in self.kinds)
+        return replace(self, memory_bytes=memory_bytes, kinds=kinds)
+
+    def pick(self, ranks: Sequence[int]) -> "Cluster":
+        """The cluster of the devices `ranks` alone, in this order: its rank i is the device ``ranks[i]`` of this one.
+
+        Links become a matrix, unless the devices follow each other and fill whole components. Raises `PlanError`.
+        """
+        self._check_ranks(*ranks)
+        if len(set(ranks)) < len(ranks) or not ranks:
+            raise PlanError(f"ranks: expected devices, each once, found {text_of(ranks)}: name each device once")
+        kinds = tuple(self.kinds[rank] for rank in ranks) if self.kinds else ()
+        return replace(self, links=self._pick_links(tuple(ranks)), kinds=kinds)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all devices run every plan alike."""
+        return len({self.class_of(rank) for rank in range(len(self.kinds))}) <= 1
+
+    def kind_of(self, rank: int) -> DeviceKind:
+        """The kind of the device `rank`. Raises `PlanError`."""
+        self._check_ranks(rank)
+        return self.kinds[rank] if self.kinds else DeviceKind()
+
+    def class_of(self, rank: int) -> DeviceKind:
+        """The kind of the device `rank` without its price: devices of one class run every plan alike."""
+        return replace(self.kind_of(rank), memory_bytes=self.memory_of(rank), price_per_hour=0.0)
+
+    def memory_of(self, rank: int) -> float | None:
+        """The memory of the device `rank`; None means no limit. Raises `PlanError`."""
+        own = self.kind_of(rank).memory_bytes
+        return self.memory_bytes if own is None else own
+
+    @property
+    def least_memory_bytes(self) -> float | None:
+        """The memory of the device that has least; None if no device has a limit."""
+        if not self.kinds:
+            return self.memory_bytes
+        return min((size for rank in range(self.devices) if (size := self.memory_of(rank)) is not None), default=None)
+
+    def price_per_hour(self, ranks: Iterable[int] | None = None) -> float:
+        """The price of the devices `ranks` (default: of all) for an hour; 0 if it is not known."""
+        every = range(self.devices) if ranks is None else ranks
+        return math.fsum(self.kind_of(rank).price_per_hour for rank in every)
 
     @property
     def devices(self) -> int:
@@ -300,6 +367,7 @@ class Cluster:
             lines.append(f"action_seconds: {number_text(self.action_seconds)}")
         # A file that was cut off after a level would be a smaller cluster.
         lines.append(f"devices: {self.devices}")
+        lines += write_kinds(self.kinds) if self.kinds else []
         match self.links:
             case LinkLevels(levels, latencies, costs):
                 lines.append("levels: # innermost first")
@@ -323,9 +391,21 @@ class Cluster:
         """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
-        known = ("memory_bytes", "action_seconds", "devices", "levels", "matrix", "latency_seconds", *COST_KEYS)
+        known = (
+            "memory_bytes",
+            "action_seconds",
+            "devices",
+            "kinds",
+            "levels",
+            "matrix",
+            "latency_seconds",
+            *COST_KEYS,
+        )
         places = place.mapping(("format",), known)
         made = cls._read(path, place, places)
+        if "kinds" in places:
+            kinds = read_kinds(places["kinds"])
+            made = place.build(lambda: made.with_kinds(kinds))
         if "devices" in places and places["devices"].integer() != made.devices:
             places["devices"].fail(
                 f"{made.devices}, the devices of the links in this file",
@@ -355,6 +435,23 @@ class Cluster:
             one = () if isinstance(latency.value, list) else (latency.number(),) * len(rows)
             latency_rows = (one,) * len(rows) if one else _read_rows(latency)
         return place.build(lambda: cls(LinkMatrix(rows, latency_rows, cost_rows), memory, action))
+
+    def _pick_links(self, ranks: tuple[int, ...]) -> Links:
+        match self.links:
+            case LinkLevels(levels, latencies, costs) if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+                size = 1
+                for depth, (count, bandwidth) in enumerate(levels):
+                    outer, rest = divmod(len(ranks), size)
+                    if not rest and ranks[0] % size == 0 and ranks[0] % (size * count) + len(ranks) <= size * count:
+                        return LinkLevels(
+                            (*levels[:depth], (outer, bandwidth)), latencies[: depth + 1], costs[: depth + 1]
+                        )
+                    size *= count
+            case _:
+                pass
+        rows = tuple(tuple(self.bandwidth(a, b) for b in ranks) for a in ranks)
+        delays = tuple(tuple(self.latency(a, b) for b in ranks) for a in ranks)
+        return LinkMatrix(rows, delays, tuple(tuple(self.message_costs(a, b) for b in ranks) for a in ranks))
 
     def _check_ranks(self, *ranks: int) -> None:
         for rank in ranks:

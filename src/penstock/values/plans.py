@@ -18,6 +18,7 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.values.chain_cuts import balanced_cuts
+from penstock.values.clusters import Cluster
 from penstock.values.documents import (
     YamlNode,
     number_text,
@@ -103,6 +104,9 @@ class Plan:
     """Which other plans were considered, and why this one is better; it is not saved to a file."""
     layer_names: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The names of all layers, where they are known; a file has them as comments."""
+    devices: tuple[int, ...] = ()
+    """The device of every rank, as the cluster numbers them; empty if rank r is on device r. A plan need not use all
+    devices of its cluster: one that is slow may be better left out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", entries("stages", self.stages, PlanError))
@@ -111,6 +115,7 @@ class Plan:
         object.__setattr__(self, "schedule", identify(definition))
         check_fields(self, _RULES, PlanError)
         check_stages(self.stages, self.tensor_parallel, definition)
+        object.__setattr__(self, "devices", _check_devices(entries("devices", self.devices, PlanError), self.ranks))
         if self.predicted is not None and len(self.predicted.peak_bytes) != self.ranks:
             raise PlanError(
                 f"predicted.peak_bytes: expected {self.ranks} numbers (one per rank), "
@@ -159,11 +164,13 @@ class Plan:
         microbatches: int = 1,
         stages_per_rank: int = 1,
         vertical_sync: bool = False,
+        speeds: Sequence[float] = (),
     ) -> "Plan":
         """As `uniform`, but cut so that the stage that weighs most weighs as little as possible.
 
         `weights`: of each layer, such as its seconds; only their ratios count. Among equals, the cut with the least sum
-        of squares of the stages. Layers of one weight are cut as `uniform` cuts them.
+        of squares of the stages. Layers of one weight are cut as `uniform` cuts them. `speeds`: of each rank, where
+        they differ; a stage then weighs what its layers do over the speed of its rank.
         """
         weights = entries("weights", weights, PlanError)
         for layer, weight in enumerate(weights):
@@ -172,7 +179,15 @@ class Plan:
         uniform = cls.uniform(
             layers, stages, schedule, microbatches, stages_per_rank=stages_per_rank, vertical_sync=vertical_sync
         )
-        cuts = balanced_cuts(weights, stages)
+        speeds = entries("speeds", speeds, PlanError)
+        if speeds and len(speeds) != uniform.ranks:
+            raise PlanError(
+                f"speeds: expected {uniform.ranks} (one per rank), found {len(speeds)}: give the speed of every rank"
+            )
+        for rank, speed in enumerate(speeds):
+            number(above=0).check(f"speeds[{rank}]", speed, PlanError)
+        paces = tuple(speeds[stage.ranks[0]] for stage in uniform.stages) if speeds else ()
+        cuts = balanced_cuts(weights, stages, paces)
         moved = zip(uniform.stages, pairwise(cuts), strict=True)
         return replace(uniform, stages=tuple(Stage(start, stop, stage.ranks) for stage, (start, stop) in moved))
 
@@ -207,6 +222,16 @@ class Plan:
         """The number of ranks."""
         return len(set(chain.from_iterable(stage.ranks for stage in self.stages)))
 
+    def used(self, cluster: Cluster) -> Cluster:
+        """The part of `cluster` whose rank r is the device of the plan's rank r. `PlanError` if it has too few."""
+        needed = max(self.devices, default=self.ranks - 1) + 1
+        if cluster.devices < needed:
+            raise PlanError(
+                f"the plan has {self.ranks} ranks{f' up to device {needed - 1}' if self.devices else ''} and the "
+                f"cluster {cluster.devices} devices: expected one each. Plan for fewer ranks or describe more devices"
+            )
+        return cluster.pick(self.devices) if self.devices else cluster
+
     @property
     def stages_per_rank(self) -> int:
         """``v``: the number of stages on each rank."""
@@ -240,7 +265,8 @@ class Plan:
         options = "".join(f", {name}" for name in ("vertical_sync", "recompute") if getattr(self, name))
         options += ", split microbatches" if self.routing == "split" else ""
         options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}"]
+        used = f", on {ranks_text(self.devices).replace('rank', 'device')}" if self.devices else ""
+        lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}{used}"]
         rows = [("stage", "layers", "ranks")]
         rows += [(str(i), f"[{s.start}, {s.stop})", ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -277,6 +303,7 @@ class Plan:
         lines += [f"vertical_sync: {str(self.vertical_sync).lower()}", f"recompute: {str(self.recompute).lower()}"]
         lines += [f"routing: {self.routing}"] if self.routing != "round-robin" else []
         lines += [f"tensor_parallel: {self.tensor_parallel}"] if self.tensor_parallel != 1 else []
+        lines += [f"devices: {list(self.devices)} # of the cluster, by rank"] if self.devices else []
         lines += [f"planner: {quoted_text(self.planner)}"] if self.planner else []
         # A file that was cut off after a stage would be a plan of fewer layers.
         lines.append(f"layers: {self.layers}")
@@ -331,8 +358,21 @@ class Plan:
         parallel = nodes["tensor_parallel"].integer() if "tensor_parallel" in nodes else 1
         predicted = _read_prediction(nodes["predicted"]) if "predicted" in nodes else None
         planner = nodes["planner"].text() if "planner" in nodes else ""
+        devices = tuple(device.integer() for device in nodes["devices"].items()) if "devices" in nodes else ()
         return node.build(
-            lambda: cls(stages, named, microbatches, size, sync, recompute, predicted, routing, parallel, planner)
+            lambda: cls(
+                stages,
+                named,
+                microbatches,
+                size,
+                sync,
+                recompute,
+                predicted,
+                routing,
+                parallel,
+                planner,
+                devices=devices,
+            )
         )
 
 
@@ -359,6 +399,18 @@ def schedule(plan: Plan) -> Schedule:
     """The schedule of `plan`; `ScheduleError` if its numbers do not fit the schedule's definition."""
     _PLAN.check("schedule(plan=)", plan, PlanError)
     return Schedule.placed(plan.schedule, plan.placement, plan.microbatches, vertical_sync=plan.vertical_sync)
+
+
+def _check_devices(devices: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The devices of the ranks; empty if each rank is on the device of its number."""
+    device = integer(0).but("give the number of a device of the cluster")
+    checked = tuple(device.check(f"devices[{rank}]", found, PlanError) for rank, found in enumerate(devices))
+    if checked and (len(checked) != ranks or len(set(checked)) != ranks):
+        raise PlanError(
+            f"devices: expected {ranks} different devices (one per rank), found {list(checked)}: give the device of "
+            "every rank, or leave it out if rank r is on device r"
+        )
+    return () if checked == tuple(range(ranks)) else checked
 
 
 def _find_named(name: str, own: ScheduleDefinition | None) -> ScheduleDefinition:

@@ -1,7 +1,8 @@
 """The measurements of a model: a chain of layers with times and sizes.
 
 Planners and the simulator read it; the profiler and `Profile.from_pipedream` write it. One profile is valid for one
-kind of device and one microbatch size. Times are seconds, sizes are bytes.
+microbatch size. It has the times of one kind of device, and `joined` adds those of others. Times are seconds, sizes are
+bytes.
 """
 
 import json
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arguments import TEXT, check_fields, entries, instance, integer, is_count, number, text_of
-from penstock.errors import ProfileError
+from penstock.errors import ProfileError, suggestion
 from penstock.values.crossings import Crossing
+from penstock.values.device_kinds import DeviceKind
+from penstock.values.device_times import DeviceTimes
 from penstock.values.documents import YamlNode, read_json, write_text
 from penstock.values.graph_files import read_graph
 from penstock.values.graphs import linearize
@@ -86,6 +89,7 @@ class LayerProfile:
 
 
 _LAYER = instance(LayerProfile, "a LayerProfile", "build one")
+_TIMES = instance(DeviceTimes, "the DeviceTimes of another device", "add the other profile with Profile.joined")
 _RULES = {
     "microbatch_size": integer(1, unit="samples").but("give the number of samples that the times were measured with"),
     "name": TEXT,
@@ -113,6 +117,8 @@ class Profile:
     fragmentation: float = 1.0
     """The bytes that the allocator had reserved per byte in use, at the peak of the measurement. It means little for a
     model of a few MB. 1 on a CPU, where it is not measured."""
+    others: tuple[DeviceTimes, ...] = ()
+    """The times of the same layers on other kinds of devices (`joined`). Sizes are those of `layers` on all kinds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", entries("layers", self.layers, ProfileError))
@@ -124,6 +130,21 @@ class Profile:
         object.__setattr__(self, "crossings", entries("crossings", self.crossings, ProfileError))
         for index, crossing in enumerate(self.crossings):
             _check_crossing(f"crossings[{index}]", crossing, len(self.layers))
+        object.__setattr__(self, "others", entries("others", self.others, ProfileError))
+        devices = [self.device]
+        for index, times in enumerate(self.others):
+            _TIMES.check(f"others[{index}]", times, ProfileError)
+            if len(times) != len(self.layers):
+                raise ProfileError(
+                    f"others[{index}]: expected the times of {len(self.layers)} layers on {times.device!r}, found "
+                    f"{len(times)}: measure the same model there"
+                )
+            if times.device in devices:
+                raise ProfileError(
+                    f"others[{index}].device: expected another device than {', '.join(map(repr, devices))}, found "
+                    f"{times.device!r}: give one profile for each kind of device, each with its device's name"
+                )
+            devices.append(times.device)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -137,6 +158,59 @@ class Profile:
     def parameter_bytes(self) -> float:
         """The bytes of all weights."""
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    def joined(self, other: "Profile") -> "Profile":
+        """This profile with the times of `other`, the same model's on another kind of device.
+
+        Raises `ProfileError` unless both have the same layers and microbatch size.
+        """
+        if [layer.name for layer in other.layers] != [layer.name for layer in self.layers]:
+            raise ProfileError(
+                f"profile of {other.device!r}: expected the layers of the profile of {self.device!r}, found others: "
+                "give profiles of one model"
+            )
+        if other.microbatch_size != self.microbatch_size:
+            raise ProfileError(
+                f"profile of {other.device!r}: expected microbatches of {self.microbatch_size} samples, as on "
+                f"{self.device!r}, found {other.microbatch_size}: measure both at the same size"
+            )
+        return replace(self, others=(*self.others, other.times_on(DeviceKind(other.device)), *other.others))
+
+    def times_on(self, kind: DeviceKind) -> DeviceTimes:
+        """The times of the layers on a device of `kind`: those measured on it, or the first, over its speed.
+
+        Raises `ProfileError` if times of several kinds were measured, but not of this one, and it has no speed.
+        """
+        for times in self.others:
+            if times.device == kind.name:
+                return times.scaled(1 / kind.speed)
+        if self.others and kind.name != self.device and kind.speed == 1:
+            known = [self.device, *(times.device for times in self.others)]
+            raise ProfileError(
+                f"kind {kind.name!r}: expected one of those that were profiled, {', '.join(map(repr, known))}, or a "
+                f"speed, found neither: {suggestion(kind.name, known)}Name the kind as its profile does, or give the "
+                f"kind's speed relative to {self.device!r}"
+            )
+        columns = ("forward_seconds", "backward_seconds", "weight_part_seconds")
+        values = [tuple(getattr(layer, name) for layer in self.layers) for name in columns]
+        return DeviceTimes(self.device, *values).scaled(1 / kind.speed)
+
+    def on(self, kind: DeviceKind) -> "Profile":
+        """This profile as it is on devices of `kind` only."""
+        if kind.speed == 1 and not self.others:
+            return self
+        times = self.times_on(kind)
+        rows = zip(times.forward_seconds, times.backward_seconds, times.weight_seconds, strict=True)
+        layers = tuple(
+            replace(
+                layer,
+                forward_seconds=forward,
+                backward_seconds=backward,
+                weight_seconds=None if layer.weight_seconds is None and times.device == self.device else weight,
+            )
+            for layer, (forward, backward, weight) in zip(self.layers, rows, strict=True)
+        )
+        return replace(self, layers=layers, device=times.device, others=())
 
     @property
     def on_wire(self) -> "Profile":
@@ -166,7 +240,8 @@ class Profile:
         """The first `layers` layers as a profile of their own."""
         kept = (replace(found, read=tuple(read for read in found.read if read < layers)) for found in self.crossings)
         crossings = tuple(found for found in kept if found.read)
-        return replace(self, layers=self.layers[:layers], crossings=crossings)
+        others = tuple(times.prefix(layers) for times in self.others)
+        return replace(self, layers=self.layers[:layers], crossings=crossings, others=others)
 
     def scaled(self, microbatch_size: int) -> "Profile":
         """This profile for microbatches of another size: times and activations are scaled, weights are not.
@@ -192,7 +267,8 @@ class Profile:
             replace(found, size_bytes=found.size_bytes * share, wire_bytes=_scaled(found.wire_bytes, share))
             for found in self.crossings
         )
-        return replace(self, layers=layers, microbatch_size=microbatch_size, crossings=crossings)
+        others = tuple(times.scaled(share) for times in self.others)
+        return replace(self, layers=layers, microbatch_size=microbatch_size, crossings=crossings, others=others)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
@@ -209,6 +285,8 @@ class Profile:
         text = "{\n" + "".join(lines) + _list("layers", rows)
         if self.crossings:
             text += ",\n" + _list("crossings", [_row(found) for found in self.crossings])
+        if self.others:
+            text += ",\n" + _list("others", [json.dumps(asdict(times)) for times in self.others])
         write_text(path, text + "\n}\n", ProfileError)
 
     @classmethod
@@ -217,13 +295,16 @@ class Profile:
         place = read_json(path, ProfileError)
         place.check_format(_FORMAT)
         noted = ("library_bytes", "fragmentation")
-        places = place.mapping(("format", "microbatch_size", "layers"), ("name", "device", "crossings", *noted))
+        places = place.mapping(
+            ("format", "microbatch_size", "layers"), ("name", "device", "crossings", "others", *noted)
+        )
         layers = tuple(_read_layer(layer) for layer in places["layers"].items())
         size = places["microbatch_size"].integer()
         known: dict[str, Any] = {key: places[key].text() for key in ("name", "device") if key in places}
         known |= {key: places[key].number() for key in noted if key in places}
         crossings = tuple(map(_read_crossing, places["crossings"].items())) if "crossings" in places else ()
-        return place.build(lambda: cls(layers, size, crossings=crossings, **known))
+        others = tuple(map(_read_times, places["others"].items())) if "others" in places else ()
+        return place.build(lambda: cls(layers, size, crossings=crossings, others=others, **known))
 
     @classmethod
     def from_pipedream(cls, path: str | Path, microbatch_size: int | None = None) -> "Profile":
@@ -285,6 +366,13 @@ def _read_crossing(place: YamlNode) -> Crossing:
     read = tuple(number.integer() for number in places["read"].items())
     wire_bytes = places["wire_bytes"].number() if "wire_bytes" in places else None
     return Crossing(places["name"].text(), places["made"].integer(), read, places["size_bytes"].number(), wire_bytes)
+
+
+def _read_times(place: YamlNode) -> DeviceTimes:
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    places = place.mapping(("device", *names))
+    columns = [tuple(value.number() for value in places[name].items()) for name in names]
+    return place.build(lambda: DeviceTimes(places["device"].text(), *columns))
 
 
 def _read_layer(place: YamlNode) -> LayerProfile:

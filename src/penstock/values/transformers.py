@@ -5,13 +5,16 @@ vocabulary, B batch size in sequences.
 """
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from penstock.arguments import TEXT, check_fields, integer, number
 from penstock.errors import PlanError
+from penstock.values.documents import quoted_text, read_yaml, write_text
 
 __all__ = ["Transformer"]
 
 _DAY_SECONDS = 86400.0
+_FORMAT = "penstock-transformer/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,23 @@ class Transformer:
                 f"heads: expected a divisor of hidden = {self.hidden}, found {self.heads}: "
                 "all heads have the same whole size"
             )
+
+    def save(self, path: str | Path) -> None:
+        """Writes YAML. `PlanError` if the file cannot be written."""
+        numbers = [f"{field.name}: {getattr(self, field.name)}" for field in fields(self)[:-1]]
+        named = [f"name: {quoted_text(self.name)}"] if self.name else []
+        write_text(path, "\n".join([f"format: {_FORMAT}", *numbers, *named]) + "\n", PlanError)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Transformer":
+        """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
+        place = read_yaml(path, PlanError)
+        place.check_format(_FORMAT)
+        numbers = [field.name for field in fields(cls)[:-1]]
+        nodes = place.mapping(("format", *numbers[:3]), (*numbers[3:], "name"))
+        known = {name: nodes[name].integer() for name in numbers if name in nodes}
+        name = nodes["name"].text() if "name" in nodes else ""
+        return place.build(lambda: cls(**known, name=name))
 
     @property
     def layer_parameters(self) -> int:

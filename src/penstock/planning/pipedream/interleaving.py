@@ -119,16 +119,24 @@ class _CutProblem:
         def by_rank(matrix: Matrix) -> Matrix:
             return matrix.take(flat)[:, self.held]
 
-        stage_seconds = by_rank(self.costs.seconds)
+        if self.costs.rank_seconds:
+            # (v, ranks, K): the intervals of the stages of each rank, on that rank.
+            held = [
+                [self.costs.rank_seconds[rank].take(flat[:, stage]) for rank, stage in enumerate(row)]
+                for row in self.held.tolist()
+            ]
+            stage_seconds = np.moveaxis(np.array(held), -1, 0)
+        else:
+            stage_seconds = by_rank(self.costs.seconds)
         loads = stage_seconds.sum(axis=1)
         squares = (loads**2).sum(axis=1) + _MINOR * (stage_seconds**2).sum(axis=(1, 2))
         sent = self.exchange.take(np.arange(stages) * self.exchange.shape[1] + cuts[:, 1:])
         links = sent[:, self.joined].sum(axis=1)
-        held = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
-        held = held + by_rank(self.costs.working_bytes).max(axis=1)
-        held = held + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
+        kept = np.array(self.in_flight) * by_rank(self.costs.saved_bytes).max(axis=1)
+        kept = kept + by_rank(self.costs.working_bytes).max(axis=1)
+        kept = kept + (2 + self.optimizer_copies) * by_rank(self.costs.parameter_bytes).sum(axis=1)
         slowest = np.maximum(loads.max(axis=1), links.max(axis=1))
-        return slowest, squares, held.max(axis=1)
+        return slowest, squares, kept.max(axis=1)
 
 
 def _stages_of_ranks(stage_ranks: Sequence[int]) -> Counts:

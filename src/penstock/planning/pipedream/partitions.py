@@ -11,6 +11,7 @@ choice, ours is:
   4. Memory, which the text only mentions, excludes stages within the search, at every level and for every schedule, by
      what the stage keeps there.
   5. The latency of links is ignored, as in the paper; the simulator includes it.
+  6. Devices may differ. Which of them are used, and in which order, is then part of the search (`unequal_machines`).
 """
 
 from dataclasses import replace
@@ -23,11 +24,12 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Counts, Matrix, chain_costs, require_allreduce
 from penstock.planning.infeasibility import nothing_fits
-from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, peak_bytes
+from penstock.planning.memory import OPTIMIZER_COPIES, Room, chunks_in_flight, overfull_rank, peak_bytes
 from penstock.planning.pipedream.flat_machines import MachineLevel, fastest_flat
 from penstock.planning.pipedream.interleaving import cut_interleaved
 from penstock.planning.pipedream.least_memory import is_unreplicated, room_of, sufficient_changes
 from penstock.planning.pipedream.recurrence import Hierarchy
+from penstock.planning.pipedream.unequal_machines import fastest_unequal
 from penstock.planning.predictions import predict, slowest_part
 from penstock.planning.requests import Request
 from penstock.scheduling.definitions import ScheduleDefinition
@@ -37,7 +39,7 @@ from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 
-__all__ = ["find_pipedream", "noam", "partition", "plan_pipedream"]
+__all__ = ["find_pipedream", "find_unequal", "noam", "partition", "plan_pipedream"]
 
 
 def partition(
@@ -78,7 +80,11 @@ def plan_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
 
 def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan | None:
     """Like `plan_pipedream`, but returns None if nothing fits, without working out what would."""
-    costs = chain_costs(profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers)
+    if not cluster.is_equal and not request.definition.layout.has_several:
+        return next(iter(find_unequal(profile, cluster, request)), None)
+    costs = chain_costs(
+        profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
+    )
     alone = is_unreplicated(request)
     candidates = [_straight(costs, cluster, request)] if alone else _replicated(costs, cluster, request)
     fitting = []
@@ -86,13 +92,46 @@ def find_pipedream(profile: Profile, cluster: Cluster, request: Request) -> Plan
         if seconds < inf:
             plan = request.arrange(stages, profile)
             peaks = peak_bytes(plan, costs, request.optimizer_copies)
-            if cluster.memory_bytes is None or max(peaks) <= cluster.memory_bytes:
+            if overfull_rank(peaks, cluster) is None:
                 fitting.append((seconds, plan))
     if not fitting:
         return None
     seconds, plan = min(fitting, key=lambda candidate: candidate[0])
     _, limit = slowest_part(plan.stages, costs, cluster, request.allreduce)
     return replace(plan, predicted=predict(plan, profile, costs, seconds, request.optimizer_copies, limit))
+
+
+def find_unequal(profile: Profile, cluster: Cluster, request: Request) -> tuple[Plan, ...]:
+    """The best plan on every number of devices of `cluster`, which differ, fastest first; none if nothing fits.
+
+    `request.stages` fixes the number of stages, as devices without replicas.
+    """
+    costs = chain_costs(
+        profile, cluster, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
+    )
+    limited = cluster.least_memory_bytes is not None
+    room = room_of(request, cluster.devices, inf) if limited else None
+    straight = is_unreplicated(request)
+    candidates = fastest_unequal(costs, cluster, straight=straight, allreduce=request.allreduce, room=room)
+    found = []
+    for used, (seconds, stages) in candidates.items():
+        if request.stages not in (None, len(used)):
+            continue
+        plan = request.arrange(stages, profile, cluster)
+        part = plan.used(cluster)
+        own = chain_costs(
+            profile, part, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
+        )
+        if overfull_rank(peak_bytes(plan, own, request.optimizer_copies), part) is None:
+            _, limit = slowest_part(plan.stages, own, part, request.allreduce)
+            predicted = predict(plan, profile, own, seconds, request.optimizer_copies, limit=limit)
+            found.append(replace(plan, predicted=predicted))
+    return tuple(sorted(found, key=_minibatch_seconds))
+
+
+def _minibatch_seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
 
 
 def noam(plan: Plan) -> int:
@@ -115,7 +154,8 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
     stage_ranks = request.definition.layout.ranks(stages, ranks)
     bandwidths = [min(cluster.bandwidth(a, b), cluster.bandwidth(b, a)) for a, b in pairwise(stage_ranks)]
     exchange = [costs.exchange_seconds(bandwidth) for bandwidth in bandwidths]
-    size_bytes = inf if cluster.memory_bytes is None else cluster.memory_bytes
+    least = cluster.least_memory_bytes
+    size_bytes = inf if least is None else least
     if request.definition.layout.has_several:
         in_flight = chunks_in_flight(ranks, request.stages_per_rank, request.microbatches, request.schedule)
         deal = cut_interleaved(
@@ -123,7 +163,7 @@ def _straight(costs: ChainCosts, cluster: Cluster, request: Request) -> tuple[fl
         )
         limit, cuts = (deal.seconds, deal.cuts) if deal.worst_bytes <= size_bytes else (inf, ())
     else:
-        room = None if cluster.memory_bytes is None else room_of(request, ranks, size_bytes)
+        room = None if least is None else room_of(request, ranks, size_bytes)
         seconds = _stage_seconds(costs, room, ranks)
         limit = least_bottleneck(seconds, exchange)
         cuts = cut_evenly(seconds, exchange, limit) if limit < inf else ()

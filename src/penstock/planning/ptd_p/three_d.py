@@ -77,6 +77,12 @@ class ThreeDRequest:
                 f"batch_size: expected at most {_LARGEST_BATCH}, found {self.batch_size}: give the samples of one "
                 "minibatch, not of the data set"
             )
+        if not self.cluster.is_equal or self.cluster.kind_of(0).speed != 1:
+            raise PlanError(
+                "cluster: expected equal devices of speed 1 for a transformer, found kinds that differ or have another "
+                "speed: the ranks of a tensor-parallel group are as fast as the slowest, and the seconds come from the "
+                "accelerator's rates. Plan for one kind alone (Cluster.pick), or plan a profile"
+            )
         if self.count > self.cluster.devices:
             raise PlanError(
                 f"devices: expected at most the {self.cluster.devices} of the cluster, found {self.count}: "
@@ -95,7 +101,7 @@ def rank_three_d(request: ThreeDRequest, simulated: int = 5) -> tuple[ConfigEsti
     Raises `PlanError` if the devices have no configuration, or if none fits; the error says what would be enough.
     """
     simulated = integer(0).check("simulated", simulated, PlanError)
-    limit = request.cluster.memory_bytes
+    limit = request.cluster.least_memory_bytes
     found = [_estimate(request, config) for config in _fitting(request, inf if limit is None else limit)]
     if not found:
         raise _nothing_fits(request)
@@ -309,7 +315,7 @@ def _enough_devices(request: ThreeDRequest, limit: float) -> int | None:
 
 
 def _nothing_fits(request: ThreeDRequest) -> PlanError:
-    model, limit = request.transformer, request.cluster.memory_bytes
+    model, limit = request.transformer, request.cluster.least_memory_bytes
     smallest = _smallest(request, request.count)
     fixed = [field.name for field in fields(request) if field.name in _FIXABLE and getattr(request, field.name)]
     given = " with " + ", ".join(f"{name} = {getattr(request, name)}" for name in fixed) if fixed else ""

@@ -74,6 +74,7 @@ class PlanConstraints:
     optimizer_copies: float = OPTIMIZER_COPIES
     shared_nic: bool = False
     whole_backwards: bool = False
+    every_device: bool = False
 
     def __post_init__(self) -> None:
         planners = tuple(map(str, PlannerName))
@@ -85,7 +86,9 @@ class PlanConstraints:
                 _refuse("schedule", self.schedule, SCHEDULES, schedule_hint(str(self.schedule)))
             object.__setattr__(self, "schedule", identify(definition))
         counts = dict.fromkeys(("microbatches", "batch_size", "stages", "stages_per_rank"), integer(1).optional)
-        flags = dict.fromkeys(("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards"), FLAG)
+        flags = dict.fromkeys(
+            ("straight", "synchronous", "vertical_sync", "shared_nic", "whole_backwards", "every_device"), FLAG
+        )
         more = {"recompute": FLAG.optional, "optimizer_copies": number(0)}
         check_fields(self, {**counts, **flags, **more}, PlanError)
         if self.microbatches is not None and self.batch_size is not None:
@@ -114,9 +117,14 @@ class PlanConstraints:
             and self._takes_stages_per_rank(each)
         )
 
-    def trials(self, profiles: Sequence[Profile], cluster: Cluster) -> tuple[PlannerQuery, ...]:
-        """All queries, planner by planner. `PlanError` if the fixed numbers leave none."""
-        trials = tuple(self._trials(profiles, cluster))
+    def trials(
+        self, profiles: Sequence[Profile], cluster: Cluster, devices: int | None = None
+    ) -> tuple[PlannerQuery, ...]:
+        """All queries, planner by planner. `PlanError` if the fixed numbers leave none.
+
+        `devices`: those that the default minibatch is for; by default those of `cluster`.
+        """
+        trials = tuple(self._trials(profiles, cluster, cluster.devices if devices is None else devices))
         if trials:
             return trials
         per_rank = self.stages_per_rank or 2
@@ -141,14 +149,15 @@ class PlanConstraints:
             "to the search"
         )
 
-    def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
+    def _trials(self, profiles: Sequence[Profile], cluster: Cluster, devices: int) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self._definitions:
                 if plans_for(planner, schedule):
                     for profile in profiles:
-                        for request in self._requests(planner, schedule, profile, profiles[0], cluster):
+                        microbatches = self.count_microbatches(profile, profiles[0], devices, schedule)
+                        for request in self._requests(planner, schedule, profile, microbatches, cluster):
                             # Without a memory limit recomputation gains nothing.
-                            tries = self.recompute is None and cluster.memory_bytes is not None
+                            tries = self.recompute is None and cluster.least_memory_bytes is not None
                             allowed = tries or self.recompute is True
                             yield PlannerQuery(planner, profile, request, allowed, self.planner is not None)
 
@@ -175,9 +184,7 @@ class PlanConstraints:
             and self.recompute in (None, plan.recompute)
         )
 
-    def count_microbatches(
-        self, profile: Profile, first: Profile, cluster: Cluster, schedule: ScheduleDefinition
-    ) -> int:
+    def count_microbatches(self, profile: Profile, first: Profile, devices: int, schedule: ScheduleDefinition) -> int:
         """The number ``m`` of microbatches of `profile`'s size; 0 if the batch size is not a multiple of that size.
 
         The default batch size is four microbatches of the first profile for every device, and one microbatch where
@@ -189,7 +196,7 @@ class PlanConstraints:
             return 1
         batch = self.batch_size
         if batch is None:
-            batch = _MICROBATCHES_PER_DEVICE * cluster.devices * first.microbatch_size
+            batch = _MICROBATCHES_PER_DEVICE * devices * first.microbatch_size
         return 0 if batch % profile.microbatch_size else batch // profile.microbatch_size
 
     def _planners(self, cluster: Cluster) -> Iterator[str]:
@@ -205,9 +212,8 @@ class PlanConstraints:
                 yield PlannerName.INTERLEAVED.value
 
     def _requests(
-        self, planner: str, schedule: ScheduleDefinition, profile: Profile, first: Profile, cluster: Cluster
+        self, planner: str, schedule: ScheduleDefinition, profile: Profile, microbatches: int, cluster: Cluster
     ) -> Iterator[Request]:
-        microbatches = self.count_microbatches(profile, first, cluster, schedule)
         if not microbatches:
             return
         again = (self.recompute,) if self.recompute is not None else (False, True)
@@ -215,7 +221,7 @@ class PlanConstraints:
         # With split backwards it gains little: recomputed activations are kept until the weight backward, and the last
         # rank recomputes nothing, so it keeps the activations of all its microbatches in both cases.
         by_itself = planner == PlannerName.TWO_BW
-        if self.recompute is None and (cluster.memory_bytes is None or by_itself or schedule.splits_backward):
+        if self.recompute is None and (cluster.least_memory_bytes is None or by_itself or schedule.splits_backward):
             again = (False,)
         for recompute in again:
             for per_rank in self._stages_per_rank(schedule):
@@ -249,6 +255,11 @@ class PlanConstraints:
         straight = self._is_straight(planner, schedule)
         if not straight:
             yield self.stages, False
+        if planner == PlannerName.PIPEDREAM and not cluster.is_equal and not schedule.layout.has_several:
+            # Where devices differ, the planner chooses those of a straight pipeline itself.
+            if straight or self.stages is None:
+                yield self.stages, True
+            return
         if straight or (planner == PlannerName.PIPEDREAM and self.stages is None):
             ranks = min(cluster.devices, len(profile) // per_rank)
             most = _most_ranks(schedule, per_rank, microbatches, ranks)

@@ -1,10 +1,16 @@
 """Explanations: the result of a search in words and a table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from penstock.planning.memory import OPTIMIZER_COPIES
+from penstock.planning.prices import cost_per_million
+from penstock.planning.search.data_parallelism import without_pipelines
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
 from penstock.simulating.losses import Losses
+from penstock.values.clusters import Cluster
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan, Prediction
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
@@ -18,22 +24,30 @@ _REASON = 160
 """Characters of the reason of a rejection."""
 
 
-def explain_search(search: SearchResult, losses: Losses, memory_bytes: float | None) -> str:
-    """The best plan, the ranked table, where the time of the best goes, why the runner-up is not the best, and what
-    could not be planned.
-
-    `memory_bytes`: of each device; None if it is not limited.
+def explain_search(
+    search: SearchResult,
+    losses: Losses,
+    cluster: Cluster,
+    profile: Profile,
+    optimizer_copies: float = OPTIMIZER_COPIES,
+) -> str:
+    """The best plan with its devices, the ranked table with costs where prices are known, where the time of the best
+    goes, why the runner-up is not the best, what training without a pipeline would take, and what could not be planned.
     """
     best, *others = search.ranked
-    lines = [str(best), "", *_table(search.ranked[:_ROWS])]
+    kinds = [] if cluster.is_equal else _kinds(best, cluster)
+    lines = [str(best), *kinds, "", *_table(search.ranked[:_ROWS], cluster)]
     hidden = len(search.ranked[_ROWS:]) + search.not_simulated
     lines += [f"and {hidden} more that are slower"] if hidden else []
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
     needs = f"The fullest device needs {bytes_text(max(_predicted(best).peak_bytes))}"
-    lines += [f"{needs}; no limit was given." if memory_bytes is None else f"{needs} of {bytes_text(memory_bytes)}."]
+    least = cluster.least_memory_bytes
+    lines += [f"{needs}; no limit was given." if least is None else f"{needs} of {bytes_text(least)}."]
     lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
+    if cluster.devices > 1:
+        lines += _compare_alternatives(best, cluster, profile, optimizer_copies)
     lines += _list(search.rejections)
     return "\n".join(lines)
 
@@ -60,9 +74,44 @@ def shape_text(plan: Plan) -> str:
     return text + (f", t={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
 
 
-def _table(plans: Sequence[Plan]) -> list[str]:
-    head = ("", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by")
+def _kinds(plan: Plan, cluster: Cluster) -> list[str]:
+    """The devices of every stage, and those that are left out."""
+    devices = plan.devices or tuple(range(plan.ranks))
+
+    def named(ranks: Sequence[int]) -> str:
+        counts = Counter(_kind_text(cluster.kind_of(rank)) for rank in ranks)
+        return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+    lines = [
+        f"stage {index} on {named([devices[rank] for rank in stage.ranks])}" for index, stage in enumerate(plan.stages)
+    ]
+    left = sorted(set(range(cluster.devices)) - set(devices))
+    return [*lines, *([f"left out: {named(left)}"] if left else [])]
+
+
+def _kind_text(kind: DeviceKind) -> str:
+    name = kind.name or "device"
+    return name if kind.speed == 1 else f"{name} ({kind.speed:.3g} times as fast)"
+
+
+def _compare_alternatives(best: Plan, cluster: Cluster, profile: Profile, optimizer_copies: float) -> list[str]:
+    size = best.microbatch_size or profile.microbatch_size
+    ways = without_pipelines(profile.scaled(size), cluster, best.microbatches, optimizer_copies)
+    texts = [
+        f"{way.name} {way.samples_per_second:.4g} samples/s, peak {bytes_text(way.peak_bytes)}"
+        + ("" if way.fits else " (does not fit)")
+        for way in ways
+    ]
+    return [f"Without a pipeline, by formulas instead of simulation: {'; '.join(texts)}."]
+
+
+def _table(plans: Sequence[Plan], cluster: Cluster) -> list[str]:
+    head = ["", "planner", "schedule", "replicas", "m x b", "minibatch", "samples/s", "bubble", "peak", "limited by"]
     rows = [head, *(_row(position, plan) for position, plan in enumerate(plans, start=1))]
+    if cluster.price_per_hour():
+        costs = [cost_per_million(plan, cluster) for plan in plans]
+        for row, cost in zip(rows, ("per million", *costs), strict=True):
+            row.insert(-1, f"{cost:.4g}" if isinstance(cost, float) else cost or "-")
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     left = {1, 2, 3}
     return [
@@ -75,9 +124,9 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     ]
 
 
-def _row(position: int, plan: Plan) -> tuple[str, ...]:
+def _row(position: int, plan: Plan) -> list[str]:
     predicted = _predicted(plan)
-    return (
+    return [
         str(position),
         plan.planner,
         str(plan.schedule) + (" recompute" if plan.recompute else ""),
@@ -88,7 +137,7 @@ def _row(position: int, plan: Plan) -> tuple[str, ...]:
         f"{predicted.bubble:.1%}",
         bytes_text(max(predicted.peak_bytes)),
         predicted.limit,
-    )
+    ]
 
 
 def _compare(best: Plan, other: Plan) -> str:

@@ -23,10 +23,10 @@ def explain_infeasibility(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, found: SearchResult
 ) -> PlanError:
     """The error of a search that `found` no plan."""
-    free = replace(cluster, memory_bytes=None)
+    free = cluster.with_memory(None)
     either = replace(constraints, recompute=True) if constraints.recompute is None else constraints
     unlimited = compare_plans(profiles, free, either, refine=False).ranked
-    if cluster.memory_bytes is None or not unlimited:
+    if cluster.least_memory_bytes is None or not unlimited:
         reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
         return PlanError(f"no plan: {reasons}")
     needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}
@@ -44,10 +44,10 @@ def _least_memory(
 
     `enough`: memory that is enough for `plan`.
     """
-    too_little = cluster.memory_bytes or 0.0
+    too_little = cluster.least_memory_bytes or 0.0
     high = _three_digits_up(enough)
     while high > 1.01 * too_little and (middle := _three_digits_up((too_little + high) / 2)) < high:
-        found = compare_plans(profiles, replace(cluster, memory_bytes=middle), constraints, refine=False).ranked
+        found = compare_plans(profiles, cluster.with_memory(middle), constraints, refine=False).ranked
         if found:
             high, plan = middle, found[0]
         else:

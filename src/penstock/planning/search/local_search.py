@@ -131,12 +131,17 @@ class LocalSearch:
             timed = found
         return timed
 
-    def move_replicas(self, timed: Timed, effort: Effort, *, straight: bool, stages: int | None = None) -> Timed:
-        """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages`."""
+    def move_replicas(
+        self, timed: Timed, effort: Effort, *, straight: bool, stages: int | None = None, ranks: int | None = None
+    ) -> Timed:
+        """The plan after moves of replicas and of cuts, as long as they make it faster; it keeps to `stages` and
+        `ranks`.
+        """
         tried: set[tuple[tuple[int, ...], ...]] = set()
         here = timed
         while effort.actions > 0:
-            changed = [each for each in self._structures(here.plan, straight) if stages in (None, len(each.stages))]
+            every = self._structures(here.plan, straight)
+            changed = [each for each in every if stages in (None, len(each.stages)) and ranks in (None, each.ranks)]
             fresh = [each for each in changed if _shape(each) not in tried][:_TRIED]
             tried.update(map(_shape, fresh))
             timings = [found for each in fresh if (found := self.time(each, effort=effort)) is not None]

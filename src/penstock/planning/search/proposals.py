@@ -14,7 +14,7 @@ from typing import assert_never
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import chain_costs
 from penstock.planning.memory import peak_bytes
-from penstock.planning.pipedream.partitions import find_pipedream
+from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
 from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
 from penstock.planning.requests import Request
@@ -26,6 +26,7 @@ from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.device_kinds import DeviceKind
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
@@ -43,7 +44,7 @@ class Proposer:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._limit = cluster.memory_bytes
+        self._limit = cluster.least_memory_bytes
         self._unlimited: dict[tuple[int, Request], Plan | None] = {}
         """Plans without a memory limit; they are the same for all schedules with one stage per rank."""
         self._parts: tuple[Proposer, ...] | None = None
@@ -59,7 +60,7 @@ class Proposer:
             and query.request.stages is None
             and not query.request.definition.layout.has_several
         )
-        if uses_all and not query.named:
+        if uses_all and not query.named and self._cluster.is_equal:
             if self._parts is None:
                 self._parts = tuple(map(Proposer, _parts(self._cluster)))
             for part in self._parts:
@@ -89,9 +90,15 @@ class Proposer:
         """Proposes PipeDream's plans: with links that carry both directions at once, as in the simulator, and with the
         sum of both, as in the paper. Few microbatches hide few messages, and then the sum is often the better guide.
         """
+        if not self._cluster.is_equal and not request.definition.layout.has_several:
+            duplex = replace(request, full_duplex=True)
+            buffered = () if self._limit is None else (replace(duplex, buffers=_BUFFERS),)
+            unequal = [plan for each in (duplex, *buffered) for plan in find_unequal(profile, self._cluster, each)]
+            yield from unequal or _require(None)
+            return
         found: list[Plan] = []
-        for duplex in (True,) if request.definition.layout.has_several else (True, False):
-            wished = replace(request, full_duplex=duplex)
+        for both_ways in (True,) if request.definition.layout.has_several else (True, False):
+            wished = replace(request, full_duplex=both_ways)
             found += self._with_buffers(partial(self._find_pipedream, profile), profile, wished)
         yield from found or _require(None)
 
@@ -115,6 +122,8 @@ class Proposer:
                 continue
             alone = replace(request, microbatches=request.microbatches // replicas, stages=stages)
             one = Cluster.uniform(length, self._cluster.slowest, self._limit)
+            if not self._cluster.is_equal:
+                one = one.with_kinds([self._slowest_kind(profile, rank * replicas, replicas) for rank in range(length)])
             for narrow in self._with_buffers(partial(find_pipedream, profile, one), profile, alone):
                 yield widen(narrow, replicas, profile, self._cluster, request)
 
@@ -127,16 +136,25 @@ class Proposer:
             length = request.stages // request.stages_per_rank
             yield from ((length, count) for count in range(2, devices // length + 1))
 
+    def _slowest_kind(self, profile: Profile, first: int, count: int) -> DeviceKind:
+        """The kind of the slowest of `count` devices, from `first` on."""
+        kinds = {self._cluster.class_of(rank) for rank in range(first, first + count)}
+        return max(kinds, key=lambda kind: profile.on(kind).seconds)
+
     def _find_pipedream(self, profile: Profile, request: Request) -> Plan | None:
         if request.definition.layout.has_several:
             return find_pipedream(profile, self._cluster, request)
         free = replace(request, schedule=DEFAULT_SCHEDULE, microbatches=1, vertical_sync=False, buffers=0)
         key = profile.microbatch_size, free
         if key not in self._unlimited:
-            self._unlimited[key] = find_pipedream(profile, replace(self._cluster, memory_bytes=None), free)
+            self._unlimited[key] = find_pipedream(profile, self._cluster.with_memory(None), free)
         (found,) = _require(self._unlimited[key])
         costs = chain_costs(
-            profile, recompute=request.recompute, full_duplex=request.full_duplex, buffers=request.buffers
+            profile,
+            self._cluster,
+            recompute=request.recompute,
+            full_duplex=request.full_duplex,
+            buffers=request.buffers,
         )
         plan = foresee(found.stages, profile, costs, self._cluster, request)
         if self._limit is not None and max(peak_bytes(plan, costs, request.optimizer_copies)) > self._limit:

@@ -130,7 +130,10 @@ class Refiner:
         search = self._search(family)
         effort = Effort(max(_LEAST, _DEEP * self._cluster.devices))
         timed = search.move_cuts(timed, effort)
-        return search.move_replicas(timed, effort, straight=family.straight, stages=self._constraints.stages)
+        ranks = self._cluster.devices if self._constraints.every_device else None
+        return search.move_replicas(
+            timed, effort, straight=family.straight, stages=self._constraints.stages, ranks=ranks
+        )
 
     def _search(self, family: Family) -> LocalSearch:
         profile = self._profiles[family.microbatch_size or 0]
@@ -148,7 +151,7 @@ class Refiner:
         count = self._constraints.opened().count_microbatches
         counts: dict[ScheduleDefinition | str, int] = {}
         for definition in METHODS:
-            microbatches = count(profile, self._first, self._cluster, definition)
+            microbatches = count(profile, self._first, self._cluster.devices, definition)
             if microbatches and definition.name in self._constraints.opened().schedules:
                 counts[definition.name] = microbatches
         return counts

@@ -12,13 +12,15 @@ Rules of the search:
      every family of proposals alike. So no wish leads to a faster plan than none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PlanError, ScheduleError
-from penstock.planning.costs import simulator_options
+from penstock.planning.costs import chain_costs, simulator_options
+from penstock.planning.memory import overfull_rank
+from penstock.planning.search.arrangements import arrange_cluster, without_kinds
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
-from penstock.planning.search.proposals import Proposer
+from penstock.planning.search.device_moves import climb
 from penstock.planning.search.refinements import Refiner
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
@@ -37,6 +39,8 @@ _SHORTLIST = 12
 
 _COMPARED = 4
 """How many plans of a family are simulated where the local search does not know the times or the memory exactly."""
+_MOVED = 6
+"""How many plans are searched further where devices differ: the best of a schedule with replicas, and without."""
 
 EQUAL = 1e-3
 """A relative difference; predictions are not more accurate than that."""
@@ -76,10 +80,11 @@ def compare_plans(
     `refine` the planners' proposals are ranked as they are; so are those of a planner that is named.
     """
     rejections: list[Rejection] = []
+    profiles, cluster = without_kinds(profiles, cluster)
     proposals = _propose(profiles, cluster, constraints, rejections, progress)
-    if constraints.planner is None and refine:
+    if constraints.planner is None and refine and cluster.is_equal:
         return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
-    chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.memory_bytes is not None)
+    chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.least_memory_bytes is not None)
     sizes = {profile.microbatch_size: profile for profile in profiles}
     simulated: list[Plan] = []
     for plan in progress_line(chosen, lambda plan: str(plan.schedule), "simulating", progress):
@@ -89,6 +94,8 @@ def compare_plans(
             simulated.append(_simulate(plan, sizes[plan.microbatch_size or 0], cluster, constraints))
         except (PlanError, ScheduleError) as error:
             rejections.append(Rejection(plan.planner, str(plan.schedule), str(error)))
+    if not cluster.is_equal and constraints.planner is None and refine:
+        simulated += _move_devices(simulated, sizes, cluster, constraints)
     return SearchResult(_rank(simulated), len(proposals) - len(chosen), tuple(rejections))
 
 
@@ -101,17 +108,19 @@ def _propose(
 ) -> list[Plan]:
     """The proposals of all planners, each once, whatever the constraints choose among them."""
     proposals: dict[Plan, Plan] = {}
-    proposer = Proposer(cluster)
-    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
-    opened = constraints.opened()
-    # Raises an error for numbers that no query has, which other schedules than the wished one may have.
+    # Raises an error for numbers that leave nothing to try.
     constraints.trials(profiles, cluster)
+    opened = constraints.opened()
     allowed = set(constraints.schedules)
-    for query in progress_line(opened.trials(profiles, cluster), _title, "planning", progress):
-        wished = query.request.schedule in allowed
+    arranged = arrange_cluster(cluster, profiles[0])
+    asked = [(each, query) for each in arranged for query in each.queries(profiles, opened)]
+    for arrangement, query in progress_line(asked, lambda ask: _title(ask[1]), "planning", progress):
+        wished = query.request.schedule in allowed and arrangement.is_whole
         try:
-            for proposed in proposer.propose(query):
+            for proposed in arrangement.propose(query):
                 if _is_pointless(proposed) and DEFAULT_SCHEDULE in constraints.schedules:
+                    continue
+                if constraints.every_device and proposed.ranks != cluster.devices:
                     continue
                 if constraints.microbatches not in (None, proposed.microbatches):
                     reason = f"it has {proposed.microbatches} microbatches, and {constraints.microbatches} are required"
@@ -154,6 +163,32 @@ def _refine(
     return SearchResult(_rank(simulated), others, tuple(kept))
 
 
+def _move_devices(
+    simulated: list[Plan], sizes: Mapping[int, Profile], cluster: Cluster, constraints: PlanConstraints
+) -> list[Plan]:
+    """What moves of devices that differ make of the best plan of each of the best schedules."""
+    seeds: dict[tuple[str, str, bool], Plan] = {}
+    for plan in sorted(simulated, key=_speed, reverse=True):
+        if not plan.definition.layout.has_several:
+            seeds.setdefault((str(plan.schedule), plan.routing, max(plan.replicas) == 1), plan)
+    found = []
+    for plan in list(seeds.values())[:_MOVED]:
+        profile = sizes[plan.microbatch_size or 0]
+        costs = chain_costs(profile, cluster, recompute=plan.recompute, full_duplex=True)
+        moved = climb(
+            plan,
+            cluster,
+            costs,
+            lambda changed, profile=profile: _simulate(changed, profile, cluster, constraints),  # type: ignore[misc]
+            constraints.allreduce,
+            straight=constraints.straight or constraints.stages is not None,
+            stages=constraints.stages,
+            devices=cluster.devices if constraints.every_device else None,
+        )
+        found += [moved] if moved is not plan else []
+    return found
+
+
 def _title(query: PlannerQuery) -> str:
     return f"{query.planner}, {query.request.schedule}"
 
@@ -185,11 +220,12 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
         verify(schedule(plan))
     outcome = evaluate(plan, profile, cluster, **simulated_with(constraints))
-    if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
-        worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
+    used = plan.used(cluster)
+    worst = overfull_rank(outcome.peak_bytes, used)
+    if worst is not None:
         raise PlanError(
             f"rank {worst} needs {bytes_text(outcome.peak_bytes[worst])} with its message buffers: expected at most "
-            f"{bytes_text(cluster.memory_bytes)}"
+            f"{bytes_text(used.memory_of(worst) or 0)}"
         )
     return replace(plan, predicted=outcome.prediction())
 

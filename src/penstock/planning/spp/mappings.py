@@ -17,6 +17,8 @@ many microbatches it keeps in flight, is then part of the state, so that a memor
     W(l, xi, r, n) = min over c, r' of max(stage(l..c, r), link(c, r, r'), W(c, xi-1, r', n-r))
 
 The minimum over r' is taken first, for every c: O(V^3 L xi + V^2 L^2 xi) instead of O(V^3 L^2 xi).
+Where devices differ, a stage takes as long as its slowest device.
+
 Plans tie often. The first stage then gets the fewest devices, next the fewest layers, then the second stage the fewest
 devices, and so on.
 """
@@ -82,18 +84,18 @@ def cheapest_mappings(
     most_stages: int,
     fits: Callable[[int, int], Flags] | None = None,
     *,
-    last_seconds: Matrix | None = None,
+    last: ChainCosts | None = None,
     replicas: Collection[int] | None = None,
 ) -> tuple[StageMapping, ...]:
     """The best plan in 1, 2, ... `most_stages` stages.
 
     ``fits(replicas, behind)``, if given, returns for every interval of layers whether it fits in memory as a stage with
-    this number of replicas and of stages behind it. `last_seconds`, (N+1, N+1), are the seconds of the last stage if
-    they differ from `costs`: with recomputation the last stage has nothing to recompute. `replicas` are the numbers of
+    this number of replicas and of stages behind it. `last` has the seconds of the last stage if they differ from
+    `costs`: with recomputation the last stage has nothing to recompute. `replicas` are the numbers of
     replicas that a stage may have; None: any.
     """
     counts = range(1, machine.devices + 1) if replicas is None else sorted(replicas)
-    last = costs.seconds if last_seconds is None else last_seconds
+    last = costs if last is None else last
     fitting = None
     if fits is not None:
         fitting = {r: np.stack([fits(r, behind) for behind in range(most_stages)]) for r in counts}
@@ -141,7 +143,7 @@ def _table(
     most_stages: int,
     counts: Sequence[int],
     fitting: dict[int, Flags] | None,
-    last_seconds: Matrix,
+    last: ChainCosts,
 ) -> _Table:
     """The table of one device more than the last of `tables`."""
     devices = len(tables) + 1
@@ -154,8 +156,9 @@ def _table(
         rounds = 2 * (r - 1) / (1 if machine.shared_medium else r)
         reduced = rounds / front.inner_speed * costs.parameter_bytes + 2 * (r - 1) * front.inner_latency
         allowed = None if fitting is None else fitting[r]
+        leading = machine.ranks[machine.devices - devices :][:r]
         if r == devices:
-            alone = microbatches * last_seconds[:, -1] / r + reduced[:, -1]
+            alone = microbatches * last.seconds_on(leading)[:, -1] / r + reduced[:, -1]
             table.seconds[r - 1, 0] = alone if allowed is None else np.where(allowed[0, :, -1], alone, np.inf)
             table.cuts[r - 1, 0] = costs.layers
         elif most_stages > 1:
@@ -164,7 +167,7 @@ def _table(
             deeper = slice(1, behind.shape[1] + 1)
             followers = rest.argmin(axis=0)
             least = np.take_along_axis(rest, followers[None], axis=0)[0]
-            stage = microbatches * costs.seconds / r + reduced
+            stage = microbatches * costs.seconds_on(leading) / r + reduced
             first = stage if allowed is None else np.where(allowed[deeper], stage, np.inf)
             slowest = np.maximum(first, least[:, None, :])
             cuts = slowest.argmin(axis=2)

@@ -20,6 +20,7 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.planning.costs import ChainCosts, Flags, chain_costs, simulator_options
 from penstock.planning.infeasibility import nothing_fits
+from penstock.planning.memory import overfull_rank
 from penstock.planning.requests import Request
 from penstock.planning.spp.device_orders import device_order, link_latencies, link_speeds
 from penstock.planning.spp.mappings import OrderedDevices, StageMapping, cheapest_mappings
@@ -59,11 +60,12 @@ def plan_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samp
 def find_spp(profile: Profile, cluster: Cluster, request: Request, *, whole_samples: bool = False) -> Plan | None:
     """Like `plan_spp`, but returns None if nothing fits, without working out what would."""
     candidates = _candidates(profile, cluster, request, whole_samples)
-    if cluster.memory_bytes is not None:
+    if cluster.least_memory_bytes is not None:
         candidates = (*candidates, *_candidates(profile, cluster, request, whole_samples, _BUFFERS))
     outcomes = {plan: evaluate_for(request, plan, profile, cluster) for _, plan in candidates}
-    memory = cluster.memory_bytes or inf
-    fitting = {plan: outcome for plan, outcome in outcomes.items() if max(outcome.peak_bytes) <= memory}
+    fitting = {
+        plan: outcome for plan, outcome in outcomes.items() if overfull_rank(outcome.peak_bytes, cluster) is None
+    }
     if not fitting:
         return None
     plan = min(fitting, key=lambda plan: (fitting[plan].minibatch_seconds, len(plan.stages)))
@@ -99,21 +101,20 @@ def _candidates(
     """`spp_candidates` with memory for `buffers` waiting activations and gradients; empty if nothing fits."""
     most = _most_stages(profile, cluster, request)
     # A backward that directly follows its forward recomputes nothing: those of the last stage, and a single one.
-    plain = chain_costs(profile)
-    costs = chain_costs(profile, recompute=request.recompute and request.microbatches > 1)
+    plain = chain_costs(profile, cluster)
+    costs = chain_costs(profile, cluster, recompute=request.recompute and request.microbatches > 1)
     devices = most if request.straight else cluster.devices
     _check_size(devices, len(profile), most)
     fits = None
-    if cluster.memory_bytes is not None:
-        fits = _fitting(costs, plain, cluster.memory_bytes, request, buffers)
+    least = cluster.least_memory_bytes
+    if least is not None:
+        fits = _fitting(costs, plain, least, request, buffers)
     counts = list(range(1, 2 if request.straight else devices + 1))
     if whole_samples:
         counts = [count for count in counts if profile.microbatch_size % count == 0]
     candidates: list[tuple[float, Plan]] = []
     for machine in _machines(cluster, devices, request):
-        mappings = cheapest_mappings(
-            costs, machine, request.microbatches, most, fits, last_seconds=plain.seconds, replicas=counts
-        )
+        mappings = cheapest_mappings(costs, machine, request.microbatches, most, fits, last=plain, replicas=counts)
         wanted = mappings if request.stages is None else mappings[-1:]
         candidates += [(mapping.seconds, _plan(mapping, profile, request)) for mapping in wanted if mapping.stages]
     return tuple(sorted(candidates, key=lambda candidate: len(candidate[1].stages)))
@@ -189,7 +190,7 @@ def _fitting(
 
 def _nothing_fits(profile: Profile, cluster: Cluster, request: Request, whole_samples: bool) -> PlanError:
     """The error, with the memory that would be enough if it can be found quickly."""
-    memory, enough = cluster.memory_bytes, None
+    memory, enough = cluster.least_memory_bytes, None
     if memory is None:
         enough = inf
     elif _steps(cluster.devices, len(profile), min(cluster.devices, len(profile))) <= _QUICK_STEPS:
@@ -208,11 +209,11 @@ def _enough_memory(profile: Profile, cluster: Cluster, request: Request, whole_s
     """The least bytes per device, up to 1 %, with which there are candidates; infinite if there are none at all."""
 
     def enough(size_bytes: float) -> bool:
-        return bool(_candidates(profile, replace(cluster, memory_bytes=size_bytes), request, whole_samples, _BUFFERS))
+        return bool(_candidates(profile, cluster.with_memory(size_bytes), request, whole_samples, _BUFFERS))
 
-    if not _candidates(profile, replace(cluster, memory_bytes=None), request, whole_samples):
+    if not _candidates(profile, cluster.with_memory(None), request, whole_samples):
         return inf
-    low = high = max(cluster.memory_bytes or 0.0, 1.0)
+    low = high = max(cluster.least_memory_bytes or 0.0, 1.0)
     while not enough(high):
         low, high = high, 4 * high
     while high > 1.01 * low:

@@ -13,13 +13,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.planning.costs import AllReduce, ChainCosts, Flags, Matrix, chain_costs
+from penstock.planning.costs import AllReduce, ChainCosts, Matrix, chain_costs
 from penstock.planning.memory import interval_bytes, live_counts
 from penstock.planning.two_bw.orientations import Orientation
 from penstock.planning.two_bw.parallel_pipelines import reduce_rounds
 from penstock.planning.two_bw.repeated_blocks import RepeatedBlocks
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
+from penstock.values.clusters import Cluster
 from penstock.values.profiles import Profile
 
 __all__ = ["BlockChain", "StageCounts", "stage_counts"]
@@ -45,7 +46,7 @@ class BlockChain:
         *,
         recompute: bool,
         optimizer_copies: float,
-        memory_bytes: float | None,
+        cluster: Cluster,
         buffers: int = 0,
     ) -> None:
         self.profile = profile
@@ -53,16 +54,19 @@ class BlockChain:
         self._blocks = blocks
         self._positions = positions
         self._optimizer_copies = optimizer_copies
-        self._memory_bytes = np.inf if memory_bytes is None else memory_bytes
+        least = cluster.least_memory_bytes
+        self._memory_bytes = np.inf if least is None else least
         self._bytes: dict[tuple[int, int], Matrix] = {}
         self._least: dict[StageCounts, float] = {}
         self._balanced: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
 
-        whole = chain_costs(profile, recompute=recompute, buffers=buffers)
+        whole = chain_costs(profile, cluster, recompute=recompute, buffers=buffers)
         points = np.array(self._positions)
         sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
         grid = np.ix_(points, points)
-        self.costs = ChainCosts(**{name: each[grid if each.ndim == 2 else points] for name, each in sums.items()})
+        by_rank = {id(each): each[grid] for each in sums.pop("rank_seconds")}
+        arrays = {name: each[grid if each.ndim == 2 else points] for name, each in sums.items()}
+        self.costs = ChainCosts(**arrays, rank_seconds=tuple(by_rank[id(each)] for each in whole.rank_seconds))
 
     @property
     def units(self) -> int:
@@ -108,7 +112,7 @@ class BlockChain:
         """The cuts whose slowest stage is fastest among those that fit in memory; None if none does.
 
         Exact if all links of `orientation` within pipelines are equally fast, and all between them; otherwise each
-        counts as the slowest of its kind.
+        counts as the slowest of its kind. A stage takes as long as on the slowest of its devices.
         """
         hop = orientation.hop_seconds_per_byte.max(initial=0.0), orientation.hop_latency_seconds.max(initial=0.0)
         replicas = orientation.ranks.shape[1]
@@ -116,28 +120,37 @@ class BlockChain:
         constant = 2 * (replicas - 1) * orientation.ring_latency_seconds.max() / microbatches
 
         # The all-reduce is usually hidden: then the cuts without it, the same for any number of replicas, are best.
-        slowest, cuts = self._cut(counts, hop)
+        ranks = tuple(map(tuple, orientation.ranks.tolist())) if self.costs.rank_seconds else ()
+        slowest, cuts = self._cut(counts, hop, ranks=ranks)
         if cuts:
             heaviest = max(float(self.costs.parameter_bytes[cut]) for cut in pairwise(cuts))
             if constant + per_byte * heaviest > slowest:
-                _, cuts = self._cut(counts, hop, (per_byte, constant))
+                _, cuts = self._cut(counts, hop, (per_byte, constant), ranks)
         return cuts or None
 
     def _cut(
-        self, counts: StageCounts, hop: tuple[float, float], reduced: tuple[float, float] = (0.0, 0.0)
+        self,
+        counts: StageCounts,
+        hop: tuple[float, float],
+        reduced: tuple[float, float] = (0.0, 0.0),
+        ranks: tuple[tuple[int, ...], ...] = (),
     ) -> tuple[float, tuple[int, ...]]:
-        """(Slowest seconds, cuts); no cuts if nothing fits. `hop`, `reduced`: (seconds per byte, seconds)."""
-        key = (counts, hop, reduced)
+        """(Slowest seconds, cuts); no cuts if nothing fits. `hop`, `reduced`: (seconds per byte, seconds). `ranks`: of
+        every stage, where devices differ.
+        """
+        key = (counts, hop, reduced, ranks)
         if key not in self._balanced:
             edges = self.costs.exchanged_bytes * hop[0] + hop[1]
             edges[[0, -1]] = 0.0
-            work = self.costs.seconds + edges[:, None] + edges[None, :]
+            every = [self.costs.seconds_on(own) for own in ranks] or [self.costs.seconds] * len(counts)
+            works = [work + edges[:, None] + edges[None, :] for work in every]
             if any(reduced):
-                work = np.maximum(work, self.costs.parameter_bytes * reduced[0] + reduced[1])
-            found = _cut_evenly(work, len(counts))
+                sums = self.costs.parameter_bytes * reduced[0] + reduced[1]
+                works = [np.maximum(work, sums) for work in works]
+            found = _cut_evenly(works)
             if found[1] and not self.fits(found[1], counts):
                 fits = [self._interval_bytes(*held) <= self._memory_bytes for held in counts]
-                found = _cut_evenly(work, len(counts), fits)
+                found = _cut_evenly([np.where(fit, work, np.inf) for fit, work in zip(fits, works, strict=True)])
             self._balanced[key] = found
         return self._balanced[key]
 
@@ -148,12 +161,12 @@ class BlockChain:
         return self._bytes[key]
 
 
-def _cut_evenly(work: Matrix, stages: int, fits: Sequence[Flags] | None = None) -> tuple[float, tuple[int, ...]]:
-    """(Slowest seconds, cuts) of `stages` stages that take `work`, messages included; no cuts if nothing fits."""
+def _cut_evenly(works: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
+    """(Slowest seconds, cuts) of stages that take `works`, messages included; no cuts if nothing fits."""
 
     def seconds(stage: int, starts: npt.NDArray[np.int64]) -> Matrix:
-        return work[starts] if fits is None else np.where(fits[stage][starts], work[starts], np.inf)
+        return works[stage][starts]
 
-    between = [np.zeros(len(work))] * (stages - 1)
+    between = [np.zeros(len(works[0]))] * (len(works) - 1)
     slowest = least_bottleneck(seconds, between)
     return slowest, cut_evenly(seconds, between, slowest) if slowest < np.inf else ()

@@ -128,7 +128,11 @@ def slowest_stage(
     """(``t`` in seconds, what limits it) of pipelines whose stages have the layers between `cuts`."""
     replicas = orientation.ranks.shape[1]
     starts, stops = np.array(cuts[:-1]), np.array(cuts[1:])
-    compute = costs.seconds[starts, stops]
+    if costs.rank_seconds:
+        own = zip(orientation.ranks.tolist(), starts, stops, strict=True)
+        compute = np.array([costs.seconds_on(ranks)[start, stop] for ranks, start, stop in own])
+    else:
+        compute = costs.seconds[starts, stops]
     hops = costs.exchanged_bytes[starts[1:], None] * orientation.hop_seconds_per_byte + orientation.hop_latency_seconds
     # The slowest replica decides, and the slowest link of a ring.
     hops = hops.max(axis=1, initial=0.0)

@@ -24,6 +24,7 @@ from math import inf
 from penstock.arguments import integer
 from penstock.errors import PlanError
 from penstock.planning.infeasibility import nothing_fits
+from penstock.planning.memory import overfull_rank
 from penstock.planning.requests import Request
 from penstock.planning.two_bw.block_chains import BlockChain, StageCounts, stage_counts
 from penstock.planning.two_bw.orientations import CONSECUTIVE_RANKS, LinkTable, Orientation
@@ -237,7 +238,8 @@ class _PipelineSearch:
 
     def sufficient_changes(self) -> Iterator[list[str]]:
         """The attempts for `nothing_fits`: the least memory, batch size or devices, with the other two unchanged."""
-        memory = inf if self.cluster.memory_bytes is None else self.cluster.memory_bytes
+        least = self.cluster.least_memory_bytes
+        memory = inf if least is None else least
         limits = {"memory": memory, "batch": self.batch_size, "devices": self.cluster.devices}
         fixed = self.request.stages
         found: dict[str, list[tuple[float, str]]] = {name: [] for name in limits}
@@ -258,7 +260,7 @@ class _PipelineSearch:
 def _predict(candidate: PipelineCandidate, cost: _Cost, profile: Profile, cluster: Cluster) -> PipelineCandidate | None:
     """The candidate with its prediction by `cost`; None if it does not fit by that prediction."""
     found = cost(candidate.plan(cluster), profile, cluster)
-    if cluster.memory_bytes is not None and max(found.peak_bytes) > cluster.memory_bytes:
+    if overfull_rank(found.peak_bytes, cluster) is not None:
         return None
     return replace(candidate, samples_per_second=found.samples_per_second, limit=found.limit, predicted=found)
 
@@ -325,7 +327,7 @@ def _block_chains(sized: dict[int, Profile], cluster: Cluster, request: Request)
                 positions,
                 recompute=recompute,
                 optimizer_copies=request.optimizer_copies,
-                memory_bytes=cluster.memory_bytes,
+                cluster=cluster,
                 buffers=request.buffers,
             )
             for profile in sized.values()

@@ -35,6 +35,7 @@ from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.schedules import Schedule
 from penstock.scheduling.skips import SkipChoice
 from penstock.training.recipes import check_scaled_rates
+from penstock.values.layer_weights import LayerWeights
 from penstock.values.plans import Plan, require_schedule
 from penstock.values.plans import schedule as schedule_of
 
@@ -51,7 +52,7 @@ __all__ = [
 def choose_plan(
     plan: Plan | None,
     *,
-    weights: Sequence[float],
+    weights: LayerWeights,
     processes: int,
     schedule: ScheduleDefinition | str | None,
     stages: int | None,
@@ -72,12 +73,13 @@ def choose_plan(
         per_rank = definition.layout.default_stages_per_rank(stages, ranks)
         total = stages if stages is not None else ranks * per_rank
         balanced = Plan.balanced(
-            weights,
+            weights.layers,
             total,
             definition,
             microbatches=1 if microbatches is None else microbatches,
             stages_per_rank=per_rank,
             vertical_sync=vertical_sync,
+            speeds=_group_speeds(weights.speeds, ranks, tensor_parallel_size),
         )
         return _with_tensor_parallel(balanced, tensor_parallel_size)
     given = {
@@ -101,6 +103,13 @@ def choose_plan(
                 "change the plan"
             )
     return plan
+
+
+def _group_speeds(speeds: Sequence[float], ranks: int, width: int) -> tuple[float, ...]:
+    """The speed of every group of `width` tensor-parallel processes, which is that of its slowest; none if unknown."""
+    if len(speeds) != ranks * width:
+        return ()
+    return tuple(min(speeds[first : first + width]) for first in range(0, len(speeds), width))
 
 
 def _with_tensor_parallel(plan: Plan, tensor_parallel_size: int) -> Plan:

@@ -1,0 +1,14 @@
+"""What samples cost, where the prices of devices are known."""
+
+from penstock.values.clusters import Cluster
+from penstock.values.plans import Plan
+
+__all__ = ["cost_per_million"]
+
+
+def cost_per_million(plan: Plan, cluster: Cluster) -> float | None:
+    """What a million samples cost under `plan`: the price of its devices for the time; None if no price is known."""
+    if plan.predicted is None or not plan.predicted.samples_per_second:
+        return None
+    price = cluster.price_per_hour(plan.devices or range(plan.ranks))
+    return price / 3600 / plan.predicted.samples_per_second * 1e6 if price else None
