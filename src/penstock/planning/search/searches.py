@@ -75,7 +75,9 @@ def compare_plans(
     `refine` the planners' proposals are ranked as they are; so are those of a planner that is named.
     """
     rejections: list[Rejection] = []
-    proposals = _propose(profiles, cluster, constraints, rejections, progress)
+    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
+    opened = constraints.opened() if refine else constraints
+    proposals = _propose(profiles, cluster, (constraints, opened), rejections, progress)
     if constraints.planner is None and refine:
         return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
     chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.memory_bytes is not None)
@@ -94,15 +96,14 @@ def compare_plans(
 def _propose(
     profiles: Sequence[Profile],
     cluster: Cluster,
-    constraints: PlanConstraints,
+    both: tuple[PlanConstraints, PlanConstraints],
     rejections: list[Rejection],
     progress: bool | None,
 ) -> list[Plan]:
-    """The proposals of all planners, each once, whatever the constraints choose among them."""
+    """The proposals of all planners, each once; `both`: the constraints, and those under which planners propose."""
+    constraints, opened = both
     proposals: dict[Plan, Plan] = {}
     proposer = Proposer(cluster)
-    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
-    opened = constraints.opened()
     allowed = set(constraints.schedules)
     for query in progress_line(opened.trials(profiles, cluster), _title, "planning", progress):
         wished = query.request.schedule in allowed
@@ -162,7 +163,7 @@ def _is_pointless(plan: Plan) -> bool:
 
 
 def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
-    """The plans that are worth a simulation, the fastest by closed form first; all of them where memory is `limited`,
+    """The plans that are worth a simulation, the fastest by closed form first; more of them where memory is `limited`,
     since the first ones may not fit with their messages.
     """
     plans.sort(key=_speed, reverse=True)
@@ -170,7 +171,7 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
     chosen = []
     for position, plan in enumerate(plans):
         kind = plan.planner, str(plan.schedule)
-        if limited or position < _SHORTLIST or kind not in kinds:
+        if position < (2 if limited else 1) * _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
