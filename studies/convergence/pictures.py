@@ -44,6 +44,8 @@ class Curve:
     dashed: bool = False
     marked: bool = False
     """With a dot at every point."""
+    joined: bool = True
+    """By a line. Points that are not joined are marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,11 @@ def _legend(rows: Sequence[Sequence[Panel]], width: int) -> tuple[list[str], int
         length = 34 + _LETTER * len(curve.name) + 14
         if x > 12 and x + length > width:
             x, y = 12.0, y + 18
+        fill = f"fill: var(--c{curve.colour % len(_COLOURS)})"
         lines += [
-            f'<path class="line" d="M{x:.0f} {y - 4}h26" {_stroke(curve)}/>',
+            f'<path class="line" d="M{x:.0f} {y - 4}h26" {_stroke(curve)}/>'
+            if curve.joined
+            else f'<circle cx="{x + 20:.0f}" cy="{y - 4}" r="3" style="{fill}"/>',
             f'<text class="key" x="{x + 32:.0f}" y="{y}">{escape(curve.name)}</text>',
         ]
         x += length
@@ -147,7 +152,7 @@ def _panel(panel: Panel, left: int, top: int) -> Iterator[str]:
     if panel.top is None:
         high += margin
     # Dots are not cut in halves by the frame.
-    inset = 10 if any(curve.marked for curve in panel.curves) else 0
+    inset = 10 if any(curve.marked or not curve.joined for curve in panel.curves) else 0
     x_axis = _Axis(min(xs), max(xs), left + inset, left + _WIDTH - inset, panel.log_x)
     y_axis = _Axis(low - margin, high, top + _HEIGHT, top, panel.log_y)
     frame = f'x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}"'
@@ -177,7 +182,8 @@ def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
         edge += [f"{x:.1f} {high:.1f}" for x, _, _, high in reversed(pixels)]
         yield f'<path class="band" d="M{"L".join(edge)}Z" style="fill: var(--c{curve.colour % len(_COLOURS)})"/>'
     path = "L".join(f"{x:.1f} {mean:.1f}" for x, mean, _, _ in pixels)
-    yield f'<path class="line" d="M{path}" {_stroke(curve)}><title>{escape(curve.name)}</title></path>'
-    for x, mean, _, _ in pixels if curve.marked else ():
+    if curve.joined:
+        yield f'<path class="line" d="M{path}" {_stroke(curve)}><title>{escape(curve.name)}</title></path>'
+    for x, mean, _, _ in pixels if curve.marked or not curve.joined else ():
         fill = f"fill: var(--c{curve.colour % len(_COLOURS)})"
         yield f'<circle cx="{x:.1f}" cy="{mean:.1f}" r="3" style="{fill}"/>'

@@ -13,18 +13,18 @@ from support.paths import SCRIPTS
 SCRIPT = SCRIPTS / "waiting_script.py"
 ENOUGH_SECONDS = 90.0
 """Much longer than any timeout here, and much shorter than those of PyTorch."""
+LIMIT_SECONDS = 8
+"""The timeout of the ranks that wait: enough for a busy machine to start several runs at once."""
 HANDLER = "the user's exit handler"
 
 
-def survivors(
-    fork_server: ForkServer, scenario: str, failing: int, ranks: int = 2, seconds: float = 6
-) -> list[tuple[int | None, str]]:
-    """Exit codes and standard errors of all but the failing one of `ranks` processes of the script, which end."""
-    children = fork_server.start_ranks([str(SCRIPT), scenario, str(failing), str(seconds)], ranks)
-    return outlive(children, failing)
+def start(fork_server: ForkServer, scenario: str, failing: int, ranks: int = 2) -> list[Child]:
+    """The ranks of a run of the script in which rank `failing` fails."""
+    return fork_server.start_ranks([str(SCRIPT), scenario, str(failing), str(LIMIT_SECONDS)], ranks)
 
 
 def outlive(children: list[Child], failing: int) -> list[tuple[int | None, str]]:
+    """Exit codes and standard errors of all but the failing one of `children`, which end."""
     try:
         return finish([child for rank, child in enumerate(children) if rank != failing], ENOUGH_SECONDS)
     finally:
@@ -32,73 +32,69 @@ def outlive(children: list[Child], failing: int) -> list[tuple[int | None, str]]
         children[failing].communicate()
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkServer, failing: int) -> None:
+def outlive_both(fork_server: ForkServer, scenario: str, ranks: int = 2) -> list[tuple[int, list[str]]]:
+    """For a run in which rank 0 fails and one in which the last rank does, at the same time: that rank, and the
+    standard errors of the others, which end with code 1.
+    """
+    runs = [(failing, start(fork_server, scenario, failing, ranks)) for failing in (0, ranks - 1)]
+    ended = [(failing, outlive(children, failing)) for failing, children in runs]
+    assert all(code == 1 for _, answers in ended for code, _ in answers), ended
+    return [(failing, [errors for _, errors in answers]) for failing, answers in ended]
+
+
+def test_a_rank_that_stands_still_in_a_step_is_named_by_all(fork_server: ForkServer) -> None:
     """Rank 0 holds the store, which then answers no call."""
-    errors = [error for code, error in survivors(fork_server, "stop step", failing, 3) if code == 1]
-
-    assert len(errors) == 2
-    told = [error for error in errors if f"nothing came from rank {failing} for 6 s" in error]
-    assert told
-    assert all("in a step" in error or "nothing came from" in error for error in errors)
-    if failing == 0:
-        assert all("The store at which the processes have met has not answered for" in error for error in told)
-    else:
-        assert all(f"Rank {failing} stands still: its process is stopped (SIGSTOP" in error for error in told)
-        assert all("its last sign of life came" in error for error in told)
-
-
-@pytest.mark.parametrize("call", ["save", "load", "timeline", "weights"])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(
-    fork_server: ForkServer, call: str, failing: int
-) -> None:
-    [(code, errors)] = survivors(fork_server, f"stop {call}", failing)
-
-    assert code == 1
-    assert f"nothing came from rank {failing} for 6 s" in errors
-    assert HANDLER in errors
+    for failing, errors in outlive_both(fork_server, "stop step", 3):
+        assert len(errors) == 2
+        told = [error for error in errors if f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in error]
+        assert told
+        assert all("in a step" in error or "nothing came from" in error for error in errors)
+        if failing == 0:
+            assert all("The store at which the processes have met has not answered for" in error for error in told)
+        else:
+            assert all(f"Rank {failing} stands still: its process is stopped (SIGSTOP" in error for error in told)
+            assert all("its last sign of life came" in error for error in told)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_never_builds_is_named(fork_server: ForkServer, failing: int) -> None:
-    [(code, errors)] = survivors(fork_server, "never build", failing)
+def test_a_rank_that_stands_still_before_a_call_ends_it_elsewhere(fork_server: ForkServer, failing: int) -> None:
+    # At the same time, since nearly all of it is waiting.
+    runs = {call: start(fork_server, f"stop {call}", failing) for call in ("save", "load", "timeline", "weights")}
+    for call, children in runs.items():
+        [(code, errors)] = outlive(children, failing)
 
-    assert code == 1, errors
-    assert f"expected rank {failing}" in errors
-    assert "within 6 s, and it did not come" in errors
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_ends_before_it_builds_is_named(fork_server: ForkServer, failing: int) -> None:
-    [(code, errors)] = survivors(fork_server, "end before building", failing)
-
-    assert code == 1
-    assert f"expected rank {failing}" in errors
+        assert code == 1, (call, errors)
+        assert f"nothing came from rank {failing} for {LIMIT_SECONDS} s" in errors, call
+        assert HANDLER in errors, call
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_stands_still_before_a_probe_is_named(fork_server: ForkServer, failing: int) -> None:
-    [(code, errors)] = survivors(fork_server, "stop probe", failing)
-
-    assert code == 1
-    assert f"expected rank {failing}" in errors
+def test_a_rank_that_never_builds_is_named(fork_server: ForkServer) -> None:
+    for failing, [errors] in outlive_both(fork_server, "never build"):
+        assert f"expected rank {failing}" in errors
+        assert f"within {LIMIT_SECONDS} s, and it did not come" in errors
 
 
-@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("scenario", ["end before building", "stop probe"])
+def test_a_rank_that_does_not_come_is_named(fork_server: ForkServer, scenario: str) -> None:
+    for failing, [errors] in outlive_both(fork_server, scenario):
+        assert f"expected rank {failing}" in errors
+
+
 def test_a_killed_rank_is_noticed_though_its_child_lives(
-    fork_server: ForkServer, memory: str, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child has the connections of its parent, so they do not break."""
-    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
-    (killed, _), (code, errors) = finish(
-        fork_server.start_ranks([str(SCRIPT), "kill with child", "0", "300"], 2), ENOUGH_SECONDS
-    )
+    runs = []
+    for memory in ("0", "1"):
+        monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", memory)
+        runs.append(fork_server.start_ranks([str(SCRIPT), "kill with child", "0", "300"], 2))
+    for children in runs:
+        (killed, _), (code, errors) = finish(children, ENOUGH_SECONDS)
 
-    assert killed == -signal.SIGKILL
-    assert code == 1
-    assert "rank 0" in errors
-    assert "was probably killed (out of memory?)" in errors
+        assert killed == -signal.SIGKILL
+        assert code == 1
+        assert "rank 0" in errors
+        assert "was probably killed (out of memory?)" in errors
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])

@@ -1,35 +1,33 @@
-"""The paper's task: which of ten biased coins made a stream of bits (section 4.1). Both backwards learn it alike."""
+"""The paper's task: which of ten biased coins made a stream of bits (section 4.1). All backwards learn it alike."""
 
+import json
+
+import pytest
 import torch
-from torch import Tensor, nn
 
-from penstock.scan import ScanRNN
+from bit_stream_study import METHODS, Run, Task, farthest, means, picture, table, train
+from support.paths import ROOT
 
-CLASSES, STEPS, WIDTH, SAMPLES = 10, 40, 12, 64
-
-
-def train(kind: type[nn.RNN], **options: object) -> list[float]:
-    torch.manual_seed(0)
-    recurrence = kind(1, WIDTH, dtype=torch.float64, **options)
-    head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
-    optimizer = torch.optim.Adam([*recurrence.parameters(), *head.parameters()], lr=0.01)
-    losses = []
-    for _ in range(60):
-        classes = torch.randint(CLASSES, (SAMPLES,))
-        bits: Tensor = torch.bernoulli((0.05 + 0.1 * classes).expand(STEPS, -1)).unsqueeze(-1).double()
-        loss = nn.functional.cross_entropy(head(recurrence(bits)[1][0]), classes)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+SHORT = Task(steps=20, width=8, samples=32, updates=30, rate=0.02, dtype=torch.float64)
 
 
-def test_both_curves_are_the_same() -> None:
-    expected = train(nn.RNN)
-    for method in ("blelloch", "chunked"):
-        found = train(ScanRNN, method=method)
+def test_all_curves_are_the_same() -> None:
+    runs = {method: train(SHORT, method) for method in METHODS}
+    expected = runs.pop("nn.RNN")
+
+    for run in runs.values():
         # Adam divides by the size of a gradient, so that a rounding of a tiny one counts.
-        curves = [torch.tensor(losses, dtype=torch.float64) for losses in (found, expected)]
-        torch.testing.assert_close(*curves, rtol=1e-5, atol=0)
-    assert expected[-1] < expected[0] - 0.3
+        assert farthest(run, expected) < 1e-9
+    assert means(expected.losses)[-1] < means(expected.losses)[0] - 0.3
+
+
+def test_the_recorded_study_shows_the_same_curve() -> None:
+    text = (ROOT / "studies/results/bit_streams.jsonl").read_text()
+    runs = [Run(**json.loads(line)) for line in text.splitlines()]
+    document = (ROOT / "docs/scan.md").read_text()
+
+    assert [run.method for run in runs] == list(METHODS)
+    for run in runs[1:]:
+        assert means(run.losses) == pytest.approx(means(runs[0].losses), abs=0.02)
+    assert [row for row in table(runs) if row not in document] == []
+    assert (ROOT / "docs/pictures/scan-bit-streams.svg").read_text() == picture(runs)

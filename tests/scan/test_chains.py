@@ -81,5 +81,23 @@ def test_layers_that_have_no_jacobian_of_a_sample_are_refused(layer: nn.Module) 
 
 
 def test_too_much_memory_is_refused_before_it_is_taken() -> None:
-    with pytest.raises(PenstockError, match="would take 40,000 bytes: expected at most 1,000"):
+    """The Jacobians of two samples of 100 inputs and 50 outputs, and the gradient of the outputs."""
+    with pytest.raises(PenstockError, match="would take up to 40,000 bytes: expected at most 1,000"):
         ScanSequential(nn.Linear(100, 50), most_bytes=1000)(torch.ones(2, 100))
+
+
+def test_products_count_as_memory() -> None:
+    """Jacobians of 1 x 100 and 100 x 1 values are small. Their product has 100 x 100."""
+    layers = [nn.Linear(100, 1), nn.Linear(1, 100), nn.Linear(100, 1)]
+    with pytest.raises(PenstockError, match="and their products"):
+        ScanSequential(*layers, most_bytes=40_000)(torch.ones(1, 100))
+    ScanSequential(*layers, most_bytes=42_000)(torch.ones(1, 100)).sum().backward()
+
+
+def test_patterns_are_found_once() -> None:
+    chain = ScanSequential(nn.Conv2d(1, 1, 3), nn.GELU())
+    chain(torch.ones(2, 1, 4, 4)).sum().backward()
+    first = chain.jacobian_of(chain[0], (1, 4, 4))
+
+    assert first is not None and chain.jacobian_of(chain[0], (1, 4, 4)) is first
+    assert chain.jacobian_of(chain[1], (1, 2, 2)) is None

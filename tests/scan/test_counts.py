@@ -1,7 +1,9 @@
 """The counts of a scan are those of the products that it does, and of the paper."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PenstockError
 from penstock.scan import blelloch, chunked, count, estimate, linear
-from penstock.scan.estimates import MACHINES, Machine
+from penstock.scan.estimates import MACHINES
 
 WIDTH = 3
 
@@ -56,12 +58,21 @@ def test_counts_are_what_is_multiplied(steps: int) -> None:
         assert counts.flops == 2 * WIDTH**3 * done.matrices + 2 * WIDTH**2 * done.vectors
 
 
-@pytest.mark.parametrize(("steps", "levels", "matrices"), [(7, 5, 4), (1000, 19, 990), (1, 1, 0)])
-def test_levels_of_the_paper(steps: int, levels: int, matrices: int) -> None:
-    """``2 ceil(log2(n + 1)) - 1`` levels; the products of matrices were counted in the paper's algorithm."""
+@pytest.mark.parametrize(("steps", "levels", "matrices"), [(1, 1, 0), (7, 5, 4), (1000, 18, 985), (1023, 19, 1013)])
+def test_levels_and_products(steps: int, levels: int, matrices: int) -> None:
+    """The paper's algorithm takes 19 steps and 990 products of matrices for 1,000 steps: a rest is multiplied later."""
     counts = count(steps, 20)
 
     assert (counts.steps, counts.matrix_products) == (levels, matrices)
+
+
+def test_no_more_levels_than_in_the_paper() -> None:
+    """``2 ceil(log2(n + 1)) - 1``, all of them where pairs come out even."""
+    for steps in range(1, 2000):
+        paper = 2 * math.ceil(math.log2(steps + 1)) - 1
+        found = count(steps, 2).steps
+        assert paper - 2 <= found <= paper
+        assert found == paper or (steps + 1) & steps
 
 
 def test_chunks_take_two_passes_and_a_scan_between_them() -> None:
@@ -74,14 +85,17 @@ def test_a_scan_pays_for_long_sequences_of_narrow_states() -> None:
     wide = estimate(1000, 16, 512, device="cuda")
 
     assert paper.method == "blelloch" and "instead of 1000" in paper.reason
-    assert wide.method == "linear" and "512 x 512" in str(wide)
-    assert estimate(10, 16, 20).method == "linear"
+    assert wide.method == "torch" and "512 x 512" in str(wide)
+    assert estimate(10, 16, 20).method == "torch"
+    assert estimate(1000, 16, 20).method == "linear"
+    assert estimate(1000, 1, 20, gates=3).method == "blelloch"
 
 
 def test_the_estimate_follows_the_machine() -> None:
-    slow = Machine(1.0, 1.0, 1e12, 1e12, 4)
+    slow_calls = replace(MACHINES["cpu"], call_seconds=1.0, torch_step_seconds=5.0)
 
-    assert estimate(100, 1, 4, machine=slow).method == "blelloch"
+    assert estimate(10, 1, 4, machine=slow_calls).method == "torch"
+    assert estimate(1000, 1, 4, machine=slow_calls).method == "blelloch"
     assert set(MACHINES) == {"cpu", "cuda"}
 
 

@@ -55,14 +55,52 @@ def check(expected: list[Tensor], found: list[Tensor], tolerance: float = 1e-10)
         assert bool(((rows[0] - rows[1]).norm(dim=1) <= tolerance * rows[0].norm(dim=1)).all())
 
 
-@pytest.mark.parametrize("method", ["blelloch", "chunked"])
+@pytest.mark.parametrize("method", ["linear", "blelloch", "chunked"])
 @pytest.mark.parametrize(("plain", "scanning", "options"), KINDS)
 def test_lengths(plain: Any, scanning: Any, options: dict[str, Any], method: str) -> None:
-    for steps in (1, 2, 3, 31, 32, 33, 257):
+    for steps in (1, 2, 3, 31, 32, 33):
         expected, found = pair(plain, scanning, method=method, **options)
         inputs, first = torch.randn(steps, 2, 3, dtype=torch.float64) / 10, torch.randn(1, 2, 6, dtype=torch.float64)
         for every in (False, True):
             check(gradients(expected, inputs, first, every), gradients(found, inputs, first, every))
+
+
+@pytest.mark.parametrize(("plain", "scanning", "options"), [KINDS[0], KINDS[2]])
+def test_all_lengths(plain: Any, scanning: Any, options: dict[str, Any]) -> None:
+    expected, found = pair(plain, scanning, **options)
+    for steps in (*range(1, 71), 257, 1000):
+        inputs = torch.randn(steps, 2, 3, dtype=torch.float64) / 10
+        check(gradients(expected, inputs, None, True), gradients(found, inputs, None, True))
+
+
+@pytest.mark.parametrize("method", ["linear", "blelloch", "chunked"])
+@pytest.mark.parametrize(("plain", "scanning", "options"), KINDS)
+def test_single_precision_is_as_good_as_that_of_pytorch(
+    plain: Any, scanning: Any, options: dict[str, Any], method: str
+) -> None:
+    """The error of each step of the inputs' gradient, against the one in double precision."""
+    torch.manual_seed(0)
+    inputs = torch.randn(300, 2, 3, dtype=torch.float64) / 10
+    expected, found = pair(plain, scanning, method=method, **options)
+    exact = gradients(expected, inputs, None, True)[2].flatten(1)
+    errors = []
+    for module in (expected.float(), found.float()):
+        single = gradients(module, inputs.detach().float(), None, True)[2].double().flatten(1)
+        errors.append(float(((single - exact).norm(dim=1) / exact.norm(dim=1)).max()))
+
+    assert errors[1] < 3 * errors[0]
+
+
+def test_products_that_leave_the_range_do_no_harm() -> None:
+    """At zero the Jacobian of each step is the weight, and 1.2 ** 2000 is no float32. The loss reads the other."""
+    layer = ScanRNN(1, 2, bias=False, method="blelloch")
+    with torch.no_grad():
+        layer.get_parameter("weight_hh_l0").copy_(torch.diag(torch.tensor([1.0, 1.2])))
+        layer.get_parameter("weight_ih_l0").fill_(1.0)
+    inputs = torch.zeros(2000, 1, 1, requires_grad=True)
+    (found,) = torch.autograd.grad(layer(inputs)[1][0, 0, 0], inputs)
+
+    assert torch.equal(found, torch.ones(2000, 1, 1))
 
 
 @pytest.mark.parametrize(("plain", "scanning", "options"), KINDS)
@@ -156,10 +194,11 @@ def test_bfloat16_is_scanned_in_single_precision() -> None:
 
 
 def test_auto_takes_what_is_estimated() -> None:
-    layer = ScanRNN(3, 512)
-    assert layer.chosen_method(torch.empty(10, 2, 3)) == "linear"
+    assert ScanRNN(3, 512).chosen_method(torch.empty(10, 64, 3)) == "torch"
+    assert ScanRNN(3, 64).chosen_method(torch.empty(1000, 16, 3)) == "linear"
+    assert ScanRNN(3, 4).chosen_method(torch.empty(1000, 1, 3)) == "blelloch"
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(PenstockError, match="expected 'auto', 'linear', 'blelloch' or 'chunked'"):
+    with pytest.raises(PenstockError, match="expected one of 'auto', 'torch', 'linear'"):
         ScanGRU(3, 6, method="fast")  # type: ignore[arg-type]

@@ -48,6 +48,24 @@ def test_layers_equal_the_dense_jacobian(layer: nn.Module, shape: tuple[int, ...
     assert bool((places[1:] > places[:-1]).all())
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv2d(4, 6, (2, 3), stride=(2, 1), padding=(0, 2), groups=2), (4, 7, 5)), (nn.Linear(7, 4), (7,))],
+    ids=str,
+)
+def test_pruned_weights_have_no_entries(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    layer = layer.double()
+    weight = next(layer.parameters())
+    with torch.no_grad():
+        weight.mul_(torch.rand_like(weight) < 0.3)
+    whole, found = layer_jacobian(layer, shape), layer_jacobian(layer, shape, pruned=True)
+    dense = dense_jacobian(layer, torch.randn(shape, dtype=torch.float64))
+    values = found.values(torch.ones(1, 1), torch.ones(1, 1))
+
+    torch.testing.assert_close(found.pattern.dense(values), dense)
+    assert found.pattern.entries == int((dense != 0).sum()) < whole.pattern.entries
+
+
 def test_the_first_layer_of_vgg_has_the_sparsity_of_the_paper() -> None:
     """Table 1 prints .99157, which is that of its entries; ReLU has one entry in a row."""
     convolution = layer_jacobian(nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)).pattern

@@ -192,7 +192,7 @@ def test_the_module_inside_of_a_compiled_wrapper_is_found() -> None:
     assert compiled_from(module) is None
 
 
-def test_a_module_with_a_hook_or_a_compiled_call_does_not_run_plainly():
+def test_a_module_with_a_hook_or_a_compiled_call_does_not_run_plainly() -> None:
     assert runs_plainly(nn.Linear(2, 2))
     hooked = [nn.Linear(2, 2) for _ in range(4)]
     hooked[0].register_forward_hook(lambda *_: None)

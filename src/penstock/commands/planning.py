@@ -3,7 +3,7 @@
 import argparse
 
 from penstock.commands.command import Command, deliver, given
-from penstock.commands.files import declare_cluster, load_profile, read_cluster
+from penstock.commands.files import declare_cluster, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.scheduling.known_schedules import names_of
 from penstock.scheduling.placements import StageLayout
@@ -33,6 +33,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     folded = names_of(lambda each: each.layout is StageLayout.V_SHAPE)
     syncing = names_of(lambda each: each.has_vertical_sync)
     parser.add_argument("profile", metavar="PROFILE", help="a profile file (JSON), or PipeDream's graph.txt")
+    declare_wire_share(parser)
     declare_cluster(parser, devices=True)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file (YAML)")
     for name, kind, metavar, text in (
@@ -66,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from penstock.planning import plan
 
     cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
-    made = plan(load_profile(arguments.profile), cluster, **given(arguments, *_OPTIONS))
+    made = plan(load_profile(arguments.profile, arguments.wire_share), cluster, **given(arguments, *_OPTIONS))
     text = f"{made.explain()}\n{_next_steps(arguments)}"
     if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
         text = f"No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.\n{text}"

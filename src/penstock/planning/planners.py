@@ -10,10 +10,11 @@ from penstock.planning.costs import require_allreduce
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import PlanConstraints
-from penstock.planning.search.explanations import explain_search
+from penstock.planning.search.explanations import explain_search, wire_note
 from penstock.planning.search.infeasibility import explain_infeasibility
-from penstock.planning.search.searches import compare_plans
+from penstock.planning.search.searches import compare_plans, simulated_with
 from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.simulating.losses import find_losses
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -96,8 +97,11 @@ def plan(
     found = compare_plans(profiles, cluster, constraints, progress=progress)
     if not found.ranked:
         raise explain_infeasibility(profiles, cluster, constraints, found)
-    names = tuple(layer.name for layer in profiles[0].layers)
-    return replace(found.ranked[0], explanation=explain_search(found, cluster.memory_bytes), layer_names=names)
+    best = found.ranked[0]
+    measured = next(one for one in profiles if one.microbatch_size == best.microbatch_size)
+    losses = find_losses(best, measured, cluster, **simulated_with(constraints))
+    explanation = explain_search(found, losses, cluster.memory_bytes) + wire_note(profiles[0])
+    return replace(best, explanation=explanation, layer_names=tuple(layer.name for layer in measured.layers))
 
 
 def _plan_transformer(transformer: Transformer, cluster: Cluster, constraints: PlanConstraints) -> Plan:

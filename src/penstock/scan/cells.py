@@ -3,7 +3,7 @@
 A cell looks at all steps of a layer at once. Shapes: T steps, B samples, I inputs, H hidden values. PyTorch's gates and
 names are used: ``torch.nn.RNN``, ``torch.nn.GRU``.
 
-Law of this file: nothing here goes from step to step; all of it is batched over T and B.
+Law of this file: only ``step_by_step`` goes from step to step; the rest is batched over T and B.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +34,12 @@ class Cell(Protocol):
     def jacobians(self) -> Tensor:
         """Transposed, (T, B, H, H): what a gradient after each step becomes before it."""
 
+    def step_by_step(self, gradient: Tensor, entering: Tensor) -> Tensor:
+        """What `penstock.scan.linear` returns for the Jacobians, from the last step to the first, without making them.
+
+        `gradient` (B, H) is that after the last step; `entering` (T, B, H) enters before each step, in the same order.
+        """
+
     def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients (T, B, G H) of the products with the inputs and of those with the hidden values, for the
         gradient (T, B, H) after each step.
@@ -48,6 +54,13 @@ class _Plain:
 
     def jacobians(self) -> Tensor:
         return self._weights.hidden.T * self._slope.unsqueeze(-2)
+
+    def step_by_step(self, gradient: Tensor, entering: Tensor) -> Tensor:
+        found = _room(gradient, entering)
+        steps = zip(self._slope.flip(0), entering, found[:-1], found[1:], strict=True)
+        for slope, given, after, before in steps:
+            torch.addmm(given, after * slope, self._weights.hidden, out=before)
+        return found
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         found = gradient * self._slope
@@ -88,12 +101,28 @@ class _Gated:
         found.diagonal(dim1=-2, dim2=-1).add_(self._kept)
         return found
 
+    def step_by_step(self, gradient: Tensor, entering: Tensor) -> Tensor:
+        found = _room(gradient, entering)
+        gates = torch.stack([self._reset, self._update, self._read], -2)
+        steps = zip(gates.flip(0), self._kept.flip(0), entering, found[:-1], found[1:], strict=True)
+        for gate, kept, given, after, before in steps:
+            directly = torch.addcmul(given, after, kept)
+            torch.addmm(directly, (gate * after.unsqueeze(1)).flatten(1), self._weights.hidden, out=before)
+        return found
+
     def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         reset, update = gradient * self._reset, gradient * self._update
         return (
             torch.cat([reset, update, gradient * self._new], -1),
             torch.cat([reset, update, gradient * self._read], -1),
         )
+
+
+def _room(gradient: Tensor, entering: Tensor) -> Tensor:
+    """Memory for the gradients of all steps. `gradient` is at its first place."""
+    found = torch.empty(len(entering) + 1, *gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    found[0] = gradient
+    return found
 
 
 CELLS: Mapping[str, Callable[[Weights, Tensor, Tensor, Tensor], Cell]] = {

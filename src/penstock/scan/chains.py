@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.errors import PenstockError
-from penstock.scan.sparse import layer_jacobian
+from penstock.scan.sparse import LayerJacobian, layer_jacobian
 
 __all__ = ["ScanSequential", "scan_list"]
 
@@ -65,16 +65,27 @@ class ScanSequential(nn.Sequential):
 
     Args:
         layers: as of `torch.nn.Sequential`.
-        most_bytes: that the Jacobians of a batch may take.
+        most_bytes: that the Jacobians of a batch and their products may take.
 
     Raises:
-        PenstockError: in the forward, where the Jacobians would take more than `most_bytes`, and for layers that mix
-            samples or draw random numbers in training mode.
+        PenstockError: in the forward, where they would take more than `most_bytes`, and for layers that mix samples or
+            draw random numbers in training mode.
     """
 
     def __init__(self, *layers: Any, most_bytes: int = _MOST_BYTES) -> None:
         super().__init__(*layers)
         self.most_bytes = most_bytes
+        self._jacobians: dict[tuple[nn.Module, tuple[int, ...]], LayerJacobian | None] = {}
+
+    def jacobian_of(self, layer: nn.Module, shape: tuple[int, ...]) -> LayerJacobian | None:
+        """The sparse Jacobian of a layer for samples of `shape`, whose pattern is found once; None if none is known."""
+        key = layer, shape
+        if key not in self._jacobians:
+            try:
+                self._jacobians[key] = layer_jacobian(layer, shape)
+            except PenstockError:
+                self._jacobians[key] = None
+        return self._jacobians[key]
 
     def forward(self, input: Tensor) -> Tensor:
         """The output of the last layer."""
@@ -103,7 +114,7 @@ class _ChainBackward(torch.autograd.Function):
         values = ctx.saved_tensors
         layers: list[nn.Module] = list(ctx.chain)
         # Of the outputs of the last layer first, and those of the first layer last.
-        jacobians = [_transposed(layer, *each) for layer, each in zip(layers, pairwise(values), strict=True)]
+        jacobians = [_transposed(ctx.chain, layer, *each) for layer, each in zip(layers, pairwise(values), strict=True)]
         elements = [gradient.flatten(1).unsqueeze(-1), *reversed(jacobians)]
         after = [elements[0]]
         if layers:
@@ -126,13 +137,12 @@ class _ChainBackward(torch.autograd.Function):
         return None, of_values[-1], *(of_parameters.get(parameter) for parameter in ctx.chain.parameters())
 
 
-def _transposed(layer: nn.Module, given: Tensor, output: Tensor) -> Tensor:
+def _transposed(chain: ScanSequential, layer: nn.Module, given: Tensor, output: Tensor) -> Tensor:
     """The transposed Jacobians of a layer, (B or 1, inputs, outputs)."""
     if isinstance(layer, nn.Flatten | nn.Identity):
         return torch.eye(given[0].numel(), dtype=given.dtype, device=given.device).unsqueeze(0)
-    try:
-        known = layer_jacobian(layer, tuple(given.shape[1:]))
-    except PenstockError:
+    known = chain.jacobian_of(layer, tuple(given.shape[1:]))
+    if known is None:
         return _by_rows(layer, given)
     found = known.pattern.dense(known.values(given, output))
     return found if found.dim() == 3 else found.unsqueeze(0)
@@ -158,11 +168,20 @@ def _check_layers(chain: nn.Sequential) -> None:
 
 
 def _check_size(values: Sequence[Tensor], most_bytes: int) -> None:
-    needed = sum(
-        given[0].numel() * output.numel() * output.element_size() for given, output in pairwise(values) if len(output)
-    )
+    if len(values[-1]) == 0:
+        return
+    shapes = [(given[0].numel(), output[0].numel()) for given, output in pairwise(values)]
+    every = list(shapes)
+
+    def then(earlier: tuple[int, int], later: tuple[int, int]) -> tuple[int, int]:
+        every.append((later[0], earlier[1]))
+        return every[-1]
+
+    scan_list([(values[-1][0].numel(), 1), *reversed(shapes)], then)
+    needed = len(values[-1]) * values[-1].element_size() * sum(rows * columns for rows, columns in every)
     if needed > most_bytes:
         raise PenstockError(
-            f"ScanSequential: the Jacobians of this batch would take {needed:,} bytes: expected at most {most_bytes:,} "
-            "(most_bytes=). Use torch.nn.Sequential for layers this wide, smaller batches, or a larger most_bytes"
+            f"ScanSequential: the Jacobians of this batch and their products would take up to {needed:,} bytes: "
+            f"expected at most {most_bytes:,} (most_bytes=). Use torch.nn.Sequential for layers this wide, smaller "
+            "batches, or a larger most_bytes"
         )

@@ -42,13 +42,16 @@ def count(steps: int, width: int, *, method: Method = "blelloch", workers: int =
         case "linear":
             return ScanCounts(steps, 0, steps, steps * vector, steps * vector)
         case "blelloch":
-            levels = max(steps.bit_length() - 1, 0)
-            sizes = [len(range(0, steps - (1 << level) + 1, 2 << level)) - 1 for level in range(levels)]
-            matrices, vectors = sum(sizes), sum(sizes) + levels + 1
-            # A level of the up-sweep has products of matrices, unless only its left edge is left. Between the sweeps
-            # a vector is copied. The last product is that of the input of the chain.
-            path = sum(matrix if size else vector for size in sizes) + (sum(1 for size in sizes if size) + 1) * vector
-            return ScanCounts(2 * levels + 1, matrices, vectors, path, matrices * matrix + vectors * vector)
+            sizes = []
+            while steps:
+                sizes.append(steps)
+                steps = (steps - 1) // 2
+            pairs = [(size - 1) // 2 for size in sizes]
+            downs = sum(1 for size in sizes if size > 1)
+            matrices, vectors = sum(pairs), sum(1 + size // 2 for size in sizes)
+            # A level of the up-sweep has products of matrices, unless only its first step is left.
+            path = sum(matrix if each else vector for each in pairs) + downs * vector
+            return ScanCounts(len(sizes) + downs, matrices, vectors, path, matrices * matrix + vectors * vector)
         case "chunked":
             length = -(-steps // min(workers, steps))
             used = -(-steps // length)

@@ -7,22 +7,33 @@ machines that multiply many matrices at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from penstock.errors import PenstockError
-from penstock.scan.counts import Method, count
+from penstock.scan.counts import count
 
-__all__ = ["MACHINES", "Estimate", "Machine", "estimate", "machine_of"]
+__all__ = ["GATES", "MACHINES", "Estimate", "LayerMethod", "Machine", "estimate", "machine_of"]
+
+LayerMethod: TypeAlias = Literal["torch", "linear", "blelloch", "chunked"]
+GATES: Mapping[str, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3}
+"""By the mode of PyTorch's module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a scan's time depends on."""
+    """What the time of a backward depends on."""
 
     call_seconds: float
-    """What a batched operation costs, however small."""
-    step_seconds: float
+    """What an operation costs, however small."""
+    torch_step_seconds: float
     """What a step of PyTorch's own backward of a recurrence costs, however small."""
+    torch_gate_seconds: float
+    """What each further gate adds to that."""
     flops_per_second: float
+    """Of products of a batch with the weights."""
+    product_seconds: float
+    """What each product of a batched product of small matrices costs, however small. Near 0 on a GPU."""
+    product_flops_per_second: float
     """Of batched products of small matrices."""
     bytes_per_second: float
     """Of operations element by element."""
@@ -31,13 +42,35 @@ class Machine:
 
 
 MACHINES: Mapping[str, Machine] = {
-    "cpu": Machine(1.2e-5, 2.5e-5, 2.5e9, 4e9, 8),
-    # From Wang, Bai and Pekhimenko, table 4 (V100, 16 samples of 1,000 steps with 20 hidden values).
-    "cuda": Machine(1e-5, 1.37e-5, 2e11, 5e11, 1024),
+    # Fitted to the backwards of 95 recurrences of 10 to 3,000 steps on one thread of an x86 server.
+    "cpu": Machine(
+        call_seconds=3.2e-6,
+        torch_step_seconds=2.7e-5,
+        torch_gate_seconds=2.6e-5,
+        flops_per_second=4e10,
+        product_seconds=1.2e-7,
+        product_flops_per_second=1.1e11,
+        bytes_per_second=2.3e9,
+        matrix_workers=64,
+    ),
+    # A step of PyTorch is that of Wang, Bai and Pekhimenko, table 4 (V100, 16 samples of 1,000 steps with 20 hidden
+    # values). The rest is assumed for a card of that kind.
+    "cuda": Machine(
+        call_seconds=1e-5,
+        torch_step_seconds=1.37e-5,
+        torch_gate_seconds=0.0,
+        flops_per_second=5e12,
+        product_seconds=0.0,
+        product_flops_per_second=2e11,
+        bytes_per_second=5e11,
+        matrix_workers=1024,
+    ),
 }
 """By kind of device. ``method="auto"`` follows these and no measurement, so that all runs choose alike."""
-_CALLS_PER_LEVEL = 6
-"""Batched operations of a level: copies of the pairs, the product, what enters, and where it is written."""
+_CALLS_ONCE = 70
+"""Operations of a backward of ours that are done once: what the cell prepares, and the gradients of the parameters."""
+_CALLS_PER_LEVEL = 12
+"""Operations of a level of a scan: slices, the product, what enters, and where it is written."""
 
 
 def machine_of(device: str) -> Machine:
@@ -49,9 +82,9 @@ def machine_of(device: str) -> Machine:
 class Estimate:
     """What a backward is predicted to take."""
 
-    seconds: Mapping[str, float]
-    """By method."""
-    method: Method
+    seconds: Mapping[LayerMethod, float]
+    """By method, as `ScanRNN` takes it."""
+    method: LayerMethod
     """The fastest."""
     reason: str
 
@@ -60,37 +93,44 @@ class Estimate:
         return f"{self.method}: {self.reason} ({table})"
 
 
-def estimate(steps: int, batch: int, width: int, *, machine: Machine | None = None, device: str = "cpu") -> Estimate:
+def estimate(
+    steps: int, batch: int, width: int, *, gates: int = 1, machine: Machine | None = None, device: str = "cpu"
+) -> Estimate:
     """The predicted seconds of a backward through a recurrence of `steps` with `batch` samples and `width` values.
 
-    `machine`: by default that of `device`, see `MACHINES`. Raises `PenstockError` for
-    numbers below 1.
+    `gates`: 1 for `ScanRNN`, 3 for `ScanGRU`. `machine`: by default that of `device`, see `MACHINES`. Raises
+    `PenstockError` for numbers below 1.
     """
-    if min(steps, batch, width) < 1:
+    if min(steps, batch, width, gates) < 1:
         raise PenstockError(
-            f"steps={steps}, batch={batch}, width={width}: expected whole numbers of at least 1 for each"
+            f"steps={steps}, batch={batch}, width={width}, gates={gates}: expected whole numbers of at least 1 for each"
         )
     known = machine or machine_of(device)
-    size = 4.0 * batch * width
-    found: dict[str, float] = {}
-    methods: tuple[Method, ...] = ("linear", "blelloch", "chunked")
-    for method in methods:
+    # The products of all steps with the weights: once for the states, and once for the parameters.
+    product = steps * batch * gates * 2 * width**2 / known.flops_per_second
+    states = 4.0 * steps * batch * width
+    own = _CALLS_ONCE * known.call_seconds + product + 8 * gates * states / known.bytes_per_second
+    found: dict[LayerMethod, float] = {
+        "torch": steps * (known.torch_step_seconds + (gates - 1) * known.torch_gate_seconds) + 2 * product,
+        "linear": own + steps * (1 + gates) * known.call_seconds + product,
+    }
+    jacobians = (2 * gates + 1) * states * width / known.bytes_per_second
+    scans: tuple[Literal["blelloch", "chunked"], ...] = ("blelloch", "chunked")
+    for method in scans:
         counts = count(steps, width, method=method, workers=known.matrix_workers)
-        work = batch * counts.flops / known.flops_per_second
-        if method == "linear":
-            # It makes no Jacobians.
-            found[method] = steps * known.step_seconds + work
-            continue
-        matrices = 3 * steps * size * width / known.bytes_per_second
-        found[method] = counts.steps * _CALLS_PER_LEVEL * known.call_seconds + matrices + work
-    best = min(methods, key=found.__getitem__)
-    ratio = found["linear"] / found[best]
-    if best == "linear":
-        reason = (
-            f"products of {width} x {width} matrices would take longer than {steps} steps one after the other: scans "
-            "pay for longer sequences or narrower hidden states"
-        )
-    else:
-        reason = f"{count(steps, width, method=best, workers=known.matrix_workers).steps} steps instead of {steps}"
-        reason += f", {ratio:.2g} times as fast as step by step"
-    return Estimate(found, best, reason)
+        products = (counts.matrix_products + counts.vector_products) * known.product_seconds
+        work = batch * (products + counts.flops / known.product_flops_per_second)
+        found[method] = own + jacobians + counts.steps * _CALLS_PER_LEVEL * known.call_seconds + work
+    best = min(found, key=found.__getitem__)
+    return Estimate(found, best, _reason(best, found, steps, width, known))
+
+
+def _reason(best: LayerMethod, found: Mapping[LayerMethod, float], steps: int, width: int, machine: Machine) -> str:
+    if best in ("blelloch", "chunked"):
+        counts = count(steps, width, method=best, workers=machine.matrix_workers)
+        least = min(found["torch"], found["linear"])
+        return f"{counts.steps} steps instead of {steps}, {least / found[best]:.2g} times as fast as step by step"
+    return (
+        f"products of {width} x {width} matrices would take longer than {steps} steps one after the other: scans pay "
+        "for longer sequences or narrower hidden states"
+    )

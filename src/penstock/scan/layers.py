@@ -1,11 +1,12 @@
 """`ScanRNN` and `ScanGRU`: drop-in replacements of `torch.nn.RNN` and `torch.nn.GRU` whose backward is a scan.
 
-Forward is PyTorch's own, layer by layer. Backward makes the Jacobians of all steps, scans over them, and computes the
-gradients of the parameters of all steps at once. Only the order of additions differs from PyTorch's backward.
+Forward is PyTorch's own, layer by layer. Backward makes the Jacobians of all steps and scans over them, or goes step by
+step without them. Then it computes the gradients of the parameters of all steps at once. Only the order of additions
+differs from PyTorch's backward.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from penstock.errors import PenstockError
-from penstock.scan.cells import CELLS, Weights
-from penstock.scan.estimates import estimate, machine_of
+from penstock.scan.cells import CELLS, Cell, Weights
+from penstock.scan.estimates import GATES, LayerMethod, estimate, machine_of
 from penstock.scan.ranks import gradient_from_later_ranks, receive_state, send_state
-from penstock.scan.scans import blelloch, chunked, linear
+from penstock.scan.scans import blelloch, chunked
 
 __all__ = ["ScanGRU", "ScanRNN"]
 
-LayerMethod: TypeAlias = Literal["auto", "linear", "blelloch", "chunked"]
+Choice: TypeAlias = Literal["auto"] | LayerMethod
+_CHOICES = ("auto", *get_args(LayerMethod))
 _FORWARDS = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru}
 
 
@@ -59,7 +61,7 @@ class _LayerBackward(torch.autograd.Function):
         before = torch.cat([first.unsqueeze(0), outputs[:-1]]).to(wide)
         with torch.autocast(gradient.device.type, enabled=False):
             cell = CELLS[ctx.how.mode](own, inputs.to(wide), before, outputs.to(wide))
-            at_steps, at_first = _scanned(gradient.to(wide), cell.jacobians(), ctx.how)
+            at_steps, at_first = _gradients_of_states(gradient.to(wide), cell, ctx.how)
             of_inputs, of_hidden = (part.flatten(0, 1) for part in cell.gradients(at_steps))
             found = [
                 None,
@@ -96,21 +98,21 @@ def _run_forward(
     return outputs
 
 
-def _scanned(gradient: Tensor, jacobians: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _gradients_of_states(gradient: Tensor, cell: Cell, how: _How) -> tuple[Tensor, Tensor]:
     """The whole gradients after every step, and that of the first state. `gradient`: what enters after every step."""
-    reversed_jacobians, entering = jacobians.flip(0), gradient.flip(0)
+    entering = gradient.flip(0)
     before_each = torch.cat([entering[1:], torch.zeros_like(entering[:1])])
     last = entering[0]
-    if how.group is not None:
-        last = last + gradient_from_later_ranks(last, reversed_jacobians, before_each, how.group)
-    match how.method:
-        case "blelloch":
-            found = blelloch(last, reversed_jacobians, before_each)
-        case "chunked":
-            workers = machine_of(gradient.device.type).matrix_workers
-            found = chunked(last, reversed_jacobians, before_each, workers=workers)
-        case _:
-            found = linear(last, reversed_jacobians, before_each)
+    # Going step by step within one process needs no Jacobians.
+    jacobians = None if how.method == "linear" and how.group is None else cell.jacobians().flip(0)
+    if jacobians is not None and how.group is not None:
+        last = last + gradient_from_later_ranks(last, jacobians, before_each, how.group)
+    if jacobians is None or how.method == "linear":
+        found = cell.step_by_step(last, before_each)
+    elif how.method == "blelloch":
+        found = blelloch(last, jacobians, before_each)
+    else:
+        found = chunked(last, jacobians, before_each, workers=machine_of(gradient.device.type).matrix_workers)
     # The first state of another rank than the first one is that of the rank before.
     own_first = how.group is None or dist.get_rank(how.group) == 0
     return found[:-1].flip(0), found[-1] if own_first else torch.zeros_like(found[-1])
@@ -120,7 +122,7 @@ class _Scanning(nn.RNNBase):
     """What `ScanRNN` and `ScanGRU` share."""
 
     def __init__(
-        self, *args: Any, method: LayerMethod = "auto", group: dist.ProcessGroup | None = None, **options: Any
+        self, *args: Any, method: Choice = "auto", group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         if group is not None and self.bidirectional:
@@ -128,9 +130,14 @@ class _Scanning(nn.RNNBase):
                 f"{type(self).__name__}(group=..., bidirectional=True): expected one direction, since the forward of "
                 "each rank waits for that of the one before. Leave out one of them"
             )
-        if method not in ("auto", "linear", "blelloch", "chunked"):
+        if method not in _CHOICES:
             raise PenstockError(
-                f"{type(self).__name__}(method={method!r}): expected 'auto', 'linear', 'blelloch' or 'chunked'"
+                f"{type(self).__name__}(method={method!r}): expected one of {', '.join(map(repr, _CHOICES))}"
+            )
+        if group is not None and method == "torch":
+            raise PenstockError(
+                f"{type(self).__name__}(group=..., method='torch'): expected another method, since PyTorch's backward "
+                "knows no other ranks. Use 'linear' for steps one after the other"
             )
         self.method = method
         self.group = group
@@ -189,8 +196,7 @@ class _Scanning(nn.RNNBase):
         kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.bias else 2]
         weights = [getattr(self, f"{kind}_{name}") for kind in kinds]
         method = self.chosen_method(inputs)
-        if method == "linear" and self.group is None:
-            # PyTorch's own backward needs no Jacobians.
+        if method == "torch":
             return _run_forward(self.mode, inputs, first, weights, train=self.training)
         found: Tensor = _LayerBackward.apply(  # type: ignore[no-untyped-call]
             _How(self.mode, method, self.group), inputs, first, *weights
@@ -202,7 +208,10 @@ class _Scanning(nn.RNNBase):
         if self.method != "auto":
             return self.method
         steps, batch = inputs.shape[:2]
-        return estimate(steps, batch, self.hidden_size, device=inputs.device.type).method
+        found = estimate(steps, batch, self.hidden_size, gates=GATES[self.mode], device=inputs.device.type)
+        # Time over ranks is not for PyTorch's backward.
+        seconds = {name: each for name, each in found.seconds.items() if self.group is None or name != "torch"}
+        return min(seconds, key=seconds.__getitem__)
 
 
 class ScanRNN(_Scanning, nn.RNN):  # type: ignore[misc]
@@ -213,14 +222,16 @@ class ScanRNN(_Scanning, nn.RNN):  # type: ignore[misc]
 
     Args:
         method: ``"blelloch"`` scans in about ``2 log2(T)`` steps. ``"chunked"`` goes through pieces of the sequence
-            side by side. ``"linear"`` is PyTorch's own backward. ``"auto"`` takes what `estimate` predicts to be the
-            fastest for the sizes of the call.
+            side by side. ``"linear"`` goes step by step, without Jacobians. All three compute the gradients of the
+            parameters of all steps at once. ``"torch"`` is PyTorch's own backward. ``"auto"`` takes what `estimate`
+            predicts to be the fastest for the sizes of the call.
         group: a process group over which the time of one sequence is cut. Rank 0 passes its first steps and its first
             state, each other rank the steps that follow. Forward goes from rank to rank; backward is a scan over the
             ranks. Gradients of parameters are those of this rank's steps: sum them over the group. All ranks must run
             forward and backward. It excludes ``bidirectional`` and packed sequences.
 
-    A backward of a scan holds the Jacobians of a layer, ``T * B * H * H`` numbers, and cannot be differentiated again.
+    A backward of a scan holds the Jacobians of a layer, ``T * B * H * H`` numbers. Only that of ``"torch"`` can be
+    differentiated again.
     """
 
 

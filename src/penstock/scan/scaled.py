@@ -36,9 +36,6 @@ class PlainMatrices:
     def __getitem__(self, index: Any) -> "PlainMatrices":
         return PlainMatrices(self.values[index])
 
-    def __setitem__(self, index: Any, found: "PlainMatrices") -> None:
-        self.values[index] = found.values
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledVectors:
@@ -102,9 +99,6 @@ class ScaledMatrices:
 
     def __getitem__(self, index: Any) -> "ScaledMatrices":
         return ScaledMatrices(self.values[index], self.exponents[index])
-
-    def __setitem__(self, index: Any, found: "ScaledMatrices") -> None:
-        self.values[index], self.exponents[index] = found.values, found.exponents
 
 
 def _balanced(values: Tensor, exponents: Tensor, dimension: int) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,10 @@ about ``2 log2(n)`` steps, each with many products at once. Source: Wang, Bai an
 
 Laws of this file:
   1. The gradient is a vector at every step. Only products of J with J are products of matrices: those of the up-sweep,
-     but for its left edge.
-  2. The identity is symbolic. It is never multiplied.
+     but for its first step at every level.
+  2. No identity is multiplied: there is none.
   3. The order of factors is that of the chain: the paper's operator is ``A (.) B = B A``.
+  4. Steps are taken by slices, so that what is read is not copied first, and arguments are never written.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def levels_of(steps: int) -> int:
 def blelloch(
     gradient: Tensor, jacobians: Tensor, entering: Tensor | None = None, *, rescale: bool | None = None
 ) -> Tensor:
-    """The gradients at all steps of a chain, by a work-efficient scan of ``2 ceil(log2(n + 1)) - 1`` levels.
+    """The gradients at all steps of a chain, by a work-efficient scan of at most ``2 ceil(log2(n + 1)) - 1`` levels.
 
     Args:
         gradient: at the end of the chain, (B, H).
@@ -61,8 +62,8 @@ def hybrid(
 ) -> Tensor:
     """What `blelloch` returns. Only the first `levels` of the up-sweep and the last of the down-sweep are a scan.
 
-    In the middle it goes step by step over the products that are there, ``ceil((n + 1) / 2 ** levels)`` of them. Worth
-    it where products become dense (the paper, section 4.3), and where fewer workers than steps are there.
+    In the middle it goes step by step over the products that are there, about ``n / 2 ** levels`` of them. Worth it
+    where products become dense (the paper, section 5.3), and where fewer workers than steps are there.
     """
     _check(gradient, jacobians, entering)
     most = levels_of(len(jacobians))
@@ -116,86 +117,56 @@ def _rescaled(
 
 
 def _scan(gradient: Any, matrices: Any, entering: Any, levels: int) -> Any:
-    """A scan over n + 1 places: `gradient` is at place 0, and the steps are at the others.
-
-    With all levels it is algorithm 1 of the paper, whose bounds include their ends.
-    """
-    steps = len(matrices.values)
-    device = matrices.values.device
-    each = torch.arange(steps, device=device)
-    products = Steps(matrices, entering).at(each)
-    # The products at the left edge begin with the gradient, so they are vectors.
-    edge = [gradient]
-    for level in range(levels):
-        earlier, later = _pairs(steps, level, device)
-        edge.append(products.apply(later[:1], edge[-1][None])[0])
-        if len(later) > 1:
-            products.put(later[1:], products.at(earlier[1:]).then(products.at(later[1:])))
-    before = _empty(gradient, steps + 1)
-    """By place, the gradient before it. The one before place 0 is the identity, and is not written."""
-    ends = [min((block + 1) << levels, steps + 1) - 1 for block in range(-(-(steps + 1) >> levels))]
-    running = edge[levels]
-    for block, end in enumerate(ends[1:]):
-        if block:
-            running = products.apply(ends[block] - 1, running)
-        before[end] = running
-    for level in reversed(range(levels)):
-        earlier, later = _pairs(steps, level, device)
-        if len(later) > 1:
-            found = before[later[1:] + 1]
-            before[later[1:] + 1] = products.apply(earlier[1:], found)
-            before[earlier[1:] + 1] = found
-        before[later[:1] + 1] = edge[level][None]
-    last = Steps(matrices, entering).apply(steps - 1, before[steps])
-    # Place 1 has the gradient of the end of the chain before it, place n that of its second value.
-    return _shifted(before, last)
-
-
-def _in_chunks(gradient: Any, matrices: Any, entering: Any, workers: int) -> Any:
-    steps = len(matrices.values)
-    device = matrices.values.device
-    length = -(-steps // workers)
-    workers = -(-steps // length)
-    own = Steps(matrices, entering)
-    starts = torch.arange(0, steps, length, device=device)
-    # The last chunk may be shorter. Its product is not needed.
-    products = own.at(starts[:-1])
-    for place in range(1, length if workers > 1 else 1):
-        products = products.then(own.at(starts[:-1] + place))
-    running = gradient[None]
-    if workers > 1:
-        running = _scan(gradient, products.matrices, products.entering, levels_of(workers - 1))
-    found = _empty(gradient, steps + 1)
+    steps = Steps(matrices, entering)
+    found = _empty(gradient, len(steps) + 1)
     found[0] = gradient
-    for place in range(length):
-        present = starts + place
-        present = present[present < steps]
-        running = own.apply(present, running[: len(present)])
-        found[present + 1] = running
+    _fill(found, steps, levels)
     return found
 
 
-def _pairs(steps: int, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The steps whose products a level puts together, the earlier and the later of each pair; step -1 is the gradient
-    itself.
+def _fill(found: Any, steps: Steps, levels: int) -> None:
+    """Writes the gradients behind each step, ``found[1:]``; ``found[0]`` is known.
+
+    This is algorithm 1 of the paper as a recursion. A level of the up-sweep goes one step, and joins the steps after it
+    in pairs. The next level finds the gradients behind the pairs. A level of the down-sweep finds those within them.
     """
-    first = torch.arange(0, steps - (1 << level) + 1, 2 << level, device=device)
-    return first + (1 << level) - 2, (first + (2 << level) - 2).clamp(max=steps - 1)
+    if not levels:
+        for place in range(len(steps)):
+            found[place + 1] = steps.apply(place, found[place])
+        return
+    found[1] = steps.apply(0, found[0])
+    pairs = (len(steps) - 1) // 2
+    if pairs:
+        joined = steps.at(slice(1, 2 * pairs, 2)).then(steps.at(slice(2, 2 * pairs + 1, 2)))
+        _fill(found[1::2], joined, levels - 1)
+    found[2::2] = steps.apply(slice(1, None, 2), found[1 : len(steps) : 2])
+
+
+def _in_chunks(gradient: Any, matrices: Any, entering: Any, workers: int) -> Any:
+    own = Steps(matrices, entering)
+    length = -(-len(own) // workers)
+    workers = -(-len(own) // length)
+    running = gradient[None]
+    if workers > 1:
+        # The last chunk may be shorter. Its product is not needed.
+        whole = (workers - 1) * length
+        products = own.at(slice(0, whole, length))
+        for place in range(1, length):
+            products = products.then(own.at(slice(place, whole, length)))
+        running = _scan(gradient, products.matrices, products.entering, levels_of(workers - 1))
+    found = _empty(gradient, len(own) + 1)
+    found[0] = gradient
+    for place in range(length):
+        present = slice(place, None, length)
+        running = own.apply(present, running[: len(range(len(own))[present])])
+        found[place + 1 :: length] = running
+    return found
 
 
 def _empty(like: Any, length: int) -> Any:
     if isinstance(like, ScaledVectors):
-        return ScaledVectors(*(each.new_zeros(length, *each.shape) for each in (like.values, like.exponents)))
-    return like.new_zeros(length, *like.shape)
-
-
-def _shifted(before: Any, last: Any) -> Any:
-    """`before` without its first entry, and `last` behind it."""
-    steps = len(before.values if isinstance(before, ScaledVectors) else before) - 1
-    found = _empty(last, steps + 1)
-    found[:steps] = before[1:]
-    found[steps] = last
-    return found
+        return ScaledVectors(*(each.new_empty(length, *each.shape) for each in (like.values, like.exponents)))
+    return like.new_empty(length, *like.shape)
 
 
 def _check(gradient: Tensor, jacobians: Tensor, entering: Tensor | None) -> None:

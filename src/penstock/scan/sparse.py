@@ -45,13 +45,14 @@ class Pattern:
     def dense(self, values: Tensor) -> Tensor:
         """The matrices (..., rows, columns) with `values` (..., entries)."""
         found = values.new_zeros(*values.shape[:-1], *self.shape)
-        found[..., self.rows, self.columns] = values
+        found[..., self.rows.to(values.device), self.columns.to(values.device)] = values
         return found
 
     def apply(self, values: Tensor, vectors: Tensor) -> Tensor:
         """The products with `vectors` (B, columns); `values` are (entries) or (B, entries)."""
         found = vectors.new_zeros(len(vectors), self.shape[0])
-        return found.index_add_(1, self.rows, values * vectors[:, self.columns])
+        rows, columns = self.rows.to(vectors.device), self.columns.to(vectors.device)
+        return found.index_add_(1, rows, values * vectors[:, columns])
 
 
 class SymbolicProduct:
@@ -81,9 +82,9 @@ class SymbolicProduct:
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
         """The values of the product; those of the factors are (entries) or (B, entries)."""
-        products = left[..., self._left] * right[..., self._right]
+        products = left[..., self._left.to(left.device)] * right[..., self._right.to(right.device)]
         found = products.new_zeros(*products.shape[:-1], self.pattern.entries)
-        return found.index_add_(-1, self._target, products)
+        return found.index_add_(-1, self._target.to(products.device), products)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ class LayerJacobian:
         match layer:
             case nn.Conv2d() | nn.Linear():
                 assert self._weights is not None
-                return layer.weight.detach().flatten()[self._weights]
+                return layer.weight.detach().flatten()[self._weights.to(layer.weight.device)]
             case nn.ReLU():
                 return (flat > 0).to(flat.dtype)
             case nn.Tanh():
@@ -116,23 +117,25 @@ class LayerJacobian:
                     inputs, layer.kernel_size, layer.stride, layer.padding, return_indices=True
                 )
                 area = inputs.shape[-1] * inputs.shape[-2]
-                channels = torch.arange(inputs.shape[1]).view(-1, 1, 1) * area
-                return ((chosen + channels).flatten(1)[:, self.pattern.columns] == self.pattern.rows).to(flat.dtype)
+                channels = torch.arange(inputs.shape[1], device=inputs.device).view(-1, 1, 1) * area
+                rows, columns = self.pattern.rows.to(inputs.device), self.pattern.columns.to(inputs.device)
+                return ((chosen + channels).flatten(1)[:, columns] == rows).to(flat.dtype)
         raise AssertionError("layer_jacobian knows the layer")
 
 
-def layer_jacobian(layer: nn.Module, input_shape: tuple[int, ...]) -> LayerJacobian:
+def layer_jacobian(layer: nn.Module, input_shape: tuple[int, ...], *, pruned: bool = False) -> LayerJacobian:
     """The transposed Jacobian of `layer` for one sample of `input_shape`, without the dimension of the batch.
 
-    Knows Conv2d, Linear, MaxPool2d, AvgPool2d, ReLU, Tanh and Sigmoid. Raises `PenstockError` for another layer.
+    Knows Conv2d, Linear, MaxPool2d, AvgPool2d, ReLU, Tanh and Sigmoid. `pruned`: leaves out the entries of weights that
+    are zero, which must stay zero. Raises `PenstockError` for another layer.
     """
     match layer:
         case nn.Conv2d():
-            return _convolution(layer, input_shape)
+            return _convolution(layer, input_shape, _kept(layer.weight, pruned))
         case nn.Linear() if len(input_shape) == 1:
             outputs, inputs = layer.weight.shape
-            columns, rows = torch.meshgrid(torch.arange(outputs), torch.arange(inputs), indexing="ij")
-            return _sorted(layer, (inputs, outputs), rows.flatten(), columns.flatten(), torch.arange(rows.numel()))
+            kept = _kept(layer.weight, pruned)
+            return _sorted(layer, (inputs, outputs), kept % inputs, kept // inputs, kept)
         case nn.MaxPool2d() | nn.AvgPool2d() if not _is_odd(layer):
             return _pooling(layer, input_shape)
         case nn.ReLU() | nn.Tanh() | nn.Sigmoid():
@@ -165,12 +168,19 @@ def _axis(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) 
     return found, (found >= 0) & (found < size), outputs
 
 
+def _kept(weight: Tensor, pruned: bool) -> Tensor:
+    """The elements of a weight that have entries, by their numbers."""
+    flat = weight.detach().flatten().cpu()
+    return flat.nonzero().squeeze(1) if pruned else torch.arange(len(flat))
+
+
 def _along(dimension: int, dimensions: int, numbers: Tensor) -> Tensor:
     """`numbers` along `dimension`, of as many as `dimensions` says."""
     return numbers.view([-1 if each == dimension else 1 for each in range(dimensions)])
 
 
-def _convolution(layer: nn.Conv2d, input_shape: tuple[int, ...]) -> LayerJacobian:
+def _convolution(layer: nn.Conv2d, input_shape: tuple[int, ...], kept: Tensor) -> LayerJacobian:
+    """`kept`: the elements of the weight that have entries."""
     if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         raise PenstockError(
             f"the sparse Jacobian of {layer} is not known: expected zero padding given as numbers. "
@@ -183,21 +193,16 @@ def _convolution(layer: nn.Conv2d, input_shape: tuple[int, ...]) -> LayerJacobia
     ys, y_inside, out_height = _axis(height, ky, sy, py, dy)
     xs, x_inside, out_width = _axis(width, kx, sx, px, dx)
     own = layer.in_channels // layer.groups
-    # Dimensions: output channel, row and column; channel, row and column of the kernel.
-    o, c = _along(0, 6, torch.arange(layer.out_channels)), _along(3, 6, torch.arange(own))
-    y, x = _along(1, 6, torch.arange(out_height)), _along(2, 6, torch.arange(out_width))
-    u, v = _along(4, 6, torch.arange(ky)), _along(5, 6, torch.arange(kx))
-    in_y, in_x = ys[y, u], xs[x, v]
+    # Dimensions: element of the weight, row and column of the output.
+    weights = kept.view(-1, 1, 1)
+    o, c, u, v = torch.unravel_index(weights, layer.weight.shape)
+    y, x = _along(1, 3, torch.arange(out_height)), _along(2, 3, torch.arange(out_width))
     inside = y_inside[y, u] & x_inside[x, v]
     channel = o // (layer.out_channels // layer.groups) * own + c
-    rows = (channel * height + in_y) * width + in_x
+    rows = (channel * height + ys[y, u]) * width + xs[x, v]
     columns = (o * out_height + y) * out_width + x
-    weights = ((o * own + c) * ky + u) * kx + v
-    inside, rows, columns, weights = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
-        inside, rows, columns, weights
-    )
     shape = (torch.Size(input_shape).numel(), layer.out_channels * out_height * out_width)
-    return _sorted(layer, shape, rows[inside], columns[inside], weights[inside])
+    return _sorted(layer, shape, rows[inside], columns[inside], weights.expand_as(inside)[inside])
 
 
 def _pooling(layer: nn.MaxPool2d | nn.AvgPool2d, input_shape: tuple[int, ...]) -> LayerJacobian:

@@ -128,12 +128,14 @@ class Timeline:
         measured: "Timeline | None" = None,
         critical: Sequence[Span] = (),
         title: str = "Timeline",
+        notes: Sequence[str] = (),
     ) -> None:
         """Writes a self-contained HTML page to zoom and pan, with a tooltip for every span.
 
-        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words.
+        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words,
+        and `notes` are lines below it.
         """
-        write_text(path, timeline_page(self._panels(measured, critical), title), ScheduleError)
+        write_text(path, timeline_page(self._panels(measured, critical), title, notes), ScheduleError)
 
     def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
         if measured is None:

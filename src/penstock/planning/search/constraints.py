@@ -30,7 +30,7 @@ from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 
-__all__ = ["PlanConstraints", "PlannerQuery"]
+__all__ = ["PlanConstraints", "PlannerQuery", "plans_for"]
 
 _MICROBATCHES_PER_DEVICE = 4
 """The microbatches per device in the default minibatch. A flush then idles for about a fifth of the time."""
@@ -107,7 +107,7 @@ class PlanConstraints:
         return tuple(
             each
             for each in (METHODS if fixed is None else (fixed,))
-            if (self.planner is None or _plans_for(self.planner, each))
+            if (self.planner is None or plans_for(self.planner, each))
             and (not self.synchronous or each.flushes)
             and (not self.vertical_sync or each.has_vertical_sync)
             and not (self.whole_backwards and each.splits_backward)
@@ -144,7 +144,7 @@ class PlanConstraints:
     def _trials(self, profiles: Sequence[Profile], cluster: Cluster) -> Iterator[PlannerQuery]:
         for planner in self._planners(cluster):
             for schedule in self._definitions:
-                if _plans_for(planner, schedule):
+                if plans_for(planner, schedule):
                     for profile in profiles:
                         for request in self._requests(planner, schedule, profile, profiles[0], cluster):
                             # Without a memory limit recomputation gains nothing.
@@ -297,7 +297,7 @@ class PlanConstraints:
         )
 
 
-def _plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
+def plans_for(planner: str, schedule: ScheduleDefinition) -> bool:
     """Whether `planner` can plan for `schedule`."""
     match PlannerName(planner):
         case PlannerName.PIPEDREAM | PlannerName.UNIFORM:

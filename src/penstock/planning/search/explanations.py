@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from penstock.planning.search.searches import EQUAL, Rejection, SearchResult
+from penstock.simulating.losses import Losses
 from penstock.values.plans import Plan, Prediction
+from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text
 
-__all__ = ["explain_search", "rate_text", "shape_text"]
+__all__ = ["explain_search", "rate_text", "shape_text", "wire_note"]
 
 _ROWS = 10
 """Plans in the table."""
@@ -16,8 +18,9 @@ _REASON = 160
 """Characters of the reason of a rejection."""
 
 
-def explain_search(search: SearchResult, memory_bytes: float | None) -> str:
-    """The best plan, the ranked table, why the runner-up is not the best, and what could not be planned.
+def explain_search(search: SearchResult, losses: Losses, memory_bytes: float | None) -> str:
+    """The best plan, the ranked table, where the time of the best goes, why the runner-up is not the best, and what
+    could not be planned.
 
     `memory_bytes`: of each device; None if it is not limited.
     """
@@ -28,10 +31,19 @@ def explain_search(search: SearchResult, memory_bytes: float | None) -> str:
     lines += ["", f"The best is limited by: {_predicted(best).limit}."]
     needs = f"The fullest device needs {bytes_text(max(_predicted(best).peak_bytes))}"
     lines += [f"{needs}; no limit was given." if memory_bytes is None else f"{needs} of {bytes_text(memory_bytes)}."]
+    lines += [f"Its time goes to: {losses}."]
     lines += [_compare(best, others[0])] if others else []
     lines += _advise(search.ranked)
     lines += _list(search.rejections)
     return "\n".join(lines)
+
+
+def wire_note(profile: Profile) -> str:
+    """A line that says how much of what crosses cuts links carry; nothing if they carry it as it is."""
+    crossing, sent = (sum(layer.cut_bytes for layer in each.layers[:-1]) for each in (profile, profile.on_wire))
+    if profile.on_wire is profile or not crossing:
+        return ""
+    return f"\nLinks carry {sent / crossing:.0%} of what crosses cuts, as with wire_dtype= of the pipeline."
 
 
 def shape_text(plan: Plan) -> str:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.memory import peak_bytes
+from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import predict, slowest_seconds
+from penstock.planning.search.constraints import plans_for
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
-from penstock.scheduling.orders import METHODS, SPP
+from penstock.scheduling.orders import METHODS
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
@@ -79,7 +81,8 @@ def share_stages(
 
 def _arrange(plan: Plan, definition: ScheduleDefinition, microbatches: int, profile: Profile) -> Plan | None:
     """The stages of `plan` under `definition`; None if it cannot run them."""
-    split = definition == SPP
+    # The planner spp divides microbatches among replicas.
+    split = plans_for(PlannerName.SPP, definition)
     if split and any(profile.microbatch_size % count for count in plan.replicas):
         return None
     try:

@@ -23,13 +23,14 @@ from penstock.planning.search.refinements import Refiner
 from penstock.progress import progress_line
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.verification.verifier import verify
+from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
 from penstock.values.clusters import Cluster
 from penstock.values.plans import Plan, schedule
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text
 
-__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans"]
+__all__ = ["EQUAL", "Rejection", "SearchResult", "compare_plans", "simulated_with"]
 
 _SHORTLIST = 12
 """How many plans are simulated, the fastest by closed form; the fastest of each planner and schedule is, too."""
@@ -182,9 +183,7 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
     if not isinstance(plan.schedule, str):
         # A schedule of the user's own may be wrong, or wrong for the replicas that a planner gives it.
         verify(schedule(plan))
-    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
-    options["shared_nic"] = constraints.shared_nic
-    outcome = evaluate(plan, profile, cluster, **options)
+    outcome = evaluate(plan, profile, cluster, **simulated_with(constraints))
     if cluster.memory_bytes is not None and max(outcome.peak_bytes) > cluster.memory_bytes:
         worst = max(range(plan.ranks), key=outcome.peak_bytes.__getitem__)
         raise PlanError(
@@ -192,6 +191,13 @@ def _simulate(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanC
             f"{bytes_text(cluster.memory_bytes)}"
         )
     return replace(plan, predicted=outcome.prediction())
+
+
+def simulated_with(constraints: PlanConstraints) -> Options:
+    """The options with which plans are simulated under `constraints`."""
+    options = simulator_options(constraints.allreduce, constraints.optimizer_copies)
+    options["shared_nic"] = constraints.shared_nic
+    return options
 
 
 def _rank(simulated: list[Plan]) -> tuple[Plan, ...]:

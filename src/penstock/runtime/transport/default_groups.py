@@ -6,6 +6,7 @@ allows.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.attempts import attempt_store, shares_store
+from penstock.runtime.transport.interfaces import choose_interface
 from penstock.runtime.transport.timeouts import run_bounded
 
 __all__ = ["call_at_meeting", "make_default_group"]
@@ -46,11 +48,16 @@ def make_default_group(timeout_seconds: float) -> None:
     serves = rank == 0 and not shares_store()
     deadline = time.monotonic() + timeout_seconds
 
+    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
+    if not serves:
+        _wait_until_listening(
+            host, port, deadline, lambda cause: _absence(f"{holder} at {host}:{port}", timeout_seconds, cause)
+        )
+
     def connect() -> TCPStore:
         limit = timedelta(seconds=timeout_seconds)
         return TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
-    holder = "torchrun" if shares_store() else "rank 0, which holds the store"
     # The connection has the same time limit. If both ended at once, the thread of the call could come back while the
     # interpreter ends, and torch would abort the process.
     store: Store = call_at_meeting(connect, deadline + 2.0, timeout_seconds, lambda: f"{holder} at {host}:{port}")
@@ -77,6 +84,7 @@ def make_default_group(timeout_seconds: float) -> None:
         raise _absence(f"rank {', '.join(map(str, late))}", timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store.set_timeout(_STORE_TIMEOUT)
+    choose_interface(host, port)
     own: Store = PrefixStore("default_pg", store)
     call_at_meeting(
         lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=processes),
@@ -84,6 +92,22 @@ def make_default_group(timeout_seconds: float) -> None:
         timeout_seconds,
         lambda: "one of the other ranks, all of which had come before",
     )
+
+
+def _wait_until_listening(host: str, port: int, deadline: float, absence: Callable[[str], TransportError]) -> None:
+    """Waits until a server can be connected to. Torch's own attempts cannot be given up: a thread that is in one when
+    the interpreter ends aborts the process.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, left)).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise absence(f" The last attempt to connect: {error}") from error
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
 def call_at_meeting(work: Callable[[], T], deadline: float, timeout_seconds: float, awaited: Callable[[], str]) -> T:

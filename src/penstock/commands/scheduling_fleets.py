@@ -1,0 +1,158 @@
+"""``penstock fleet``: divide unequal machines among jobs, simulate it, or run it."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.commands.command import Command, print_json, show
+from penstock.commands.quantities import parse_count
+from penstock.errors import PlanError
+from penstock.values.documents import write_text
+
+if TYPE_CHECKING:
+    from penstock.fleet import FleetFile, FleetRun, Policy
+
+__all__ = ["FLEET"]
+
+_ACTIONS = ("allocate", "simulate", "run", "emit")
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=_ACTIONS, help="shares of time; a simulation; real trainings; cluster jobs")
+    parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
+    parser.add_argument("--policy", metavar="NAME", default="max-min-fairness", help="default: max-min-fairness")
+    parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")
+    group = parser.add_argument_group("simulate, run and emit")
+    group.add_argument("--round-seconds", type=float, metavar="S", help="default: 360 to simulate, 30 to run")
+    group.add_argument("--html", metavar="FILE", help="write a page with the run's figures and pictures")
+    group = parser.add_argument_group("simulate")
+    group.add_argument("--restart-seconds", type=float, metavar="S", default=5.0, help="lost by a lease that is new")
+    group.add_argument("--prices", metavar="FILE", help="prices over time (CSV: seconds,kind,price)")
+    group.add_argument("--ideal", action="store_true", help="exact shares at any time, without rounds")
+    group = parser.add_argument_group("run and emit")
+    group.add_argument("-d", "--directory", metavar="DIR", help="of the run, or of the cluster jobs")
+    group.add_argument("--grace-seconds", type=float, metavar="S", default=60.0, help="to save and leave (default: 60)")
+    group.add_argument("--most-failures", type=parse_count, metavar="N", default=3, help="in a row (default: 3)")
+    group.add_argument("--cluster", metavar="NAME", default="slurm", help="slurm (default) or kubernetes")
+    group.add_argument("--image", metavar="IMAGE", default="", help="the container of Kubernetes jobs")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from penstock.fleet import POLICIES, FleetFile
+
+    fleet = FleetFile.load(arguments.fleet)
+    policy = POLICIES[_policy_name(arguments.policy, list(POLICIES))]
+    table = fleet.table()
+    if arguments.plans:
+        Path(arguments.plans).mkdir(parents=True, exist_ok=True)
+        for model, row in zip(table.jobs, table.speeds, strict=True):
+            for machines, speed in zip(table.machines, row, strict=True):
+                if speed.plan is not None:
+                    speed.plan.save(Path(arguments.plans) / f"{model.job.name}-{machines.kind.name}.yaml")
+    match arguments.action:
+        case "allocate":
+            found = policy(fleet.problem(table))
+            if arguments.json:
+                print_json({**found.as_document(), "throughputs": table.throughputs()})
+            else:
+                show(f"{table.describe()}\n\n{found.explain()}")
+        case "simulate":
+            _simulate(arguments, fleet, policy)
+        case "run":
+            _execute(arguments, fleet, policy)
+        case _:
+            _emit(arguments, fleet, policy)
+
+
+def _policy_name(name: str, known: list[str]) -> str:
+    from penstock.arguments import choice
+
+    return choice(known).check("--policy", name, PlanError)
+
+
+def _simulate(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
+    from penstock.fleet import PriceHistory, simulate_fleet
+
+    run = simulate_fleet(
+        fleet.workload(fleet.table()),
+        fleet.kinds,
+        policy,
+        round_seconds=360.0 if arguments.round_seconds is None else arguments.round_seconds,
+        restart_seconds=arguments.restart_seconds,
+        entities=fleet.entities,
+        prices=PriceHistory.load(arguments.prices) if arguments.prices else None,
+        ideal=arguments.ideal,
+        record=bool(arguments.html) and not arguments.ideal,
+    )
+    _print_run(arguments, run)
+
+
+def _execute(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
+    from penstock.fleet import FleetExecutor
+
+    executor = FleetExecutor(
+        fleet,
+        policy,
+        _directory(arguments),
+        round_seconds=30.0 if arguments.round_seconds is None else arguments.round_seconds,
+        grace_seconds=arguments.grace_seconds,
+        most_failures=arguments.most_failures,
+        report=(lambda line: None) if arguments.json else show,
+    )
+    _print_run(arguments, executor.run())
+
+
+def _emit(arguments: argparse.Namespace, fleet: "FleetFile", policy: "Policy") -> None:
+    """Writes a file for each lease of the first round."""
+    from penstock.fleet import RoundScheduler, cluster_job
+
+    folder = Path(_directory(arguments))
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduler = RoundScheduler(fleet.kinds)
+    scheduler.begin(policy(fleet.problem(fleet.table())))
+    steps = {model.job.name: model.job.steps for model in fleet.jobs}
+    commands = {model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True)}
+    seconds = 360.0 if arguments.round_seconds is None else arguments.round_seconds
+    written = []
+    for lease in scheduler.next_round():
+        command = commands[lease.jobs[0]]
+        if command is None or len(lease.jobs) > 1:
+            raise PlanError(f"job {lease.jobs[0]!r}: command: expected the words that start it, found none: add it")
+        words = command.filled(f"checkpoints/{lease.jobs[0]}", steps[lease.jobs[0]], len(lease.workers))
+        text = cluster_job(arguments.cluster, lease, words, seconds, arguments.image)
+        written.append(folder / f"{lease.jobs[0]}.{'sh' if arguments.cluster == 'slurm' else 'json'}")
+        write_text(written[-1], text, PlanError)
+    if arguments.json:
+        print_json([str(path) for path in written])
+    else:
+        show("\n".join(f"wrote {path}" for path in written))
+
+
+def _directory(arguments: argparse.Namespace) -> str:
+    if not arguments.directory:
+        raise PlanError(f"--directory: expected a place for what {arguments.action} makes, found none: give one")
+    return str(arguments.directory)
+
+
+def _print_run(arguments: argparse.Namespace, run: "FleetRun") -> None:
+    from penstock.fleet import run_page
+
+    if arguments.html:
+        write_text(arguments.html, run_page(f"{arguments.fleet}, {arguments.policy}", run), PlanError)
+    if arguments.json:
+        print_json(run.as_document())
+        return
+    show(run.describe())
+    if arguments.html:
+        show(f"wrote {arguments.html}")
+
+
+FLEET = Command(
+    name="fleet",
+    summary="divide unequal machines among jobs",
+    description="Finds the throughput of every job on every kind of machine by planning it, and divides the machines "
+    "by a policy: prints the shares, simulates the jobs, runs them on this machine, or writes jobs for a cluster.",
+    example="penstock fleet simulate fleet.yaml --policy finish-time-fairness --html run.html",
+    declare=_declare,
+    run=_run,
+)

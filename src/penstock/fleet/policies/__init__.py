@@ -1,0 +1,62 @@
+"""Policies: each is a function from a problem to an allocation, and so is one of your own.
+
+Start reading in ``fairness.py``. ``linear_programs.py`` beside this folder has the constraints that all share.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from penstock.fleet.allocations import Allocation
+from penstock.fleet.policies.blindness import blind, isolated_shares
+from penstock.fleet.policies.completion_times import finish_time_fairness, min_makespan, min_makespan_within_budget
+from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_near_deadlines, min_cost_with_deadlines
+from penstock.fleet.policies.fairness import hierarchical, max_min_fairness, water_filling
+from penstock.fleet.policies.queues import fifo, shortest_job_first, strict_fifo
+from penstock.fleet.problems import Problem
+
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "blind",
+    "fifo",
+    "finish_time_fairness",
+    "hierarchical",
+    "isolated_shares",
+    "max_min_fairness",
+    "max_throughput",
+    "min_cost",
+    "min_cost_near_deadlines",
+    "min_cost_with_deadlines",
+    "min_makespan",
+    "min_makespan_within_budget",
+    "shortest_job_first",
+    "strict_fifo",
+    "water_filling",
+]
+
+Policy: TypeAlias = Callable[[Problem], Allocation]
+
+_AWARE: dict[str, Policy] = {
+    "max-min-fairness": max_min_fairness,
+    "water-filling": water_filling,
+    "hierarchical": hierarchical,
+    "finish-time-fairness": finish_time_fairness,
+    "makespan": min_makespan,
+    "makespan-within-budget": min_makespan_within_budget,
+    "fifo": fifo,
+    "strict-fifo": strict_fifo,
+    "shortest-job-first": shortest_job_first,
+    "max-throughput": max_throughput,
+    "min-cost": min_cost,
+    "min-cost-with-deadlines": min_cost_with_deadlines,
+    "min-cost-near-deadlines": min_cost_near_deadlines,
+}
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        **_AWARE,
+        **{f"blind-{name}": blind(policy) for name, policy in _AWARE.items() if "cost" not in name},
+        "isolated-shares": isolated_shares,
+    }
+)
+"""All policies by name. Those with ``blind-`` before it cannot tell kinds apart; a policy about cost is not blind."""

@@ -1,0 +1,113 @@
+"""Policies about the time at which jobs finish [Narayanan 2021, section 5.4.2]."""
+
+from dataclasses import replace
+
+import numpy
+
+from penstock.errors import PlanError
+from penstock.fleet.allocations import Allocation
+from penstock.fleet.linear_programs import Infeasible, Program, Solution, Space
+from penstock.fleet.policies.free_workers import fill
+from penstock.fleet.problems import Floats, Problem
+
+__all__ = ["finish_time_fairness", "min_makespan", "min_makespan_within_budget", "remaining_seconds"]
+
+_PRECISE = 1e-6
+"""A search for a level ends where its bounds are this close, relative to the level."""
+
+
+def remaining_seconds(space: Space) -> Floats:
+    """The time that a job of each class needs on its fastest kind."""
+    return space.of_jobs([job.steps for job in space.problem.jobs]) / space.fastest
+
+
+def min_makespan(problem: Problem) -> Allocation:
+    """The last job finishes as early as it can. What is free after that makes the other jobs faster."""
+    space = Space(problem, [job.steps for job in problem.jobs])
+    needed = remaining_seconds(space)
+    solution = _most_of(space, needed)
+    return space.allocation(fill(space, solution, at_least=needed * solution.value), "makespan")
+
+
+def finish_time_fairness(problem: Problem) -> Allocation:
+    """The greatest rho is as small as it can be: the time that a job takes from its arrival to its end, over that on
+    1/n of the fleet (Themis). Then the free workers make jobs faster.
+    """
+    space = Space(problem, [(job.steps, job.elapsed_seconds, job.isolated_seconds) for job in problem.jobs])
+    isolated = (problem.speeds() * problem.isolated_shares()).sum(axis=1)[space.first]
+    elapsed = space.of_jobs([job.elapsed_seconds for job in problem.jobs])
+    alone = space.of_jobs([job.isolated_seconds for job in problem.jobs])
+    alone = alone + space.of_jobs([job.steps for job in problem.jobs]) / isolated
+    needed = remaining_seconds(space)
+
+    def ratios(solution: Solution) -> Floats:
+        with numpy.errstate(divide="ignore"):
+            return numpy.asarray((elapsed + needed / solution.rates) / alone)
+
+    # The fastest kind all of the time is a lower bound for each job; every allocation gives an upper one. A guess can
+    # be met if the throughputs that it requires can be had once or more. Guesses just below the upper bound lead to
+    # large steps, or prove that it is the optimum; every third is half-way, so that the bounds meet in any case.
+    low = float(((elapsed + needed) / alone).max())
+    best = _most_of(space, needed / alone)
+    high, rounds = float(ratios(best).max()), 0
+    while high - low > _PRECISE * high:
+        rounds += 1
+        guess = high * (1 - _PRECISE / 2) if rounds % 3 else (low + high) / 2
+        found = _most_of(space, needed / (guess * alone - elapsed))
+        reached = float(ratios(found).max())
+        if found.value < 1:
+            low = guess
+        if reached < high:
+            best, high = found, reached
+    return space.allocation(fill(space, best, at_least=needed / (high * alone - elapsed)), "finish-time-fairness")
+
+
+def min_makespan_within_budget(problem: Problem) -> Allocation:
+    """The last job finishes as early as it can if all jobs together cost at most `Problem.budget` until they are done
+    [Narayanan 2021, section 6.4.3].
+
+    The durations on each kind are the variables: in them the makespan is linear, and no search for it is needed.
+    """
+    if problem.budget is None:
+        raise PlanError("Problem: budget: expected the most that the jobs may cost, found nothing: give one")
+    space = Space(problem, [job.steps for job in problem.jobs])
+    needed = remaining_seconds(space)
+    # Durations are in units of this one, since the solver's tolerances are absolute.
+    unit = float(needed.max())
+    program = Program(space, extra=1)
+    program.longer_time(0)
+    program.throughputs_at_least(needed / unit)
+    prices = space.hourly_prices() * space.taken
+    every = numpy.arange(space.variables)
+    scale = max(float(prices.max()), 1e-300)
+    program.at_most(
+        (numpy.zeros_like(every), every, prices / scale), numpy.array([problem.budget / (unit / 3600) / scale])
+    )
+    try:
+        solution = program.maximize(numpy.append(numpy.zeros(space.variables), -1.0))
+    except Infeasible:
+        raise PlanError(
+            f"budget: expected at least {_least_cost(space):.6g}, what the jobs cost if each is on its cheapest kind, "
+            f"found {problem.budget:.6g}: raise it, or drop jobs"
+        ) from None
+    return space.allocation(solution.shares / solution.extra[0], "makespan-within-budget")
+
+
+def _least_cost(space: Space) -> float:
+    """What it costs to finish all jobs, each on the kind where its steps are cheapest."""
+    problem = space.problem
+    prices = numpy.array([kind.price_per_hour for kind in problem.kinds]) / 3600
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        per_step = numpy.where(problem.speeds() > 0, prices / problem.speeds(), numpy.inf).min(axis=1)
+    steps = numpy.array([job.steps for job in problem.jobs])
+    return float((per_step * steps * problem.workers()).sum())
+
+
+def _most_of(space: Space, required: Floats) -> Solution:
+    """The largest multiple of the throughputs `required` that all jobs can have at once."""
+    # Numbers near 1 suit the solver.
+    unit = float(required.max())
+    program = Program(space, extra=1)
+    program.throughputs_at_least(numpy.zeros(space.classes), extra=required / unit)
+    found = program.maximize(numpy.append(numpy.zeros(space.variables), 1.0))
+    return replace(found, value=found.value / unit)

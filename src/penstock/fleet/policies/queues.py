@@ -1,0 +1,67 @@
+"""Policies that serve jobs one after the other: by arrival (FIFO), or the shortest first."""
+
+from collections.abc import Sequence
+
+import numpy
+
+from penstock.fleet.allocations import Allocation
+from penstock.fleet.linear_programs import Program, Solution, Space
+from penstock.fleet.policies.completion_times import remaining_seconds
+from penstock.fleet.problems import Floats, Problem
+
+__all__ = ["fifo", "shortest_job_first", "strict_fifo"]
+
+_SLACK = 1e-8
+"""Levels are held up to this much, since the solver found them up to a tolerance."""
+_NOTHING = 1e-6
+
+
+def fifo(problem: Problem) -> Allocation:
+    """The sum of the throughputs, each relative to its fastest kind and times a weight that falls with the arrival:
+    M - m for job m of 0 to M - 1 [Narayanan 2021, section 5.4.2].
+
+    Linear weights are not a strict order: two late jobs can outweigh an early one. `strict_fifo` is.
+    """
+    space = Space(problem)
+    weights = numpy.arange(len(problem.jobs), 0, -1) / len(problem.jobs)
+    return space.allocation(Program(space).maximize(space.total_rates(weights)).shares, "fifo")
+
+
+def strict_fifo(problem: Problem) -> Allocation:
+    """The first job is as fast as it can be, then the second with what is left, and so on."""
+    return _in_order(problem, range(len(problem.jobs)), "strict-fifo")
+
+
+def shortest_job_first(problem: Problem) -> Allocation:
+    """The job that can finish first does so as early as possible, then the next with what is left, and so on.
+
+    The objective of [Narayanan 2021, section 5.4.2], the least of all durations, says something about the first of
+    these jobs only.
+    """
+    seconds = remaining_seconds(Space(problem))
+    return _in_order(problem, sorted(range(len(problem.jobs)), key=lambda m: seconds[m]), "shortest-job-first")
+
+
+def _in_order(problem: Problem, order: Sequence[int], policy: str) -> Allocation:
+    """The lexicographic optimum of the jobs' throughputs in this order."""
+    space = Space(problem)
+    levels, shares = numpy.zeros(space.classes), numpy.zeros(space.variables)
+    for place, m in enumerate(order):
+        chosen = numpy.zeros(space.classes)
+        chosen[m] = 1.0
+        found = _most(space, levels, chosen)
+        shares, levels[m] = found.shares, found.rates[m]
+        if levels[m] < 1 - _SLACK:
+            # Once the jobs behind can have nothing, even all together, the rest of the order does not matter.
+            rest = numpy.zeros(space.classes)
+            rest[list(order[place + 1 :])] = 1.0
+            if _most(space, levels, rest).value < _NOTHING:
+                break
+    return space.allocation(shares, policy)
+
+
+def _most(space: Space, levels: Floats, weights: Floats) -> Solution:
+    """The largest weighted sum of throughputs while each job has at least its level."""
+    program = Program(space)
+    program.throughputs_at_least(levels * (1 - _SLACK))
+    return program.maximize(space.total_rates(weights))

@@ -1,0 +1,194 @@
+"""The simulator on workloads that can be computed by hand, and its laws."""
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock import PlanError
+from penstock.fleet import (
+    THESIS_KINDS,
+    Allocation,
+    Arrival,
+    Job,
+    Kind,
+    PriceHistory,
+    blind,
+    completion_svg,
+    devices_svg,
+    finish_time_fairness,
+    max_min_fairness,
+    min_cost,
+    min_cost_near_deadlines,
+    poisson_workload,
+    run_page,
+    simulate_fleet,
+    static_workload,
+    strict_fifo,
+    thesis_types,
+)
+
+GPU = (Kind("GPU", 1, 3.6),)
+
+
+def arrivals(*steps: float, speed: float = 1.0) -> list[Arrival]:
+    """Jobs that are all there at the start."""
+    return [Arrival(0.0, Job(f"job {m}", count), (speed,)) for m, count in enumerate(steps)]
+
+
+def test_one_job_takes_its_steps_and_one_restart():
+    run = simulate_fleet(arrivals(1000, speed=2.0), GPU, max_min_fairness, round_seconds=100, restart_seconds=5)
+    (job,) = run.jobs
+
+    assert (job.finished, job.busy_seconds, job.restarts) == (505, 505, 0)
+    assert job.cost == pytest.approx(0.505)
+    assert job.isolated_seconds == 500 and run.makespan == 505
+
+
+def test_two_jobs_take_turns_and_pay_for_each_restart():
+    """Rounds of 100 s, of which each turn loses 5 s: 190 steps take two rounds each, the first and third, and the
+    second and fourth.
+    """
+    run = simulate_fleet(arrivals(190, 190), GPU, max_min_fairness, round_seconds=100, restart_seconds=5)
+
+    assert [(job.job.name, job.finished, job.restarts) for job in run.jobs] == [("job 0", 300, 1), ("job 1", 400, 1)]
+    assert [job.isolated_seconds for job in run.jobs] == [380, pytest.approx(2 * 95 + 95)]
+
+
+def test_strict_fifo_runs_one_after_the_other():
+    run = simulate_fleet(arrivals(150, 150), GPU, strict_fifo, round_seconds=100, restart_seconds=0)
+
+    assert [(job.finished, job.restarts) for job in run.jobs] == [(150, 0), (350, 0)], "a round is not divided"
+
+
+def test_ideal_shares_need_no_rounds():
+    run = simulate_fleet(arrivals(100, 200), GPU, max_min_fairness, ideal=True)
+
+    assert [job.finished for job in run.jobs] == pytest.approx([200, 300])
+    assert [job.cost for job in run.jobs] == pytest.approx([0.1, 0.2])
+
+
+def test_jobs_wait_for_the_next_round_after_their_arrival():
+    workload = [Arrival(30.0, Job("a", 50), (1.0,)), Arrival(1000.5, Job("b", 50), (1.0,))]
+    run = simulate_fleet(workload, GPU, max_min_fairness, round_seconds=100, restart_seconds=0)
+
+    assert [(job.arrived, job.finished) for job in run.jobs] == [(30, 150), (1000.5, 1150)]
+
+
+def test_only_watched_jobs_count():
+    run = simulate_fleet(arrivals(50, 50, 5000), GPU, strict_fifo, round_seconds=100, watched=range(1, 2))
+
+    assert [job.job.name for job in run.jobs] == ["job 1"]
+
+
+def small_workload():
+    return poisson_workload(thesis_types(), 20, 12.0, seed=1)
+
+
+KINDS = tuple(Kind(name, 2, price) for name, price in zip(THESIS_KINDS, (2.48, 1.46, 0.45), strict=True))
+
+
+def test_rounds_are_close_to_ideal_shares():
+    rounds = simulate_fleet(small_workload(), KINDS, max_min_fairness, restart_seconds=0, round_seconds=1800)
+    ideal = simulate_fleet(small_workload(), KINDS, max_min_fairness, ideal=True)
+
+    # A job that ends within a round leaves its workers idle until the next one: half an hour where jobs take many.
+    assert rounds.mean_seconds == pytest.approx(ideal.mean_seconds, rel=0.1)
+    assert len(rounds.jobs) == len(ideal.jobs) == 20
+
+
+def test_aware_policies_beat_blind_ones():
+    runs = [
+        simulate_fleet(small_workload(), KINDS, policy, ideal=True)
+        for policy in (max_min_fairness, blind(max_min_fairness))
+    ]
+
+    assert runs[1].mean_seconds > 1.1 * runs[0].mean_seconds
+
+
+def test_runs_repeat_and_gangs_finish():
+    kinds = (*KINDS[:2], replace(KINDS[2], workers=8))
+    workload = poisson_workload(thesis_types(), 12, 12.0, seed=1, gangs=True)
+    run = simulate_fleet(workload, kinds, finish_time_fairness, round_seconds=7200)
+
+    assert run == simulate_fleet(workload, kinds, finish_time_fairness, round_seconds=7200)
+    assert {job.job.workers for job in run.jobs} >= {1, 3}
+
+
+def test_deadlines_are_kept_where_money_allows():
+    """A job that is cheapest on the slow kind, with a deadline that only the fast one meets."""
+    kinds = (Kind("fast", 4, 3.0), Kind("slow", 4, 0.5))
+    workload = [
+        Arrival(0.0, Job(f"job {m}", 7200, deadline_seconds=9000 if m else 40_000), (1.0, 0.25)) for m in range(2)
+    ]
+    cheap = simulate_fleet(workload, kinds, min_cost, ideal=True)
+    kept = simulate_fleet(workload, kinds, min_cost_near_deadlines, ideal=True)
+    # In rounds a job is late by what its last ones miss, unless the policy is asked again meanwhile.
+    options = {"restart_seconds": 0, "round_seconds": 120, "reset_rounds": 1}
+    rounds = simulate_fleet(workload, kinds, min_cost_near_deadlines, **options)
+
+    assert (cheap.late, kept.late) == (1, 0)
+    assert cheap.cost == pytest.approx(2 * 8 * 0.5)
+    # 9000 s on both kinds: 11/15 of it on the fast one.
+    assert kept.cost == pytest.approx(8 * 0.5 + 2.5 * (11 * 3.0 + 4 * 0.5) / 15)
+    assert max(job.seconds for job in rounds.jobs if job.job.name == "job 1") <= 9000 + 120
+
+
+def test_prices_change_where_jobs_run(tmp_path):
+    """The slow kind becomes cheaper per step after an hour, and the job moves."""
+    path = tmp_path / "prices.csv"
+    path.write_text("seconds,kind,price\n0,slow,3\n3600,slow,0.1\n")
+    prices = PriceHistory.load(path)
+    kinds = (Kind("fast", 1, 2.0), Kind("slow", 1, 1.0))
+    run = simulate_fleet([Arrival(0.0, Job("a", 7200), (1.0, 0.5))], kinds, min_cost, prices=prices, restart_seconds=0)
+
+    assert run.jobs[0].finished == 3 * 3600
+    assert run.cost == pytest.approx(2.0 + 2 * 0.1)
+    assert (prices.at("slow", 3599), prices.at("slow", 3600), prices.at("fast", 0)) == (3.0, 0.1, None)
+    path.write_text("0,slow\n")
+    with pytest.raises(PlanError, match="line 1: expected seconds,kind,price"):
+        PriceHistory.load(path)
+    with pytest.raises(PlanError, match="from second 0 on, ascending"):
+        PriceHistory({"slow": ((5.0, 1.0),)})
+
+
+def test_pictures_show_every_job_and_escape_its_name():
+    named = [Arrival(0.0, Job(name, 100), (1.0,)) for name in ("a", "<b>\x1b")]
+    run = simulate_fleet(named, GPU, max_min_fairness, round_seconds=50, record=True)
+    devices = ElementTree.fromstring(devices_svg(run))
+    titles = ["".join(title.itertext()) for title in devices.iter("{http://www.w3.org/2000/svg}title")]
+
+    assert any(title.startswith("<b>\\x1b: ") for title in titles)
+    assert sum(":" in title for title in titles) == len(run.held)
+    assert len(list(ElementTree.fromstring(completion_svg({"x": run, "y": run})).iter())) > 20
+    assert "restarts from a checkpoint" in run_page("a run", run)
+    with pytest.raises(PlanError, match="record=True"):
+        devices_svg(replace(run, held=()))
+
+
+def test_workloads_are_those_of_the_thesis():
+    types = thesis_types()
+    work = poisson_workload(types, 4000, 5.6, gangs=True)
+    hours = [arrival.job.steps / arrival.throughputs[0] / 3600 for arrival in work]
+    sizes = [arrival.job.workers for arrival in work]
+
+    assert len(types) == 26
+    assert work[-1].seconds / 3600 == pytest.approx(4000 / 5.6, rel=0.05)
+    # Four fifths of 10^U[1.5, 3] minutes and a fifth of 10^U[3, 4]: 16.8 hours on average.
+    assert sum(hours) / len(hours) == pytest.approx(16.8, rel=0.1)
+    assert [sum(map(group.__contains__, sizes)) / 4000 for group in ({1}, {2, 3, 4}, {8})] == pytest.approx(
+        [0.7, 0.25, 0.05], abs=0.03
+    )
+    assert {arrival.seconds for arrival in static_workload(types, 5)} == {0.0}
+    assert poisson_workload(types, 9, 1.0, seed=3) == poisson_workload(types, 9, 1.0, seed=3)
+
+
+def test_a_policy_that_serves_no_job_is_refused():
+    def nothing(problem):
+        return Allocation(problem, tuple((0.0,) for _ in problem.jobs))
+
+    for ideal in (False, True):
+        with pytest.raises(PlanError, match="expected a share for some job, found none"):
+            simulate_fleet(arrivals(1), GPU, nothing, ideal=ideal)
+    with pytest.raises(PlanError, match="expected one arrival or more"):
+        simulate_fleet([], GPU, max_min_fairness)
