@@ -68,7 +68,8 @@ def test_it_is_proved_drawn_simulated_and_planned_with(definition: ScheduleDefin
     assert plan.ranks == 2 and plan.predicted is not None
     assert penstock.verify(made).in_flight == made.guarantees.in_flight
     assert penstock.render(made).startswith(f"{definition}: ")
-    assert penstock.simulate(made, PROFILE, CLUSTER).seconds == penstock.simulate(plan, PROFILE, CLUSTER).seconds > 0
+    # A schedule alone has stages of equally many layers.
+    assert penstock.simulate(made, PROFILE, CLUSTER).seconds >= penstock.simulate(plan, PROFILE, CLUSTER).seconds > 0
     assert definition.name in plan.explain()
 
 

@@ -53,10 +53,10 @@ WISHES = [
     Wish("resnet18", 4, FAST, "spp", "spp", 7, (3, 1)),
     Wish("resnet18", 4, FAST, "interleaved", "interleaved", 8, (2, 2, 2, 2)),
     Wish("gnmt", 4, MIDDLING, "pipedream", "pipedream", 3, (1, 1, 1, 1)),
-    Wish("gnmt", 5, FAST, "pipedream", "pipedream", 7, (2, 3)),
+    Wish("gnmt", 5, FAST, "pipedream", "pipedream", 7, (1, 1, 1, 1, 1)),
     Wish("gnmt", 5, FAST, "spp", "spp", 7, (1, 1, 3)),
     Wish("gnmt", 4, FAST, "2bw", "2bw", 8, (2, 2)),
-    Wish("gnmt", 5, FAST, None, "2bw", 7, (2, 3)),
+    Wish("gnmt", 5, FAST, None, "2bw", 7, (2, 1, 2)),
 ]
 
 

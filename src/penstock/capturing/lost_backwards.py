@@ -4,7 +4,7 @@ A trace has the operators of forwards only. What clips, scales or reverses gradi
 the sample has, so that no comparison with the model shows the loss.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -47,8 +47,9 @@ def hooks_refused(blocks: Iterable[nn.Module]) -> Iterator[None]:
     own, bodies = Tensor.register_hook, {id(block) for block in blocks}
 
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        caller = sys._getframe(1)
-        if not _is_torch(caller.f_globals.get("__name__", "")) and not _runs_in(bodies, caller):
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and not _is_torch(caller.f_globals.get("__name__", "")) and not _runs_in(bodies, caller):
             raise _refusal("calls register_hook of a tensor")
         return own(tensor, hook)  # type: ignore[no-untyped-call]
 

@@ -59,6 +59,8 @@ def fastest_unequal(
     solved = False
     for machine in _machines(cluster, costs, allreduce):
         for mixed in (False,) if straight else (True, False):
+            if mixed and prod(size + 1 for size in machine.sizes) > _MOST_WORK:
+                continue
             groups = machine.groups(straight=straight, mixed=mixed)
             if machine.work(groups, costs.layers, room) > _MOST_WORK:
                 continue

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce, ChainCosts, Counts, Matrix, replicated_seconds
-from penstock.planning.predictions import rounds
+from penstock.planning.predictions import count_rounds
 from penstock.scheduling.definitions import PipelineShape
 from penstock.simulating.assumptions import Assumptions
 from penstock.simulating.variants import LayerSums, PlanVariants
@@ -241,7 +241,7 @@ class LocalSearch:
             ]
             sent = zip(self._exchange(plan, 1.0), plan.stages[1:], strict=True)
             slowest = max(*parts, *(float(seconds[stage.start]) for seconds, stage in sent), 0.0)
-        return slowest * rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
+        return slowest * count_rounds(plan) / (plan.microbatches * self._profile.microbatch_size)
 
     def _link(self, one: Stage, other: Stage) -> float:
         """The bandwidth of the slowest link between the first and last ranks of two stages."""
@@ -266,7 +266,7 @@ class LocalSearch:
                 continue
             limit, cuts = self._balance(changed, 1.0)
             if cuts:
-                scored.append((rounds(changed) * limit, _moved(changed, cuts)))
+                scored.append((count_rounds(changed) * limit, _moved(changed, cuts)))
         scored.sort(key=lambda pair: pair[0])
         return [changed for _, changed in scored]
 

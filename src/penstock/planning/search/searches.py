@@ -81,7 +81,9 @@ def compare_plans(
     """
     rejections: list[Rejection] = []
     profiles, cluster = without_kinds(profiles, cluster)
-    proposals = _propose(profiles, cluster, constraints, rejections, progress)
+    constraints.trials(profiles, cluster)  # raises an error for numbers that leave nothing to try
+    opened = constraints.opened() if refine else constraints
+    proposals = _propose(profiles, cluster, (constraints, opened), rejections, progress)
     if constraints.planner is None and refine and cluster.is_equal:
         return _refine(proposals, profiles, cluster, constraints, rejections=rejections, progress=progress)
     chosen = _shorten([plan for plan in proposals if constraints.accepts(plan)], cluster.least_memory_bytes is not None)
@@ -102,15 +104,13 @@ def compare_plans(
 def _propose(
     profiles: Sequence[Profile],
     cluster: Cluster,
-    constraints: PlanConstraints,
+    both: tuple[PlanConstraints, PlanConstraints],
     rejections: list[Rejection],
     progress: bool | None,
 ) -> list[Plan]:
-    """The proposals of all planners, each once, whatever the constraints choose among them."""
+    """The proposals of all planners, each once; `both`: the constraints, and those under which planners propose."""
+    constraints, opened = both
     proposals: dict[Plan, Plan] = {}
-    # Raises an error for numbers that leave nothing to try.
-    constraints.trials(profiles, cluster)
-    opened = constraints.opened()
     allowed = set(constraints.schedules)
     arranged = arrange_cluster(cluster, profiles[0])
     asked = [(each, query) for each in arranged for query in each.queries(profiles, opened)]
@@ -200,7 +200,7 @@ def _is_pointless(plan: Plan) -> bool:
 
 
 def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
-    """The plans that are worth a simulation, the fastest by closed form first; all of them where memory is `limited`,
+    """The plans that are worth a simulation, the fastest by closed form first; more of them where memory is `limited`,
     since the first ones may not fit with their messages.
     """
     plans.sort(key=_speed, reverse=True)
@@ -208,7 +208,7 @@ def _shorten(plans: list[Plan], limited: bool) -> list[Plan]:
     chosen = []
     for position, plan in enumerate(plans):
         kind = plan.planner, str(plan.schedule)
-        if limited or position < _SHORTLIST or kind not in kinds:
+        if position < (2 if limited else 1) * _SHORTLIST or kind not in kinds:
             chosen.append(plan)
         kinds.add(kind)
     return chosen
