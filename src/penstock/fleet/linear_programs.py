@@ -107,11 +107,13 @@ class Space:
         """The number of each class, of numbers that are equal within a class."""
         return numpy.asarray(numbers, dtype=float)[self.first]
 
-    def allocation(self, shares: Floats, policy: str) -> Allocation:
-        """The allocation of these values of the variables, without the solver's rounding errors."""
+    def allocation(self, shares: Floats, policy: str, least: float = 1e-10) -> Allocation:
+        """The allocation of these values of the variables, without the solver's rounding errors: those of `least` or
+        below are 0.
+        """
         problem = self.problem
         table = numpy.zeros((self.classes + len(problem.pairs), len(problem.kinds)))
-        table[self.row, self.kind] = numpy.where(shares > 1e-7, numpy.minimum(shares, 1.0), 0.0)
+        table[self.row, self.kind] = numpy.where(shares > least, numpy.minimum(shares, 1.0), 0.0)
         rows = numpy.concatenate([table[: self.classes][self.class_of], table[self.classes :]])
         return Allocation(problem, tuple(map(tuple, _shrunk(rows, problem).tolist())), policy)
 

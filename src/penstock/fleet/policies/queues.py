@@ -14,6 +14,7 @@ __all__ = ["fifo", "shortest_job_first", "strict_fifo"]
 _SLACK = 1e-8
 """Levels are held up to this much, since the solver found them up to a tolerance."""
 _NOTHING = 1e-6
+"""Levels that are held with slack leave this much to the jobs behind, which is no share."""
 
 
 def fifo(problem: Problem) -> Allocation:
@@ -57,7 +58,7 @@ def _in_order(problem: Problem, order: Sequence[int], policy: str) -> Allocation
             rest[list(order[place + 1 :])] = 1.0
             if _most(space, levels, rest).value < _NOTHING:
                 break
-    return space.allocation(shares, policy)
+    return space.allocation(shares, policy, _NOTHING)
 
 
 def _most(space: Space, levels: Floats, weights: Floats) -> Solution:
