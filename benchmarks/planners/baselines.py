@@ -31,7 +31,8 @@ from penstock.planning.spp.device_orders import device_groups, link_latencies, l
 from penstock.planning.spp.spp_search import evaluate_for
 from penstock.scheduling.orders import GPIPE, ONE_F_ONE_B_FLUSH
 from penstock.values.chain_cuts import cut_evenly, least_bottleneck
-from penstock.values.clusters import Cluster, LinkLevels
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text

@@ -7,7 +7,8 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.values.clusters import Cluster, LinkLevels
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels
 from penstock.values.quantities import bytes_text
 
 __all__ = ["halves", "nothing_fits", "wider_clusters"]

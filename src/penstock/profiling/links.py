@@ -48,7 +48,8 @@ from penstock.runtime.transport.connection_rounds import arrange
 from penstock.runtime.transport.timeouts import check_timeout
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
-from penstock.values.clusters import Cluster, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkMatrix
 from penstock.values.message_costs import FREE, MessageCosts
 
 __all__ = ["arrange_rounds", "fit_link", "measure_links", "probe"]

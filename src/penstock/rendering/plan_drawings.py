@@ -19,7 +19,8 @@ from typing import assert_never
 from penstock.errors import PlanError, visible
 from penstock.rendering.device_boxes import STYLE, Box, DeviceAssignment, draw_devices, draw_levels, stage_colors
 from penstock.rendering.heat_maps import draw_heat_map
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text

@@ -13,7 +13,8 @@ from typing import Any, Unpack, assert_never
 
 from penstock.simulating.assumptions import Options
 from penstock.simulating.outcomes import evaluate
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import seconds_text
@@ -71,7 +72,9 @@ def find_losses(plan: Plan, profile: Profile, cluster: Cluster, **options: Unpac
     def seconds(profile: Profile, cluster: Cluster) -> float:
         return evaluate(plan, profile, cluster, **options).minibatch_seconds
 
-    silent = replace(profile, layers=tuple(replace(layer, cut_bytes=0.0) for layer in profile.layers), crossings=())
+    silent = replace(
+        profile, layers=tuple(replace(layer, cut_bytes=0.0, wire_bytes=None) for layer in profile.layers), crossings=()
+    )
     free = _with_links(cluster, costs=())
     prompt = _with_links(free, latency=0.0)
     instant = _with_links(prompt, bandwidth=inf)

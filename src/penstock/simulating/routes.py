@@ -14,7 +14,8 @@ from math import inf
 from typing import TypeAlias, assert_never
 
 from penstock.errors import PlanError
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 
 __all__ = ["Link", "Route", "find_route", "slowest_link"]
 

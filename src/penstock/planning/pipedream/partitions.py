@@ -35,7 +35,8 @@ from penstock.planning.requests import Request
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import PIPEDREAM
 from penstock.values.chain_cuts import StageSeconds, cut_evenly, least_bottleneck
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan, Stage
 from penstock.values.profiles import Profile
 

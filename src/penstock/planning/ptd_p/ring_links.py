@@ -14,7 +14,8 @@ from functools import lru_cache
 from math import inf, prod
 from typing import assert_never
 
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 
 __all__ = ["Ring", "data_ring", "pipeline_ring", "tensor_ring"]
 

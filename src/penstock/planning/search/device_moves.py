@@ -13,7 +13,8 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.costs import AllReduce, ChainCosts
 from penstock.planning.predictions import slowest_seconds
 from penstock.planning.requests import number_ranks
-from penstock.values.clusters import Cluster, LinkLevels
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels
 from penstock.values.plans import Plan, Stage
 
 __all__ = ["climb", "moved_stages"]

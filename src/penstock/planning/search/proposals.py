@@ -25,8 +25,9 @@ from penstock.planning.two_bw.pipeline_searches import rank_pipelines
 from penstock.planning.uniform import plan_uniform
 from penstock.planning.widening import widen
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
 from penstock.values.device_kinds import DeviceKind
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 

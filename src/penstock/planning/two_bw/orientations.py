@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias, assert_never, get_args
 import numpy as np
 import numpy.typing as npt
 
-from penstock.values.clusters import Cluster, LinkLevels, LinkMatrix
+from penstock.values.clusters import Cluster
+from penstock.values.link_tables import LinkLevels, LinkMatrix
 
 __all__ = ["CONSECUTIVE_RANKS", "ConsecutiveRanks", "LinkTable", "Orientation"]
 

@@ -1,0 +1,163 @@
+"""The links between devices: a hierarchy of levels, or a matrix of measured links.
+
+Bandwidths are bytes per second and latencies seconds, both in one direction, as `Cluster` describes them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.arguments import Rule, entries, instance, integer, number, text_of
+from penstock.errors import PlanError
+from penstock.values.message_costs import FREE, MessageCosts
+
+__all__ = ["LinkLevels", "LinkMatrix", "Links"]
+
+_BANDWIDTH = number(above=0, infinite=True).but(
+    "give the measured bytes per second of the link (`penstock probe` measures it)"
+)
+_LATENCY = number(0).but(
+    "give the seconds that the smallest message takes (`penstock probe` measures it), or leave it out"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLevels:
+    """A hierarchy: level k joins `count` components of level k - 1, and level 0 joins `count` devices."""
+
+    levels: tuple[tuple[int, float], ...]
+    """(count, bytes per second), innermost first. Ranks are numbered server by server."""
+    latency_seconds: tuple[float, ...] = ()
+    """One per level; empty means zeros."""
+    message_costs: tuple[MessageCosts, ...] = ()
+    """One per level; empty means that messages take no time of the ranks."""
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise PlanError("levels: expected one level or more, found none: give (count, bytes per second) per level")
+        levels = tuple(_check_level(index, level) for index, level in enumerate(self.levels))
+        object.__setattr__(self, "levels", levels)
+        if not self.latency_seconds:
+            object.__setattr__(self, "latency_seconds", (0.0,) * len(self.levels))
+        if len(self.latency_seconds) != len(self.levels):
+            raise PlanError(
+                f"latency_seconds: expected {len(self.levels)} numbers (one per level), found "
+                f"{len(self.latency_seconds)}: give one number for each level, or a single one for all"
+            )
+        latencies = (
+            _LATENCY.check(f"levels[{index}].latency_seconds", latency, PlanError)
+            for index, latency in enumerate(self.latency_seconds)
+        )
+        object.__setattr__(self, "latency_seconds", tuple(latencies))
+        costs = entries("message_costs", self.message_costs, PlanError) or (FREE,) * len(self.levels)
+        if len(costs) != len(self.levels):
+            raise PlanError(f"message_costs: expected {len(self.levels)} (one per level), found {len(costs)}: give all")
+        object.__setattr__(self, "message_costs", _check_costs("levels", costs))
+
+    @property
+    def devices(self) -> int:
+        """The product of the counts."""
+        return math.prod(count for count, _ in self.levels)
+
+    def bandwidth(self, a: int, b: int) -> float:
+        """Bytes per second of the innermost level that joins ranks `a` and `b`."""
+        return self.levels[self._joining(a, b)][1]
+
+    def latency(self, a: int, b: int) -> float:
+        """Seconds of the innermost level that joins ranks `a` and `b`."""
+        return self.latency_seconds[self._joining(a, b)]
+
+    def costs(self, a: int, b: int) -> MessageCosts:
+        """What a message costs on the innermost level that joins ranks `a` and `b`."""
+        return self.message_costs[self._joining(a, b)]
+
+    def _joining(self, a: int, b: int) -> int:
+        size = 1
+        for index, (count, _) in enumerate(self.levels):
+            size *= count
+            if a // size == b // size:
+                return index
+        raise AssertionError("the outermost level joins all ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMatrix:
+    """Holds a bandwidth and a latency for every pair of devices."""
+
+    rows: tuple[tuple[float, ...], ...]
+    """Row a, column b: bytes per second from rank a to rank b. The diagonal is not used."""
+    latency_rows: tuple[tuple[float, ...], ...] = ()
+    """Row a, column b: seconds from rank a to rank b; empty means zeros. The diagonal is not used."""
+    cost_rows: tuple[tuple[MessageCosts, ...], ...] = ()
+    """Row a, column b: what a message from rank a to rank b costs each of the two; empty means nothing."""
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise PlanError("matrix: expected one row or more, found none: give one row per device")
+        _check_square("matrix", self.rows, len(self.rows), _BANDWIDTH)
+        if not self.latency_rows:
+            object.__setattr__(self, "latency_rows", ((0.0,) * len(self.rows),) * len(self.rows))
+        _check_square("latency_seconds", self.latency_rows, len(self.rows), _LATENCY)
+        if not self.cost_rows:
+            object.__setattr__(self, "cost_rows", ((FREE,) * len(self.rows),) * len(self.rows))
+        if {len(self.rows)} != {len(self.cost_rows), *map(len, self.cost_rows)}:
+            raise PlanError(
+                f"message_costs: expected {len(self.rows)} rows of as many, found others: give one per link"
+            )
+        for a, row in enumerate(self.cost_rows):
+            _check_costs(f"message_costs[{a}]", row)
+
+    @property
+    def devices(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def bandwidth(self, a: int, b: int) -> float:
+        """Bytes per second from rank `a` to rank `b`."""
+        return self.rows[a][b]
+
+    def latency(self, a: int, b: int) -> float:
+        """Seconds from rank `a` to rank `b`."""
+        return self.latency_rows[a][b]
+
+    def costs(self, a: int, b: int) -> MessageCosts:
+        """What a message from rank `a` to rank `b` costs each of them."""
+        return self.cost_rows[a][b]
+
+
+Links: TypeAlias = LinkLevels | LinkMatrix
+
+
+def _check_level(index: int, level: object) -> tuple[int, float]:
+    found = entries(f"levels[{index}]", level, PlanError)
+    if len(found) != 2:
+        raise PlanError(
+            f"levels[{index}]: expected (count, bytes per second), found {text_of(level)}: give both, and nothing else"
+        )
+    count = integer(1).but("give the number of components that this level joins")
+    return (
+        count.check(f"levels[{index}].count", found[0], PlanError),
+        _BANDWIDTH.check(f"levels[{index}].bytes_per_second", found[1], PlanError),
+    )
+
+
+def _check_costs(where: str, costs: Sequence[object]) -> tuple[MessageCosts, ...]:
+    rule = instance(
+        MessageCosts, "a penstock.MessageCosts", "build it: MessageCosts(seconds=..., seconds_per_byte=...)"
+    )
+    return tuple(rule.check(f"{where}[{index}].message_costs", one, PlanError) for index, one in enumerate(costs))
+
+
+def _check_square(where: str, rows: Sequence[Sequence[float]], size: int, rule: Rule[float]) -> None:
+    """Raises `PlanError` unless `rows` is square with `size` rows, and all numbers off the diagonal follow `rule`."""
+    if len(rows) != size:
+        raise PlanError(f"{where}: expected {size} rows (one per device), found {len(rows)}: give a square matrix")
+    for a, row in enumerate(rows):
+        if len(row) != size:
+            raise PlanError(
+                f"{where}[{a}]: expected {size} numbers (one per device), found {len(row)}: give a square matrix"
+            )
+        for b, value in enumerate(row):
+            if a != b:
+                rule.check(f"{where}[{a}][{b}]", value, PlanError)
